@@ -1,0 +1,110 @@
+"""Prompt lookup: propose what followed the last time that the text ended like this.
+
+Saxena 2023, "Prompt Lookup Decoding"; transformers' ``prompt_lookup_num_tokens`` is the same idea with
+``max_ngram=2, match="leftmost", overlap=False``. N-grams are indexed as tokens come, so a lookup costs the same at any
+context length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec.draft import Draft, DraftBuilder
+from specdec.drafter import Context, DrafterBase, Observation
+from specdec.errors import ConfigError
+
+__all__ = ["PromptLookup", "PromptLookupConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLookupConfig:
+    """Options.
+
+    Attributes:
+        max_ngram, min_ngram: lengths of the suffix that is looked up, the longest first.
+        tokens: most tokens proposed from one match.
+        match: ``rightmost`` (latest) or ``leftmost`` (earliest) occurrence.
+        matches: how many occurrences to propose, as a trie.
+        overlap: where a match runs into the end of the text, go on with the proposal itself, so that a repeating text
+            is continued for as long as asked; False stops there.
+    """
+
+    max_ngram: int = 3
+    min_ngram: int = 1
+    tokens: int = 6
+    match: str = "rightmost"
+    matches: int = 1
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ConfigError(
+                f"prompt_lookup.min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; "
+                "they must satisfy 1 <= min_ngram <= max_ngram"
+            )
+        for name in ("tokens", "matches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"prompt_lookup.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.match not in ("leftmost", "rightmost"):
+            raise ConfigError(f"prompt_lookup.match is {self.match!r}; it must be leftmost or rightmost")
+
+
+class PromptLookup(DrafterBase):
+    """Copies from the text so far."""
+
+    name = "prompt_lookup"
+    Config = PromptLookupConfig
+
+    def start(self, context: Context) -> PromptLookupSession:
+        return PromptLookupSession(self.config, context)
+
+
+class PromptLookupSession:
+    def __init__(self, config: PromptLookupConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+        # n-gram -> positions just after its occurrences, ascending
+        self._after: dict[tuple[int, ...], list[int]] = {}
+        self._indexed = 0
+
+    def propose(self, room: int) -> Draft:
+        config, context = self._config, self._context
+        self._index()
+        size = min(config.tokens, context.remaining - 1)
+        starts = self._matches()
+        if len(starts) <= 1:
+            path = self._continuation(starts[0], min(size, room - 1)) if starts else []
+            return Draft.chain([context.root, *path])
+        builder = DraftBuilder(context.root)
+        for start in starts:
+            builder.add_path(self._continuation(start, size), room=room)
+        return builder.build()
+
+    def observe(self, seen: Observation) -> None:
+        pass  # the text is read from the context
+
+    def _index(self) -> None:
+        """Note the n-grams that end before the last token; the text's own suffix is not its earlier occurrence."""
+        tokens, config = self._context.tokens, self._config
+        for end in range(max(self._indexed, 1), len(tokens)):
+            for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
+                self._after.setdefault(tuple(tokens[end - size : end]), []).append(end)
+        self._indexed = len(tokens)
+
+    def _matches(self) -> Sequence[int]:
+        """Where the longest known suffix went on, the preferred occurrence first."""
+        tokens, config = self._context.tokens, self._config
+        for size in range(min(config.max_ngram, len(tokens)), config.min_ngram - 1, -1):
+            found = self._after.get(tuple(tokens[-size:]))
+            if found:
+                return found[: config.matches] if config.match == "leftmost" else found[: -config.matches - 1 : -1]
+        return ()
+
+    def _continuation(self, start: int, size: int) -> list[int]:
+        tokens = self._context.tokens
+        path = tokens[start : start + size]
+        period = len(tokens) - start
+        while self._config.overlap and len(path) < size:
+            path.append(path[len(path) - period])
+        return path

@@ -1,0 +1,207 @@
+"""Tree attention: one function behind every decoder layer, with an exact fast split.
+
+``sdpa``
+    One call over all visible slots with an additive mask: the reference.
+``split``
+    The keys that every row sees, without a mask, and the tail (a window's edge and the tree) with a small one; each part
+    returns the log-sum-exp of its scores, and the parts are merged by it. With l the log-sum-exp and o the output,
+    ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``: exact, whatever the split.
+``auto``
+    ``split`` for prefill chunks and wide trees over long contexts, and wherever a GPU would otherwise lose its
+    flash kernel to the mask; else ``sdpa``, which is one kernel instead of two.
+
+Keys and values are never repeated for grouped-query attention: the kernels take fewer key heads than query heads, or
+the group is folded into the query rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from specdec.block import Block
+from specdec.errors import ConfigError, TargetError
+
+__all__ = ["BACKENDS", "attend", "check_backend", "layer_attention", "merge"]
+
+BACKENDS = ("auto", "sdpa", "split")
+
+# On a CPU one masked call beats two plain ones until the mask is this large (measured: 16 rows, 3,000 keys).
+_SPLIT_FROM = 48_000
+
+Part = tuple[torch.Tensor, torch.Tensor]  # output [1, Hq, T, D], log-sum-exp [1, Hq, T]
+
+
+def check_backend(name: str) -> str:
+    """The name, if it is a backend.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"attention={name!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    return name
+
+
+def layer_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    block: Block | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers' attention modules call; ``block`` travels to it through the layers' arguments.
+
+    ``key`` and ``value`` are the block's own rows, already in their slots. Returns [1, T, Hq, D] and no weights.
+
+    Raises:
+        TargetError: called outside a specdec forward, or with a feature that it does not compute.
+    """
+    if block is None:
+        raise TargetError("specdec's attention was called outside an Engine; use model.generate without it")
+    if options.get("s_aux") is not None:
+        raise TargetError(f"{type(module).__name__} has attention sinks, which specdec does not compute")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(query, block, module.layer_idx, scale, softcap).transpose(1, 2), None  # type: ignore[arg-type]
+
+
+def attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:
+    """Attention of the block's rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
+    if block.backend == "split" or (block.backend == "auto" and _prefers_split(query, block)):
+        return _split(query, block, layer, scale, softcap)
+    (first, last), mask = block.mask(block.cache.group_of[layer], query.dtype)
+    keys = block.cache.keys[layer].narrow(2, first, last - first)
+    values = block.cache.values[layer].narrow(2, first, last - first)
+    if softcap is not None:
+        return _plain(query, keys, values, scale, mask, softcap)[0]
+    grouped = keys.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def merge(parts: list[Part]) -> torch.Tensor:
+    """Join attention over disjoint sets of keys by the log-sum-exp of their scores."""
+    output, total = parts[0]
+    for part, weight in parts[1:]:
+        share = torch.sigmoid(weight - total).unsqueeze(-1)  # e^w / (e^t + e^w)
+        output = torch.lerp(output.to(share.dtype), part.to(share.dtype), share)
+        total = torch.logaddexp(total, weight)
+    return output
+
+
+def _prefers_split(query: torch.Tensor, block: Block) -> bool:
+    if block.rows == 1:
+        return False
+    return query.is_cuda or block.rows * (block.length + block.rows) > _SPLIT_FROM
+
+
+def _split(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None) -> torch.Tensor:
+    layout = block.layout(block.cache.group_of[layer], query.dtype)
+    keys, values = block.cache.keys[layer], block.cache.values[layer]
+    parts: list[Part] = []
+    kernel = _kernel(query) if softcap is None else _plain
+    for first, last in layout.prefix:
+        parts.append(kernel(query, keys[:, :, first:last], values[:, :, first:last], scale, None, softcap))
+    if isinstance(layout.tail, tuple):
+        first, last = layout.tail
+        keys, values = keys[:, :, first:last], values[:, :, first:last]
+    else:
+        keys, values = keys.index_select(2, layout.tail), values.index_select(2, layout.tail)
+    mask = layout.mask
+    if query.device.type == "cpu" and softcap is None:
+        parts.append(_cpu_flash(query, keys, values, scale, mask, causal=layout.causal))
+    else:
+        if layout.causal:
+            mask = torch.full((block.rows, block.rows), -torch.inf, dtype=query.dtype, device=query.device).triu_(1)
+        parts.append(_plain(query, keys, values, scale, mask, softcap))
+    return merge(parts).to(query.dtype)
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor | None, float | None], Part]
+
+
+def _kernel(query: torch.Tensor) -> Kernel:
+    """The fastest kernel for keys that every row sees."""
+    if query.device.type == "cpu":
+        return _cpu_flash
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _gpu_flash
+    return _plain
+
+
+def _cpu_flash(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    _: float | None = None,
+    *,
+    causal: bool = False,
+) -> Part:
+    """Torch's flash kernel for CPUs, which also returns the log-sum-exp."""
+    output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return output, weight
+
+
+def _gpu_flash(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    _: float | None = None,
+) -> Part:
+    """flash-attn where it is installed, else torch's own variable-length flash kernel; both take strided keys."""
+    q, k, v = (x.transpose(1, 2) for x in (query, keys, values))  # [1, rows, heads, D]
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+        rows, size = q.shape[1], k.shape[1]
+        bounds = [torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (rows, size)]
+        output, weight = varlen_attn(
+            q[0], k[0], v[0], *bounds, rows, size, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        )
+        # The log-sum-exp comes as [heads, rows] or [rows, heads], depending on the release.
+        weight = weight if weight.shape == (q.shape[2], rows) else weight.T
+        return output.transpose(0, 1)[None], weight[None]
+    output, weight, _weights = flash_attn_func(q, k, v, softmax_scale=scale, return_attn_probs=True)
+    return output.transpose(1, 2), weight
+
+
+def _plain(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    softcap: float | None = None,
+) -> Part:
+    """Matrix products and a softmax, for soft-capped scores and small masked parts; scores are [Hkv, G * T, S]."""
+    heads, rows = keys.shape[1], query.shape[2]
+    group = query.shape[1] // heads
+    folded = query.reshape(heads, group * rows, -1)
+    scores = torch.matmul(folded, keys[0].transpose(1, 2)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(heads, group, rows, -1)
+    if mask is not None:
+        scores = scores + mask
+    if scores.dtype != torch.float64:
+        scores = scores.float()
+    weight = torch.logsumexp(scores, -1, keepdim=True)
+    shares = torch.exp(scores - weight).to(values.dtype).view(heads, group * rows, -1)
+    output = torch.matmul(shares, values[0])
+    return output.view(1, heads * group, rows, -1), weight.view(1, heads * group, rows)

@@ -1,0 +1,171 @@
+"""Block: the rows of one forward, where they stand in the cache and what each of them sees.
+
+A block is also what the decoder layers get as their cache: ``update`` stores a layer's keys and values, and the
+attention function reads them back from the slots through the same block. So no layer holds state, and no global does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specdec.cache import KVCache, Slots
+from specdec.draft import Draft, ancestors
+
+__all__ = ["Block", "Layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which slots of one group of layers a block reads, split into what all rows see and what some see.
+
+    Attributes:
+        prefix: slot ranges [first, last) that every row sees.
+        tail: slots with a mask: the window's edge, then the tree. A range where they are contiguous, else an index.
+        mask: [T, tail] additive, 0 or -inf; None where every row sees the whole tail, or ``causal`` says it.
+        causal: the tail is the block's own chain, row i seeing the tail's first i + 1 keys.
+    """
+
+    prefix: tuple[tuple[int, int], ...]
+    tail: tuple[int, int] | torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+
+
+class Block:
+    """Rows ``first`` .. ``first + T`` of a step tree, on their way through the layers.
+
+    Args:
+        cache: where their keys and values go, at positions ``cache.length + row``.
+        tokens: the T rows' token ids.
+        parents: of *all* the tree's rows up to the last of the block, or None for a chain.
+        depths: of the same rows, or None for a chain.
+        first: row of the tree that the block starts with; earlier rows are in their slots already.
+        device: where the embedding lives.
+        backend: attention backend, see :mod:`specdec.attention`.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        tokens: Sequence[int],
+        *,
+        parents: Sequence[int] | None = None,
+        depths: Sequence[int] | None = None,
+        first: int = 0,
+        device: torch.device | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self.cache = cache
+        self.length = cache.length
+        self.first = first
+        self.rows = len(tokens)
+        self.backend = backend
+        self.parents = parents
+        last = first + self.rows
+        self.depths = range(last) if depths is None else depths
+        self.deepest = max(self.depths[first:last])
+        self.tokens = torch.tensor([tokens], device=device)  # [1, T]
+        self.positions = torch.tensor([[self.length + d for d in self.depths[first:last]]], device=device)  # [1, T]
+        self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
+        self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
+
+    @classmethod
+    def of(cls, draft: Draft, cache: KVCache, device: torch.device | None, backend: str = "auto") -> Block:
+        """The block of a whole draft."""
+        if draft.is_chain:
+            return cls(cache, draft.tokens, device=device, backend=backend)
+        return cls(
+            cache, draft.tokens, parents=draft.parents, depths=draft.depths, device=device, backend=backend
+        )
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one layer's keys and values [1, heads, T, dim]; the signature is that of transformers' caches."""
+        self.cache.write(layer, keys, values, self.length + self.first)
+        return keys, values
+
+    def seen(self, keys: int, device: torch.device) -> torch.Tensor:
+        """[T, keys] bool: which of the last ``keys`` rows of the tree each row sees."""
+        last = self.first + self.rows
+        if self.parents is None:
+            closure = torch.ones(last, last, dtype=torch.bool, device=device).tril_()
+        else:
+            closure = torch.from_numpy(ancestors(self.parents[:last])).to(device)
+        return closure[self.first :, last - keys :]
+
+    def mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
+        """Slots [first, last) to attend over, and one additive mask [T, slots] over them (None: all is seen)."""
+        key = (id(group), dtype)
+        if key not in self._masks:
+            self._masks[key] = self._mask(group, dtype)
+        return self._masks[key]
+
+    def _mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
+        end, tree = self.length + self.first + self.rows, self.first + self.rows
+        device, window = group.keys.device, group.window
+        inside = window is None or self.length + self.deepest < window  # nothing has left the window yet
+        if self.rows == 1 and self.parents is None:
+            span = _ranges(max(0, end - (window or end)), end, group.size)
+            if len(span) == 1:
+                return span[0], None
+        if inside:
+            mask = torch.zeros(self.rows, end, dtype=dtype, device=device)
+            mask[:, self.length :].masked_fill_(~self.seen(tree, device), -torch.inf)
+            return (0, end), mask
+        assert window is not None
+        size = min(end, group.size)
+        # Which position lives in each slot: the tree's rows took theirs, the rest hold the newest committed ones.
+        slots = torch.arange(size, device=device)
+        newest = end - 1 - (end - 1 - slots) % group.size  # [size] the newest position that maps to this slot
+        distance = self.positions.to(device)[0, :, None] - newest  # [T, size]
+        visible = (distance >= 0) & (distance < window) & (newest < self.length)
+        rows = group.index(range(self.length, end))
+        depths = torch.tensor(list(self.depths[:tree]), device=device)
+        near = depths[self.first :, None] - depths < window  # [T, tree]
+        visible[:, rows] = self.seen(tree, device) & near
+        mask = torch.zeros(self.rows, size, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+        return (0, size), mask
+
+    def layout(self, group: Slots, dtype: torch.dtype) -> Layout:
+        """The same keys in two parts: what every row sees, and the tail that needs a mask."""
+        key = (id(group), dtype)
+        if key not in self._layouts:
+            self._layouts[key] = self._layout(group, dtype)
+        return self._layouts[key]
+
+    def _layout(self, group: Slots, dtype: torch.dtype) -> Layout:
+        length, end, tree = self.length, self.length + self.first + self.rows, self.first + self.rows
+        device, window = group.keys.device, group.window
+        # The shallowest row sees committed keys from `edge` on, the deepest row from `common` on.
+        edge = 0 if window is None else max(0, length + min(self.depths[self.first :]) - window + 1)
+        common = edge if window is None else min(length, max(0, length + self.deepest - window + 1))
+        prefix = _ranges(common, length, group.size)
+        lone = self.parents is None and self.first == 0 and (window is None or self.deepest < window)
+        if edge == common and lone:
+            tail = _ranges(length, end, group.size)
+            if len(tail) == 1:
+                return Layout(prefix, tail[0], None, causal=self.rows > 1)
+        positions = [*range(edge, common), *range(length, end)]
+        visible = torch.ones(self.rows, len(positions), dtype=torch.bool, device=device)
+        own = self.positions.to(device)[0, :, None]
+        if window is not None:
+            depths = torch.tensor([*range(edge, common), *(length + d for d in self.depths[:tree])], device=device)
+            visible = own - depths < window
+        visible[:, len(positions) - tree :] &= self.seen(tree, device)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+        pieces = _ranges(positions[0], end, group.size) if edge == common or common == length else ()
+        tail_slots = pieces[0] if len(pieces) == 1 else group.index(positions)
+        return Layout(prefix, tail_slots, mask, causal=False)
+
+
+def _ranges(first: int, last: int, size: int) -> tuple[tuple[int, int], ...]:
+    """The slot ranges of positions [first, last) on a ring of ``size``: none, one, or two where it wraps."""
+    if first >= last:
+        return ()
+    start, stop = first % size, (last - 1) % size + 1
+    return ((start, stop),) if start < stop else ((start, size), (0, stop))

@@ -1,0 +1,127 @@
+"""KV cache: preallocated slots, rows written behind the committed ones, accepted rows gathered to the front.
+
+The committed tokens fill positions [0, length). A forward of a step tree writes row i of the tree to position
+``length + i``: scratch, whatever the row's depth. ``commit(path)`` then moves the accepted rows together, so that
+position and slot agree again; nothing else is ever undone.
+
+A layer with a sliding window W keeps a ring of R rows, position p in slot p mod R. With R >= W + T - 1, T rows of one
+forward overwrite dead keys only: the root at position n sees the W - 1 committed keys from n - W + 1 on, and those plus
+T rows are R slots. A ring of exactly W rows would lose T - 1 live keys to rows that may be rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.errors import DraftError
+
+__all__ = ["KVCache", "LayerSpec", "Slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one layer caches: ``heads`` key/value heads of ``key_dim`` and ``value_dim``; ``window`` None = all keys."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    device: torch.device
+    dtype: torch.dtype
+
+    def slots(self, capacity: int, rows: int) -> int:
+        """Slots that a text of ``capacity`` tokens needs with forwards of up to ``rows`` rows."""
+        linear = capacity + rows
+        return linear if self.window is None else min(linear, self.window + rows - 1)
+
+
+class Slots:
+    """The slots of all layers of one spec.
+
+    ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor, so that a commit is one gather for all.
+    """
+
+    def __init__(self, spec: LayerSpec, layers: int, size: int) -> None:
+        self.window = spec.window
+        self.size = size
+        shape = (layers, 1, spec.heads, size)
+        self.keys = torch.empty(*shape, spec.key_dim, dtype=spec.dtype, device=spec.device)
+        self.values = torch.empty(*shape, spec.value_dim, dtype=spec.dtype, device=spec.device)
+
+    def index(self, positions: Sequence[int]) -> torch.Tensor:
+        """The slots of these positions, as an index tensor on the slots' device."""
+        return torch.tensor([p % self.size for p in positions], device=self.keys.device)
+
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy the rows at ``source`` positions to ``target`` positions, all read before any is written."""
+        here, there = self.index(source), self.index(target)
+        for tensor in (self.keys, self.values):
+            tensor.index_copy_(3, there, tensor.index_select(3, here))
+
+
+class KVCache:
+    """Keys and values of one sequence for every layer of a target.
+
+    Args:
+        specs: one per layer; equal specs share tensors.
+        capacity: most tokens that will ever be committed.
+        rows: most rows of one forward, a prefill chunk's included.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> None:
+        self.length = 0
+        self.capacity = capacity
+        self.rows = rows
+        members: dict[LayerSpec, list[int]] = {}
+        for layer, spec in enumerate(specs):
+            members.setdefault(spec, []).append(layer)
+        self.groups = [Slots(spec, len(layers), spec.slots(capacity, rows)) for spec, layers in members.items()]
+        of_spec = dict(zip(members, self.groups, strict=True))
+        self.group_of = [of_spec[spec] for spec in specs]
+        # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
+        places = [members[spec].index(layer) for layer, spec in enumerate(specs)]
+        self.keys = [group.keys[place] for group, place in zip(self.group_of, places, strict=True)]
+        self.values = [group.values[place] for group, place in zip(self.group_of, places, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, all layers and devices."""
+        return sum(g.keys.nbytes + g.values.nbytes for g in self.groups)
+
+    @property
+    def free(self) -> int:
+        """Rows that the next forward may have."""
+        return min(self.rows, self.capacity + self.rows - self.length)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        """Store ``keys`` and ``values`` [1, heads, T, dim] of one layer at positions [start, start + T)."""
+        rows, size = keys.shape[2], self.group_of[layer].size
+        first = start % size
+        if first + rows <= size:
+            self.keys[layer].narrow(2, first, rows).copy_(keys)
+            self.values[layer].narrow(2, first, rows).copy_(values)
+        else:
+            slots = self.group_of[layer].index(range(start, start + rows))
+            self.keys[layer].index_copy_(2, slots, keys)
+            self.values[layer].index_copy_(2, slots, values)
+
+    def check(self, rows: int) -> None:
+        """Raises DraftError where a forward of ``rows`` rows does not fit."""
+        if rows > self.free:
+            raise DraftError(
+                f"draft has {rows} rows but {self.free} slots are free; propose at most `room` rows, "
+                f"or raise the engine's max_rows (now {self.rows})"
+            )
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the tree rows ``path`` (ascending, from 0 on) as the next committed tokens; forget the other rows."""
+        moved = next((place for place, row in enumerate(path) if place != row), len(path))
+        if moved < len(path):
+            source = [self.length + row for row in path[moved:]]
+            target = range(self.length + moved, self.length + len(path))
+            for group in self.groups:
+                group.move(source, target)
+        self.length += len(path)

@@ -1,0 +1,168 @@
+"""Draft: the tree of tokens that one target forward verifies.
+
+Row 0 is the root, the last emitted token, whose keys and values are not cached yet. Every other row names an earlier
+row as its parent, sees the committed cache, its ancestors and itself, and stands at position ``length + depth``. That
+one rule is lookahead's window mask, Medusa's tree, REST's trie and prompt lookup's chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.errors import DraftError
+
+__all__ = ["Draft", "DraftBuilder", "Entry", "ancestors"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """Hidden states that already passed the first layers, so that the forward starts at ``layer``.
+
+    ``hidden`` is [T, D], one row per draft row, in the target's dtype and on the device of ``layer``. The keys and
+    values of layers [0, layer) must stand in the rows' slots already.
+    """
+
+    layer: int
+    hidden: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """T rows of one step.
+
+    Attributes:
+        tokens: T token ids; ``tokens[0]`` is the root.
+        parents: T row numbers; ``parents[0] == -1`` and ``0 <= parents[i] < i``.
+        probes: rows that are computed and never accepted, as a lookahead window's.
+        read: rows whose logits the session wants back in ``observe`` (candidates' are computed anyway).
+        q: for a row whose children were *sampled*: the distribution [V] they were drawn from, without replacement and
+            in row order. Never set it for children that were chosen (argmax, n-gram): that would bias the output.
+        entry: hidden states of rows that already passed the first layers, or None.
+
+    Raises:
+        DraftError: the rows do not form a tree in topological order, or name rows that do not exist.
+
+    Example: the root 7 with children 8 and 9, and 10 below 8, is
+    ``Draft(tokens=(7, 8, 9, 10), parents=(-1, 0, 0, 1))``; its depths are ``[0, 1, 1, 2]``.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    probes: frozenset[int] = frozenset()
+    read: Sequence[int] = ()
+    q: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    entry: Entry | None = None
+    depths: list[int] = field(init=False)
+    is_chain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens, parents = self.tokens, self.parents
+        if not tokens or len(tokens) != len(parents) or parents[0] != -1:
+            raise DraftError(
+                f"a draft needs one parent per token and -1 as the root's, got {len(tokens)} tokens and parents "
+                f"{list(parents[:8])}; build it with DraftBuilder"
+            )
+        depths, is_chain = [0], True
+        for row in range(1, len(parents)):
+            parent = parents[row]
+            if not 0 <= parent < row:
+                raise DraftError(f"row {row} names row {parent} as its parent; parents come first, in [0, {row})")
+            depths.append(depths[parent] + 1)
+            is_chain = is_chain and parent == row - 1
+        if (self.probes or self.read or self.q) and not all(
+            0 <= row < len(tokens) for row in (*self.probes, *self.read, *self.q)
+        ):
+            raise DraftError(f"probes, read or q name a row outside [0, {len(tokens)})")
+        if 0 in self.probes:
+            raise DraftError("row 0 is the root and cannot be a probe")
+        object.__setattr__(self, "depths", depths)
+        object.__setattr__(self, "is_chain", is_chain)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], *, q: Mapping[int, torch.Tensor] | None = None) -> Draft:
+        """The root and a single path below it."""
+        return cls(tokens, range(-1, len(tokens) - 1), q=q or {})
+
+    def scored_rows(self) -> list[int] | None:
+        """The rows whose logits somebody reads, ascending; None for all of them."""
+        if not self.probes:
+            return None
+        read = set(self.read)
+        return [row for row in range(len(self)) if row not in self.probes or row in read]
+
+    def children(self) -> list[list[int]]:
+        """For every row, its candidate children in row order."""
+        below: list[list[int]] = [[] for _ in self.tokens]
+        for row in range(1, len(self)):
+            if row not in self.probes:
+                below[self.parents[row]].append(row)
+        return below
+
+    def child(self, row: int, token: int) -> int | None:
+        """The first candidate child of ``row`` that holds ``token``, or None."""
+        for below in range(row + 1, len(self.tokens)):
+            if self.parents[below] == row and self.tokens[below] == token and below not in self.probes:
+                return below
+        return None
+
+
+class DraftBuilder:
+    """Builds a draft as a trie: a prefix that two sources share is one row.
+
+    Only for tokens that were *chosen*; sampled siblings must stay apart, or rejection is biased.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._tokens = [root]
+        self._parents = [-1]
+        self._probes: set[int] = set()
+        self._rows: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, parent: int, token: int, *, candidate: bool = True) -> int:
+        """The row of ``token`` below ``parent``, new or existing; a candidate stays one."""
+        row = self._rows.get((parent, token))
+        if row is None:
+            row = self._rows[parent, token] = len(self._tokens)
+            self._tokens.append(token)
+            self._parents.append(parent)
+            if not candidate:
+                self._probes.add(row)
+        elif candidate:
+            self._probes.discard(row)
+        return row
+
+    def add_path(self, tokens: Iterable[int], *, parent: int = 0, room: int | None = None) -> list[int]:
+        """Add a path of candidates, stopping before the tree would have more than ``room`` rows."""
+        rows: list[int] = []
+        for token in tokens:
+            if room is not None and len(self) >= room and (parent, token) not in self._rows:
+                break
+            parent = self.add(parent, token)
+            rows.append(parent)
+        return rows
+
+    def build(self, *, read: Sequence[int] = ()) -> Draft:
+        """The draft as it stands."""
+        return Draft(self._tokens, self._parents, probes=frozenset(self._probes), read=read)
+
+
+def ancestors(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """[T, T] bool: whether row i sees row j, which is when j is i or one of i's ancestors.
+
+    Example: parents (-1, 0, 0, 1) give 1000, 1100, 1010, 1101.
+    """
+    closure = np.eye(len(parents), dtype=np.bool_)
+    for row in range(1, len(parents)):
+        closure[row] |= closure[parents[row]]
+    return closure

@@ -1,0 +1,402 @@
+"""Engine: propose, verify, commit, until the text ends.
+
+Between steps ``cache.length == len(tokens) - 1``: the last token is the root of the next draft, and its keys and values
+are computed with it. Prefill is a step whose rows are all known, so the first step is an ordinary one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from specdec.block import Block
+from specdec.draft import Draft
+from specdec.drafter import Context, Drafter, Observation
+from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError
+from specdec.registry import make_drafter
+from specdec.results import Chunk, Generation, Statistics, Step
+from specdec.sampling import Sampler, SamplingParams, Scores
+from specdec.target import Target, TransformersTarget, embedded_model
+from specdec.text import TextStream, check_stops
+from specdec.verify import verifier_for
+
+__all__ = ["Decoding", "Engine", "Prompt"]
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | torch.Tensor
+DrafterSpec = str | Mapping[str, Any] | Drafter
+
+
+class Engine:
+    """A target, its tokenizer and a drafter.
+
+    Args:
+        target: the model.
+        tokenizer: transformers' tokenizer, or None if prompts are token ids and no text is wanted.
+        drafter: a registered name, ``{"name": ..., **options}``, or a drafter.
+        max_rows: most rows of one step's tree; bounds the scratch slots of the cache.
+        prefill_chunk: prompt tokens per forward; None takes 512, or the sliding window where that is smaller.
+
+    Raises:
+        ConfigError: unknown drafter or option, or a size that is not positive.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Any = None,
+        drafter: DrafterSpec = "none",
+        *,
+        max_rows: int = 128,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        self.target = target
+        self.tokenizer = tokenizer
+        self.drafter = make_drafter(drafter, target)
+        self.max_rows = max_rows
+        self.prefill_chunk = prefill_chunk
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        drafter: DrafterSpec = "none",
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        attention: str = "auto",
+        trust_remote_code: bool = False,
+        max_rows: int = 128,
+        prefill_chunk: int | None = None,
+    ) -> Engine:
+        """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
+
+        Raises:
+            CheckpointError: no model or tokenizer there, or a broken one.
+            TargetError: a model that specdec cannot drive exactly.
+            ConfigError: unknown drafter or option.
+        """
+        target = TransformersTarget.from_pretrained(
+            path,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+        )
+        place = embedded_model() if str(path) == "tiny" else path
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"no tokenizer at {str(path)!r}: {error}; save one beside the weights") from error
+        return cls(target, tokenizer, drafter, max_rows=max_rows, prefill_chunk=prefill_chunk)
+
+    def with_drafter(self, drafter: DrafterSpec) -> Engine:
+        """The same target with another drafter; nothing is loaded twice."""
+        return Engine(
+            self.target, self.tokenizer, drafter, max_rows=self.max_rows, prefill_chunk=self.prefill_chunk
+        )
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        logits_processor: Sequence[Any] = (),
+        on_step: Callable[[Step], None] | None = None,
+    ) -> Generation:
+        """Decode a prompt: text, token ids, or chat messages.
+
+        Args:
+            prompt: text, token ids, or ``[{"role": ..., "content": ...}]`` for the tokenizer's chat template.
+            max_new_tokens: budget; the model's context length is one too.
+            sampling: greedy if None.
+            stop: strings that end the text; the result's text is cut before them.
+            logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
+                prefix, so they act as in plain decoding.
+            on_step: called after every step.
+
+        Raises:
+            PromptError: empty, too long, or tokens outside the vocabulary.
+            NumericalError: the model's logits are no distribution.
+        """
+        decoding = self.start(prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor)
+        with self.target.active():
+            decoding.prefill()
+            while decoding.finish_reason is None:
+                step = decoding.step()
+                if on_step is not None:
+                    on_step(step)
+        return decoding.result()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        logits_processor: Sequence[Any] = (),
+    ) -> Iterator[Chunk]:
+        """As ``generate``, a chunk per step; the texts add up to ``generate``'s, the last chunk has the finish reason.
+
+        The returned iterator's ``close`` ends the generation; a chunk may have no text (half a character, say).
+        """
+        decoding = self.start(
+            prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor, stream=True
+        )
+        return decoding.chunks()
+
+    def start(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        logits_processor: Sequence[Any] = (),
+        stop_when: Callable[[Sequence[int]], bool] | None = None,
+        sample: bool | None = None,
+        eos_ids: frozenset[int] | None = None,
+        stream: bool = False,
+    ) -> Decoding:
+        """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
+
+        ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says.
+        """
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        stops = check_stops(stop)
+        if (stops or stream) and self.tokenizer is None:
+            raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
+        return Decoding(
+            self,
+            self.encode(prompt),
+            max_new_tokens,
+            sampling or SamplingParams(),
+            processors=logits_processor,
+            stop_when=stop_when,
+            sample=sample,
+            eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
+            text=TextStream(self.tokenizer, stops) if stops or stream else None,
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            PromptError: empty, longer than the context, or tokens outside the vocabulary.
+        """
+        ids = self._ids(prompt)
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token (a BOS token will do)")
+        outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
+        if outside:
+            raise PromptError(
+                f"token {outside[0]} is outside the vocabulary [0, {self.target.vocab_size}); "
+                "the ids come from another tokenizer"
+            )
+        if len(ids) >= self.target.context_length:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, and the model's context holds {self.target.context_length} with at "
+                "least one new token; shorten the prompt"
+            )
+        return ids
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, torch.Tensor):
+            if prompt.ndim == 2 and prompt.shape[0] == 1:
+                prompt = prompt[0]
+            if prompt.ndim != 1:
+                raise PromptError(f"the prompt is a tensor of shape {list(prompt.shape)}; give one sequence, [n] or [1, n]")
+            return [int(token) for token in prompt.tolist()]
+        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+            return [int(token) for token in prompt]  # type: ignore[call-overload]
+        if self.tokenizer is None:
+            raise PromptError("this engine has no tokenizer; give token ids")
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise PromptError("the tokenizer has no chat template; give text, or set tokenizer.chat_template")
+        encoded = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+
+class Decoding:
+    """One generation under way. Made by ``Engine.start``; the caller holds ``target.active()`` around its methods."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: list[int],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        *,
+        processors: Sequence[Any],
+        stop_when: Callable[[Sequence[int]], bool] | None,
+        sample: bool | None,
+        eos_ids: frozenset[int],
+        text: TextStream | None,
+    ) -> None:
+        target = engine.target
+        self._target, self._tokenizer, self._drafter = target, engine.tokenizer, engine.drafter
+        self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
+        self.tokens = list(prompt)
+        self._end = min(len(prompt) + max_new_tokens, target.context_length)
+        self._end_reason = "length" if self._end == len(prompt) + max_new_tokens else "context"
+        self._chunk = engine.prefill_chunk or _prefill_chunk(target)
+        self._cache = target.new_cache(capacity=self._end, rows=max(engine.max_rows, min(self._chunk, len(prompt))))
+        self.sampler = Sampler(sampling, self.tokens, target.vocab_size, _head_device(target), processors, sample)
+        self._context = Context(
+            target=target,
+            cache=self._cache,
+            tokens=self.tokens,
+            prompt_length=len(prompt),
+            remaining=self._end - len(prompt),
+            max_rows=engine.max_rows,
+            sampling=sampling,
+            noise=self.sampler.noise,
+            rng=random.Random(sampling.seed),
+        )
+        self._session = self._drafter.start(self._context)
+        self.finish_reason: str | None = None
+        self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
+        self.steps: list[Step] = []
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the target's cache."""
+        return self._cache.nbytes
+
+    def prefill(self) -> None:
+        """Run the prompt but its last token, in chunks, with no logits."""
+        began = perf_counter()
+        known = self.tokens[:-1]
+        for start in range(0, len(known), self._chunk):
+            chunk = known[start : start + self._chunk]
+            block = Block(self._cache, chunk, device=self._target.device, backend=self._target.backend)
+            output = self._target.forward(block, taps=self._drafter.taps, rows=())
+            self._cache.commit(range(len(chunk)))
+            if self._drafter.taps:
+                self._session.observe(Observation(None, range(len(chunk)), chunk, taps=output.taps))
+        self.stats.seconds.prefill += perf_counter() - began
+
+    def step(self) -> Step:
+        """One draft, one target forward, at least one token."""
+        began = perf_counter()
+        room = min(self._context.max_rows, self._cache.free)
+        self._context.remaining = remaining = self._end - len(self.tokens)
+        draft = self._session.propose(room) if remaining > 1 else Draft.chain(self.tokens[-1:])
+        self._check(draft, room)
+        drafted = perf_counter()
+
+        rows = draft.scored_rows()
+        block = Block.of(draft, self._cache, self._target.device, self._target.backend)
+        output = self._target.forward(block, entry=draft.entry, taps=self._drafter.taps, rows=rows)
+        assert output.logits is not None
+        scores = Scores(output.logits, rows)
+        forwarded = perf_counter()
+
+        verdict = verifier_for(self.sampler.params, draft, sampling=self.sampler.sample)(draft, scores, self.sampler)
+        verdict = verdict.cut(self._cut(verdict.tokens))
+        verified = perf_counter()
+
+        self._cache.commit(verdict.path)
+        self.tokens.extend(verdict.tokens)
+        committed = perf_counter()
+        if self.finish_reason is None:
+            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps))
+        step = Step(len(self.steps), verdict.tokens, len(draft), self._drafter.name)
+        self.steps.append(step)
+        self.stats.acceptance_lengths.append(len(verdict.tokens))
+        self.stats.rows.append(len(draft))
+        observed = perf_counter()
+        seconds = self.stats.seconds
+        seconds.draft += drafted - began + observed - committed
+        seconds.target += forwarded - drafted
+        seconds.verify += verified - forwarded
+        seconds.other += committed - verified
+        return step
+
+    def result(self) -> Generation:
+        """The generation as it stands."""
+        new = self.tokens[self.stats.prompt_tokens :]
+        if self._text is not None:
+            self._text.finish()
+            text = self._text.text
+        else:
+            text = "" if self._tokenizer is None else self._tokenizer.decode(new, skip_special_tokens=True)
+        return Generation(text, new, self.finish_reason or "unfinished", self.stats, self.steps)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Drive to the end, yielding each step; the model is as it was while the caller has the chunk."""
+        assert self._text is not None
+        with self._target.active():
+            self.prefill()
+        while self.finish_reason is None:
+            with self._target.active():
+                step = self.step()
+            last = self.finish_reason is not None
+            text = self._text.finish() if last else self._text.take()
+            yield Chunk(text, step.tokens, step, self.finish_reason)
+
+    def _check(self, draft: Draft, room: int) -> None:
+        """Raises DraftError where a session broke the rules that exactness stands on."""
+        if draft.tokens[0] != self.tokens[-1]:
+            raise DraftError(
+                f"the draft's root is token {draft.tokens[0]}, the last emitted token is {self.tokens[-1]}; "
+                f"row 0 must be context.root (drafter {self._drafter.name!r})"
+            )
+        if len(draft) > room:
+            raise DraftError(
+                f"draft has {len(draft)} rows but {room} slots are free; propose at most `room` rows "
+                f"(drafter {self._drafter.name!r}), lower its sizes, or raise the engine's max_rows"
+            )
+        if not 0 <= min(draft.tokens) <= max(draft.tokens) < self._target.vocab_size:
+            raise DraftError(
+                f"drafter {self._drafter.name!r} proposed a token outside the vocabulary [0, {self._target.vocab_size})"
+            )
+        entry = draft.entry
+        if entry is not None and entry.hidden.shape != (len(draft), self._target.hidden_size):
+            raise DraftError(
+                f"entry.hidden is {list(entry.hidden.shape)}, the draft needs [{len(draft)}, {self._target.hidden_size}]: "
+                "one row per draft row, in the same order"
+            )
+
+    def _cut(self, tokens: Sequence[int]) -> int:
+        """How many of the accepted tokens plain decoding would have emitted; sets the finish reason."""
+        for count, token in enumerate(tokens, 1):
+            stopped = self._text is not None and self._text.push(token)
+            if token in self._eos_ids:
+                self.finish_reason = "eos"
+            elif stopped or (
+                self._stop_when is not None and self._stop_when([*self.tokens, *tokens[:count]])
+            ):
+                self.finish_reason = "stop"
+            elif len(self.tokens) + count == self._end:
+                self.finish_reason = self._end_reason
+            if self.finish_reason is not None:
+                return count
+        return len(tokens)
+
+
+def _prefill_chunk(target: Target) -> int:
+    """512 tokens, or the smallest sliding window where that is smaller, but no sliver."""
+    windows = [spec.window for spec in getattr(target, "specs", ()) if spec.window is not None]
+    return min(512, max(32, min(windows))) if windows else 512
+
+
+def _head_device(target: Target) -> torch.device:
+    head = getattr(target, "lm_head", None)
+    return target.device if head is None else head.weight.device

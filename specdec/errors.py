@@ -1,0 +1,66 @@
+"""Everything that specdec raises on purpose.
+
+::
+
+    SpecdecError
+    |-- ConfigError       an option, key or combination that cannot be (also a ValueError)
+    |-- PromptError       a prompt that cannot be decoded from (also a ValueError)
+    |-- TargetError       a model that specdec cannot drive exactly
+    |-- CheckpointError   weights on disk that are missing, broken or of another model
+    |-- DraftError        a drafter proposed a tree that breaks the rules
+    `-- NumericalError    the target returned logits that are no distribution
+
+Each message says what is wrong, the values, and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DraftError",
+    "NumericalError",
+    "PromptError",
+    "SpecdecError",
+    "TargetError",
+    "unknown",
+]
+
+
+class SpecdecError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(SpecdecError, ValueError):
+    """An option has a value, or a combination of values, that cannot be."""
+
+
+class PromptError(SpecdecError, ValueError):
+    """A prompt is empty, too long, or holds tokens outside the vocabulary."""
+
+
+class TargetError(SpecdecError):
+    """A model whose layers cannot be walked exactly."""
+
+
+class CheckpointError(SpecdecError):
+    """Weights that are missing, broken, or belong to another model."""
+
+
+class DraftError(SpecdecError):
+    """A draft tree that breaks the rules, or does not fit."""
+
+
+class NumericalError(SpecdecError):
+    """Logits that are no distribution: NaN, or nothing left after the logits processors."""
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Message for a name that is not among the known ones: the nearest one first, then all of them."""
+    options = sorted(known)
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"unknown {what} {name!r}{hint} known: {', '.join(options) or 'none'}"

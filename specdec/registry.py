@@ -1,0 +1,68 @@
+"""Registry: drafters by name, from the entry points of whatever is installed.
+
+A package adds a drafter by declaring ``name = "module:Class"`` under the entry point group ``specdec.drafters``; the
+class needs a ``name``, a ``Config`` dataclass and ``build(config, target)``. Nothing is imported until it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from specdec.config import parse
+from specdec.drafter import Drafter
+from specdec.errors import ConfigError, unknown
+from specdec.target import Target
+
+__all__ = ["GROUP", "drafter_names", "drafter_type", "make_drafter"]
+
+GROUP = "specdec.drafters"
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def drafter_names() -> list[str]:
+    """Names of all registered drafters, sorted."""
+    return sorted(_entries())
+
+
+def drafter_type(name: str) -> Any:
+    """The class registered under a name.
+
+    Raises:
+        ConfigError: no such name, or its package does not import.
+    """
+    entries = _entries()
+    if name not in entries:
+        raise ConfigError(unknown("drafter", name, entries))
+    try:
+        return entries[name].load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"drafter {name!r} is registered as {entries[name].value!r}, which does not import: {error}; "
+            "reinstall the package that provides it"
+        ) from error
+
+
+def make_drafter(spec: str | Mapping[str, Any] | Drafter, target: Target) -> Drafter:
+    """A drafter from its name, from ``{"name": ..., **options}``, or itself.
+
+    Raises:
+        ConfigError: unknown name or option (the nearest one is named), or a value out of range.
+    """
+    if isinstance(spec, str):
+        spec = {"name": spec}
+    if not isinstance(spec, Mapping):
+        if not hasattr(spec, "start"):
+            raise ConfigError(f"drafter is {spec!r}; give a name, {{'name': ..., **options}}, or an object with start()")
+        return spec
+    options = dict(spec)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"drafter {dict(spec)!r} has no name; choose one of {', '.join(drafter_names())}")
+    kind = drafter_type(name)
+    made: Drafter = kind.build(parse(kind.Config, options, where=name), target)
+    return made

@@ -1,0 +1,113 @@
+"""What a generation returns: text, tokens, why it ended, and what each step cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Chunk", "Generation", "Seconds", "Statistics", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decoding step: ``tokens`` emitted (bonus last), ``rows`` of the target's forward, drafter's name."""
+
+    index: int
+    tokens: Sequence[int]
+    rows: int
+    drafter: str
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens accepted; the bonus token is not counted."""
+        return len(self.tokens) - 1
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Wall-clock seconds by phase. On a GPU ``target`` is the launch, and waiting for it counts as ``verify``."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    target: float = 0.0
+    verify: float = 0.0
+    other: float = 0.0
+
+    @property
+    def decode(self) -> float:
+        """All but the prefill."""
+        return self.draft + self.target + self.verify + self.other
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counts of one generation.
+
+    Attributes:
+        acceptance_lengths: tokens emitted by each step, the bonus token counted.
+        rows: rows of each step's target forward.
+        prompt_tokens: tokens of the prompt.
+        lossy: whether the acceptance rule may have changed the output distribution.
+    """
+
+    prompt_tokens: int = 0
+    lossy: bool = False
+    acceptance_lengths: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
+
+    @property
+    def steps(self) -> int:
+        """Target forwards, the prefill not counted."""
+        return len(self.acceptance_lengths)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(self.acceptance_lengths)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean acceptance length, also called compression ratio or MAT."""
+        return self.new_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens by decoding time; the prefill is not counted."""
+        return self.new_tokens / self.seconds.decode if self.seconds.decode else 0.0
+
+    @property
+    def rows_per_step(self) -> float:
+        return sum(self.rows) / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a stream: the tokens of one step and the text that they complete."""
+
+    text: str
+    token_ids: Sequence[int]
+    step: Step | None
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished generation.
+
+    Attributes:
+        text: of the new tokens, special tokens left out, cut before a stop string.
+        token_ids: the new tokens, an end-of-sequence token and a stop string's included.
+        finish_reason: ``eos``, ``stop`` (a stop string or criterion), ``length`` (max_new_tokens) or ``context``.
+        stats: what it cost.
+        steps: step by step, for traces.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Statistics
+    steps: list[Step]
+
+    @property
+    def lossy(self) -> bool:
+        return self.stats.lossy

@@ -1,0 +1,282 @@
+"""From logits to tokens: parameters, logits processors on each node's own prefix, and noise keyed by position.
+
+Noise. A token for position p is drawn as ``argmax(log-probabilities + Gumbel(seed, p))`` (the Gumbel-max trick), with
+noise that is a function of seed, position and token alone. So the text at a seed is a property of the model and the
+seed: any drafter, and none, gives the same (Daliri, Musco and Suresh 2024, arXiv 2408.07978). The noise is a counter
+hash (SplitMix64) in integer arithmetic and the same on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec.errors import ConfigError, NumericalError
+
+__all__ = ["ACCEPTANCES", "Noise", "Sampler", "SamplingParams", "Scores"]
+
+ACCEPTANCES = ("auto", "match", "reject", "typical")
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: 0 is greedy decoding.
+        top_k, top_p, min_p: as transformers' warpers, in that order after the temperature; 0, 1 and 0 are off.
+        repetition_penalty: as transformers'; 1 is off. It also acts on greedy decoding.
+        seed: of the noise; the same seed gives the same text under every drafter (``match``).
+        acceptance: ``match`` draws from the target and descends where a draft agrees; ``reject`` is speculative
+            sampling for drafts drawn from a distribution; ``auto`` takes ``reject`` for such drafts when sampling, else
+            ``match``. All are lossless. ``typical`` (Medusa) is not, and needs ``allow_lossy``.
+        allow_lossy: permit an acceptance that changes the output distribution; results then say so.
+        typical_epsilon, typical_delta: thresholds of ``typical``.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    acceptance: str = "auto"
+    allow_lossy: bool = False
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name, good, rule in (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
+            ("top_k", self.top_k >= 0, ">= 0, where 0 is off"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1], where 1 is off"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1), where 0 is off"),
+            ("repetition_penalty", self.repetition_penalty > 0, "> 0, where 1 is off"),
+            ("acceptance", self.acceptance in ACCEPTANCES, f"one of {', '.join(ACCEPTANCES)}"),
+            ("typical_epsilon", 0 < self.typical_epsilon <= 1, "in (0, 1]"),
+            ("typical_delta", 0 < self.typical_delta <= 1, "in (0, 1]"),
+        ):
+            if not good:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+        if self.acceptance == "typical" and not self.allow_lossy:
+            raise ConfigError(
+                "acceptance='typical' changes the output distribution; pass allow_lossy=True if you want that"
+            )
+        if self.acceptance == "typical" and self.temperature == 0:
+            raise ConfigError("acceptance='typical' compares probabilities and needs temperature > 0; it is 0")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the output may differ in distribution from plain decoding."""
+        return self.acceptance == "typical"
+
+    def processors(self) -> LogitsProcessorList:
+        """Transformers' own processors, in the order in which its ``generate`` applies them."""
+        chain = LogitsProcessorList()
+        if self.repetition_penalty != 1:
+            chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.temperature > 0:
+            if self.temperature != 1:
+                chain.append(TemperatureLogitsWarper(self.temperature))
+            if self.top_k:
+                chain.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1:
+                chain.append(TopPLogitsWarper(self.top_p))
+            if self.min_p > 0:
+                chain.append(MinPLogitsWarper(self.min_p))
+        return chain
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MIX1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX2) & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+class Noise:
+    """Random numbers that are a function of (seed, stream, position, index), with no state.
+
+    Streams keep uses apart: stream 0 is the target's own draws, one per position of the text. Draws that a step may
+    discard (a drafter's, rejection's coins) must use another stream, keyed by the step's first position, which no other
+    step has: a number that has been looked at and thrown away must never decide again.
+    """
+
+    TARGET, DRAFT, COIN = 0, 1, 2
+
+    def __init__(self, seed: int, size: int, device: torch.device) -> None:
+        self._seed = _mix(seed & _MASK)
+        # Wraps like the 64-bit product that it is.
+        self._steps = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
+
+    def _key(self, position: int, stream: int, index: int) -> int:
+        key = _mix((self._seed + stream * _GOLDEN) & _MASK)
+        return _mix((_mix((key + position * _GOLDEN) & _MASK) + index * _GOLDEN) & _MASK)
+
+    def uniform(self, position: int, stream: int, index: int = 0) -> float:
+        """One number in (0, 1)."""
+        return ((_mix(self._key(position, stream, index) + _GOLDEN & _MASK) >> 11) + 0.5) * 2.0**-53
+
+    def gumbel(self, position: int, stream: int = TARGET, index: int = 0) -> torch.Tensor:
+        """[V] float64, one standard Gumbel number per token."""
+        x = self._steps + _signed(self._key(position, stream, index))
+        x = (x ^ ((x >> 30) & (_MASK >> 30))) * _signed(_MIX1)
+        x = (x ^ ((x >> 27) & (_MASK >> 27))) * _signed(_MIX2)
+        x = x ^ ((x >> 31) & (_MASK >> 31))
+        uniform = (((x >> 11) & (_MASK >> 11)).double() + 0.5).mul_(2.0**-53)
+        return uniform.log_().neg_().log_().neg_()
+
+    def draw(self, probabilities: torch.Tensor, position: int, stream: int, index: int = 0) -> int:
+        """A token from ``probabilities`` [V] (unnormalised is fine)."""
+        return int((probabilities.double().log() + self.gumbel(position, stream, index)).argmax())
+
+
+class Processor(Protocol):
+    """A logits processor in transformers' form: ([1, n] ids, [1, V] scores) to [1, V] scores."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor: ...
+
+
+@dataclass(slots=True, eq=False)
+class Scores:
+    """The logits of one step's scored rows.
+
+    Attributes:
+        logits: [R, V], raw, in the target's dtype.
+        rows: the R draft rows, ascending; None where row i is logits[i].
+    """
+
+    logits: torch.Tensor
+    rows: Sequence[int] | None = None
+    _place: dict[int, int] = field(default_factory=dict)
+    _best: list[int] = field(default_factory=list)
+
+    def of(self, row: int) -> torch.Tensor:
+        """[V] raw logits of a draft row."""
+        return self.logits[self.place(row)]
+
+    def place(self, row: int) -> int:
+        """Where a draft row stands in ``logits``."""
+        if self.rows is None:
+            return row
+        if not self._place:
+            self._place.update({row: place for place, row in enumerate(self.rows)})
+        return self._place[row]
+
+    def argmax(self, row: int) -> int:
+        """The token with the largest raw logit at a row; one reduction and one transfer serve all rows of a step.
+
+        Raises:
+            NumericalError: a row holds NaN, or no finite logit at all.
+        """
+        if not self._best:
+            values, tokens = self.logits.max(-1)
+            self._best.extend(tokens.tolist())
+            if not all(map(math.isfinite, values.tolist())):
+                raise _no_distribution(self.logits)
+        return self._best[self.place(row)]
+
+
+def _no_distribution(logits: torch.Tensor) -> NumericalError:
+    nan, size = int(torch.isnan(logits).sum()), logits.numel()
+    return NumericalError(
+        f"the logits are no distribution: {nan} of {size} are NaN, the largest is {float(logits.max())}; "
+        "check the weights, use float32 or bfloat16 instead of float16, or look at the logits processors"
+    )
+
+
+class Sampler:
+    """Turns a row's logits into a token or a distribution, under the processors, on the row's own prefix.
+
+    Args:
+        params: temperature and the rest.
+        tokens: the committed text, live; its last token is the root.
+        vocab_size: V.
+        device: where logits arrive.
+        processors: further processors (transformers' or anyone's), applied before those of ``params``.
+        sample: draw (True) or take the largest (False); None follows the temperature.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokens: list[int],
+        vocab_size: int,
+        device: torch.device,
+        processors: Sequence[Any] = (),
+        sample: bool | None = None,
+    ) -> None:
+        self.params = params
+        self.sample = params.temperature > 0 if sample is None else sample
+        self.noise = Noise(params.seed, vocab_size, device)
+        self._processors = LogitsProcessorList([*processors, *params.processors()])
+        # Processors that never look at the prefix need none.
+        free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+        self._reads_prefix = any(not isinstance(p, free) for p in self._processors)
+        self.tokens = tokens
+        self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
+        self._filled = 0
+
+    def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
+        """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
+        if not self._processors and not self.sample:
+            return scores.argmax(row)
+        logits = self.processed(scores, row, path)
+        if self.sample:
+            logits = logits.double() + self.noise.gumbel(len(self.tokens) + len(path))
+        value, token = logits.max(-1)
+        if not torch.isfinite(value):
+            raise _no_distribution(logits)
+        return int(token)
+
+    def distribution(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+        """[V] float64 probabilities of the token after ``path``."""
+        probabilities = torch.softmax(self.processed(scores, row, path).double(), -1)
+        if torch.isnan(probabilities).any():
+            raise _no_distribution(scores.of(row))
+        return probabilities
+
+    def processed(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+        """[V] logits of ``row`` after the processors saw the text up to and with ``path``; float32 or float64."""
+        logits = scores.of(row)[None]
+        if logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()
+        # Processors may write in place; the raw logits go on to the drafter.
+        return self._processors(self._ids(path), logits.clone())[0] if self._processors else logits[0]
+
+    def _ids(self, path: Sequence[int]) -> torch.Tensor:
+        """[1, n] the committed text and the path; only what is new since the last call is written."""
+        if not self._reads_prefix:
+            return self._prefix[:, :0]
+        known, needed = len(self.tokens), len(self.tokens) + len(path)
+        if needed > self._prefix.shape[1]:
+            grown = self._prefix.new_zeros(1, 2 * needed)
+            grown[:, : self._filled] = self._prefix[:, : self._filled]
+            self._prefix = grown
+        new = [*self.tokens[self._filled :], *path]
+        if new:
+            self._prefix[0, self._filled : needed] = torch.tensor(new, device=self._prefix.device)
+        self._filled = known  # the path's tokens are scratch
+        return self._prefix[:, :needed]

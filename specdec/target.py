@@ -1,0 +1,363 @@
+"""Target: the model whose text is decoded, as a walk over its decoder layers.
+
+The walk calls *a layer*, whatever it is made of, with the block in place of a transformers cache. It is what makes
+early exits, entries and taps possible without a copy of any modelling file. At load it is compared with the model's own
+forward, and a model for which the two differ is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from specdec.attention import check_backend, layer_attention
+from specdec.block import Block
+from specdec.cache import KVCache, LayerSpec
+from specdec.draft import Draft, Entry
+from specdec.errors import CheckpointError, TargetError
+
+__all__ = ["FINAL", "Target", "TargetOutput", "TransformersTarget", "embedded_model"]
+
+FINAL = -1
+"""Tap for the hidden states after the last norm, which the head reads."""
+
+_ATTENTION, _PROBE = "specdec", "specdec_probe"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def embedded_model() -> Path:
+    """Folder of the small model inside the package, known as ``"tiny"``."""
+    return Path(__file__).parent / "assets" / "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """What one forward gave.
+
+    Attributes:
+        logits: [R, V] of the rows asked for, in the target's dtype; None where none were, or the walk left early.
+        hidden: [T, D] residual stream after the last layer that ran.
+        taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
+    """
+
+    logits: torch.Tensor | None
+    hidden: torch.Tensor
+    taps: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Target(Protocol):
+    """What engine and drafters need of a model."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    context_length: int
+    eos_ids: frozenset[int]
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+
+    def new_cache(self, *, capacity: int, rows: int) -> KVCache:
+        """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
+
+    def forward(
+        self,
+        block: Block,
+        *,
+        entry: Entry | None = None,
+        exit_layer: int | None = None,
+        taps: Collection[int] = (),
+        rows: Sequence[int] | None = None,
+    ) -> TargetOutput:
+        """Run the block's rows through layers [entry.layer or 0, exit_layer or all).
+
+        ``rows``: those whose logits are wanted; None for all, empty for none.
+        """
+
+    def active(self) -> Any:
+        """A context manager inside which ``forward`` may be called."""
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden states [..., D] that passed the last norm."""
+
+
+class TransformersTarget:
+    """An unmodified transformers decoder.
+
+    Args:
+        model: any ``...ForCausalLM`` whose layers are attention and MLP.
+        attention: ``auto``, ``sdpa`` or ``split``, see :mod:`specdec.attention`.
+
+    Raises:
+        TargetError: the model cannot be driven exactly; the message says which part.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, attention: str = "auto") -> None:
+        self.backend = check_backend(attention)
+        self.model = model.eval()
+        self.name = type(model).__name__
+        config = model.config.get_text_config()
+        self.config = config
+        _refuse_unfit(self.name, config)
+        self.decoder, self.layers, self.norm = _parts(self.name, model)
+        self.embedding = model.get_input_embeddings()
+        self.rotary = getattr(self.decoder, "rotary_emb", None)
+        if self.rotary is None:
+            raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
+        self.lm_head = model.get_output_embeddings()
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.vocab_size = int(self.lm_head.weight.shape[0])
+        self.hidden_size = int(config.hidden_size)
+        self.num_layers = len(self.layers)
+        self.context_length = _context_length(config)
+        self.eos_ids = _eos_ids(model)
+        self.device = self.embedding.weight.device
+        self.dtype = self.embedding.weight.dtype
+        self._layer_types: list[str] | None = getattr(config, "layer_types", None)
+        self._typed_rotary = "layer_type" in inspect.signature(self.rotary.forward).parameters
+        layer_arguments = inspect.signature(self.layers[0].forward).parameters
+        self._cache_argument = "layer_past" if "layer_past" in layer_arguments else "past_key_values"
+        # Attention modules look their function up in their own config object; a layer's may be a sub-config.
+        self._configs = {id(c): c for m in self.layers.modules() if (c := getattr(m, "config", None)) is not None}
+        AttentionInterface.register(_ATTENTION, layer_attention)
+        AttentionInterface.register(_PROBE, _note_layer)
+        self.specs = self._self_check()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        attention: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> TransformersTarget:
+        """Load a checkpoint: ``"tiny"`` (the embedded model), a folder, or a hub id. Safetensors only.
+
+        Raises:
+            CheckpointError: no model there, a broken file, or tensors missing or left over.
+            TargetError: a model that specdec cannot drive.
+        """
+        place = embedded_model() if str(path) == "tiny" else path
+        try:
+            config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+            _refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+            model, info = AutoModelForCausalLM.from_pretrained(
+                place,
+                config=config,
+                dtype=dtype,
+                device_map=device_map,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+        except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"cannot load a causal language model from {str(path)!r}: {_first_line(error)}; give 'tiny', a folder "
+                "with config.json and *.safetensors, or a hub id that this machine can reach"
+            ) from error
+        broken = {
+            kind: sorted(map(str, info[key]))
+            for kind, key in (("missing", "missing_keys"), ("extra", "unexpected_keys"), ("misshapen", "mismatched_keys"))
+            if info.get(key)
+        }
+        if broken:
+            what = "; ".join(f"{len(names)} {kind}, such as {names[0]}" for kind, names in broken.items())
+            raise CheckpointError(
+                f"the checkpoint {str(path)!r} does not fit {type(model).__name__}: tensors {what}; "
+                "it was saved from another architecture or is incomplete"
+            )
+        if device is not None and device_map is None:
+            model = model.to(device)
+        return cls(model, attention=attention)
+
+    def new_cache(self, *, capacity: int, rows: int) -> KVCache:
+        return KVCache(self.specs, capacity=capacity, rows=rows)
+
+    @contextmanager
+    def active(self, attention: str = _ATTENTION) -> Iterator[None]:
+        """While inside, the model's attention modules call specdec's function; afterwards the model is as it was."""
+        former = [(config, config._attn_implementation) for config in self._configs.values()]
+        try:
+            for config, _ in former:
+                config._attn_implementation = attention
+            with torch.inference_mode():
+                yield
+        finally:
+            for config, implementation in former:
+                config._attn_implementation = implementation
+
+    def forward(
+        self,
+        block: Block,
+        *,
+        entry: Entry | None = None,
+        exit_layer: int | None = None,
+        taps: Collection[int] = (),
+        rows: Sequence[int] | None = None,
+    ) -> TargetOutput:
+        first, hidden = (0, self.embedding(block.tokens)) if entry is None else (entry.layer, entry.hidden[None])
+        last = self.num_layers if exit_layer is None else exit_layer
+        found: dict[int, torch.Tensor] = {}
+        arguments = {self._cache_argument: block, "use_cache": True, "block": block}
+        hidden = self._walk(hidden, block.positions, first, last, found, taps, arguments)
+        if last < self.num_layers:
+            return TargetOutput(None, hidden[0], found)
+        if FINAL in taps:
+            normed = self.norm(hidden)[0]
+            found[FINAL] = normed
+            chosen = normed if rows is None else normed[list(rows)]
+        else:
+            chosen = self.norm(hidden[0] if rows is None else hidden[0][list(rows)])
+        return TargetOutput(self.head(chosen) if rows is None or len(rows) else None, hidden[0], found)
+
+    def _walk(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        first: int,
+        last: int,
+        found: dict[int, torch.Tensor],
+        taps: Collection[int],
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        """[1, T, D] through layers [first, last), keeping what ``taps`` names in ``found``."""
+        arguments["attention_mask"], arguments["position_ids"] = None, positions
+        types = self._layer_types if self._typed_rotary else None
+        if types is None:
+            arguments["position_embeddings"] = self.rotary(hidden, positions)
+            rotary = {}
+        else:
+            rotary = {kind: self.rotary(hidden, positions, kind) for kind in set(types[first:last])}
+        for number in range(first, last):
+            if number in taps:
+                found[number] = hidden[0]
+            if types is not None:
+                arguments["position_embeddings"] = rotary[types[number]]
+            hidden = self.layers[number](hidden, **arguments)
+        if last in taps:
+            found[last] = hidden[0]
+        return hidden
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(hidden)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def _self_check(self) -> list[LayerSpec]:
+        """Compare the walk, over two blocks, the second of them a tree, with the model's own forward.
+
+        Returns what each layer caches, as seen on the way.
+        """
+        generator = torch.Generator().manual_seed(0)
+        high = min(self.vocab_size, self.embedding.weight.shape[0])
+        tokens: list[int] = torch.randint(high, (9,), generator=generator).tolist()
+        specs: list[LayerSpec] = []
+        try:
+            with self.active(_PROBE):
+                hidden = self.embedding(torch.tensor([tokens[:1]], device=self.device))
+                positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+                self._walk(hidden, positions, 0, self.num_layers, {}, (), {"use_cache": False, "specs": specs})
+            with self.active():
+                cache = KVCache(specs, capacity=16, rows=16)
+                self.forward(Block(cache, tokens[:4], device=self.device, backend=self.backend), rows=())
+                cache.commit(range(4))
+                # Below the root: a wrong sibling first, then the text, so that a row's place and depth differ.
+                tree = Draft((tokens[4], tokens[0], *tokens[5:]), (-1, 0, 0, 2, 3, 4))
+                walked = self.forward(Block.of(tree, cache, self.device, self.backend)).logits
+            with torch.inference_mode():
+                ids = torch.tensor([tokens], device=self.device)
+                expected = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, 4:]
+        except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
+            raise TargetError(
+                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {_first_line(error)}"
+            ) from error
+        assert walked is not None
+        walked = walked[[0, 2, 3, 4, 5]]
+        scale = float(expected.double().abs().max())
+        off = float((walked.double() - expected.to(walked.device).double()).abs().max())
+        # Transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
+        bound = {torch.float64: 1e-5, torch.float32: 1e-3}.get(self.dtype, 0.1) * max(scale, 1e-3)
+        if not off <= bound:
+            raise TargetError(
+                f"{self.name}: the layer walk differs from the model's own forward by {off:.3g} on logits up to "
+                f"{scale:.3g} (at most {bound:.3g} is rounding); its architecture does something between the layers "
+                "that specdec does not know, so it is refused rather than decoded wrongly"
+            )
+        return specs
+
+
+def _note_layer(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    specs: list[LayerSpec],
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function that only notes what its layer will cache, [1, heads, 1, dim], and its window."""
+    specs.append(
+        LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, key.device, key.dtype)
+    )
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _refuse_unfit(name: str, config: Any) -> None:
+    """Raises TargetError for models whose state is not a list of keys and values per token."""
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    recurrent = [key for key in ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width") if hasattr(config, key)]
+    if odd or recurrent:
+        raise TargetError(
+            f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); recurrent and chunked "
+            "layers keep no keys per token. Use a decoder with full or sliding-window attention"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise TargetError(f"{name} is an encoder-decoder; specdec drives decoder-only models")
+
+
+def _parts(name: str, model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
+    """The decoder, its layers and its last norm."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    if decoder is None or decoder is model:
+        decoder = model.base_model
+    layers = getattr(decoder, "layers", None)
+    norm = next((getattr(decoder, n) for n in ("norm", "final_layer_norm", "final_layernorm") if hasattr(decoder, n)), None)
+    if not isinstance(layers, nn.ModuleList) or norm is None:
+        raise TargetError(
+            f"{name} is no decoder that specdec knows: {type(decoder).__name__} has no `layers` and last `norm`"
+        )
+    return decoder, layers, norm
+
+
+def _context_length(config: Any) -> int:
+    """Longest text in tokens. Where rotary frequencies depend on the length, the length up to which they do not."""
+    longest = int(getattr(config, "max_position_embeddings", 1 << 20))
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = rope.get("rope_type") in ("dynamic", "longrope")
+    return int(rope.get("original_max_position_embeddings") or longest) if scaled else longest
+
+
+def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else map(int, ids))

@@ -1,0 +1,94 @@
+"""Tokens to text as they come: whole characters only, and stop strings found at the token that completes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.errors import ConfigError
+
+__all__ = ["TextStream", "check_stops"]
+
+
+def check_stops(stop: str | Sequence[str]) -> list[str]:
+    """The stop strings as a list.
+
+    Raises:
+        ConfigError: one of them is empty or no string.
+    """
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ConfigError(f"stop holds {text!r}; stop strings are non-empty text")
+    return stops
+
+
+class TextStream:
+    """Decodes a growing list of new tokens.
+
+    A token's text can depend on the tokens just before it, so a short tail is decoded again with every push, and text is
+    final once it ends in a whole character. The cost of a push does not grow with the text.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._tokens: list[int] = []
+        self._start = 0  # of the tail that is decoded again
+        self._known = ""  # final text of the tail's tokens that were final before
+        self._final = ""  # final text in all
+        self._out = 0  # characters given out
+        self.stopped = False
+
+    def push(self, token: int) -> bool:
+        """Add a token; True where it completes a stop string."""
+        self._tokens.append(token)
+        tail = self._decode(self._tokens[self._start :])
+        # Four bytes make a character; a longer run of broken ones is not going to become one.
+        whole = not tail.endswith("\N{REPLACEMENT CHARACTER}") or len(self._tokens) - self._start > 16
+        shown = self._final + tail[len(self._known) :]
+        if self._stop and not self.stopped:
+            # Only a match that ends in new text is new.
+            reach = max(map(len, self._stop))
+            begin = max(0, len(self._final) - reach)
+            hits = [at for text in self._stop if (at := shown.find(text, begin)) >= 0]
+            if hits:
+                self._final, self.stopped = shown[: min(hits)], True
+                return True
+        if whole:
+            self._final = shown
+            if len(self._tokens) - self._start > 6:
+                self._start = len(self._tokens) - 3
+                self._known = self._decode(self._tokens[self._start :])
+            else:
+                self._known = tail
+        return False
+
+    def take(self) -> str:
+        """Final text not given out yet, holding back what may turn out to begin a stop string."""
+        end = len(self._final)
+        if not self.stopped:
+            for text in self._stop:
+                for size in range(min(len(text) - 1, end), 0, -1):
+                    if self._final.endswith(text[:size]):
+                        end = min(end, len(self._final) - size)
+                        break
+        text, self._out = self._final[self._out : end], max(self._out, end)
+        return text
+
+    def finish(self) -> str:
+        """The rest: also characters that never became whole."""
+        if not self.stopped:
+            self._final += self._decode(self._tokens[self._start :])[len(self._known) :]
+            self._known = self._decode(self._tokens[self._start :])
+            self._stop = ()
+        return self.take()
+
+    @property
+    def text(self) -> str:
+        """All final text."""
+        return self._final
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text

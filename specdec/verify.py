@@ -1,0 +1,144 @@
+"""Verification: which rows of a draft the target accepts, and the token that it adds.
+
+Every rule returns a path from the root and one token per row of it: the tokens of the path's rows after the root, then
+the *bonus* token, which the target emits whether or not a draft row was right.
+
+``match``
+    Draw from the target at the root; where a child holds that token, go there and draw again. Lossless for any draft,
+    and at a given seed the text is plain decoding's token for token.
+``reject``
+    Speculative sampling for drafts drawn from a distribution q. On a chain it is block verification (Sun et al. 2024,
+    arXiv 2403.10444), on a tree traversal verification (Weng et al. 2025, arXiv 2505.12398); the two coincide on
+    chains, and a child that was chosen and not drawn counts as drawn from the distribution with all mass on it.
+``typical``
+    Medusa's rule (Cai et al. 2024, section 2.3.1). Lossy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from specdec.draft import Draft
+from specdec.errors import DraftError
+from specdec.sampling import Noise, Sampler, SamplingParams, Scores
+
+__all__ = ["Verdict", "Verifier", "match", "reject", "typical", "verifier_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``path``: accepted rows, ascending, the root first; ``tokens``: as many, the last one being the bonus token."""
+
+    path: list[int]
+    tokens: list[int]
+
+    def cut(self, count: int) -> Verdict:
+        """The first ``count`` tokens and the rows that then are committed; the last token is the next root."""
+        return Verdict(self.path[:count], self.tokens[:count])
+
+
+Verifier = Callable[[Draft, Scores, Sampler], Verdict]
+
+
+def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Verifier:
+    """The rule that ``params.acceptance`` means for this draft."""
+    if params.acceptance == "typical":
+        return typical
+    if not sampling or params.acceptance == "match":
+        return match
+    if params.acceptance == "reject" or draft.q:
+        return reject
+    return match
+
+
+def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
+    """Follow the target's own tokens through the draft."""
+    row, path, tokens = 0, [0], list[int]()
+    while True:
+        token = sampler.token(scores, row, tokens)
+        tokens.append(token)
+        child = draft.child(row, token)
+        if child is None:
+            return Verdict(path, tokens)
+        path.append(child)
+        row = child
+
+
+def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
+    """Traverse the tree bottom-up, accepting the first node whose coin says so.
+
+    Per node: ``alpha``, the probability that the node is kept once all below it is rejected, and ``p``, the residual
+    target. A child x takes ``alpha_x = min(1, alpha p(x) / q(x))``. When x's whole subtree has been rejected, the rest
+    is ``(alpha p - q)+``, with mass R: p becomes its normalisation, alpha becomes ``R / (R + 1 - alpha)``, and q loses
+    x. The root has alpha 1 and keeps it.
+    """
+    below = draft.children()
+    position = len(sampler.tokens)
+    uniform = sampler.noise.uniform
+
+    def visit(row: int, alpha: float, path: list[int], tokens: list[int]) -> Verdict | None:
+        p = sampler.distribution(scores, row, tokens)
+        q = draft.q.get(row)
+        if q is not None:
+            q = q.to(p.device, p.dtype)
+        for child in below[row]:
+            token = draft.tokens[child]
+            drawn = _point(p, token) if q is None else q
+            mass = float(drawn[token])
+            if not mass > 0:
+                raise DraftError(
+                    f"row {child} holds token {token}, to which the q of row {row} gives probability {mass}; "
+                    "set q only for children that were drawn from it, without replacement"
+                )
+            kept = visit(child, min(1.0, alpha * float(p[token]) / mass), [*path, child], [*tokens, token])
+            if kept is not None:
+                return kept
+            rest = (alpha * p - drawn).clamp_(min=0)
+            total = float(rest.sum())
+            if total > 0:
+                p = rest / total
+            alpha = total / (total + 1 - alpha) if total + 1 - alpha > 0 else 1.0
+            if q is not None:
+                q = q.clone()
+                q[token] = 0
+                left = float(q.sum())
+                q = q / left if left > 0 else q
+        if row == 0 or uniform(position, Noise.COIN, row) < alpha:
+            return Verdict(path, [*tokens, sampler.noise.draw(p, position, Noise.COIN, len(draft) + row)])
+        return None
+
+    verdict = visit(0, 1.0, [0], [])
+    assert verdict is not None  # the root is always kept
+    return verdict
+
+
+def _point(like: torch.Tensor, token: int) -> torch.Tensor:
+    point = torch.zeros_like(like)
+    point[token] = 1
+    return point
+
+
+def typical(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
+    """Keep the longest path of tokens with ``p > min(epsilon, delta exp(-H(p)))``. Lossy."""
+    below = draft.children()
+    best: tuple[list[int], list[int]] = ([0], [])
+    stack: list[tuple[int, list[int], list[int]]] = [(0, [0], [])]
+    params = sampler.params
+    while stack:
+        row, path, tokens = stack.pop()
+        if len(path) > len(best[0]):
+            best = (path, tokens)
+        if not below[row]:
+            continue
+        p = sampler.distribution(scores, row, tokens)
+        entropy = float(torch.special.entr(p).sum())
+        bar = min(params.typical_epsilon, params.typical_delta * math.exp(-entropy))
+        for child in reversed(below[row]):
+            if float(p[draft.tokens[child]]) > bar:
+                stack.append((child, [*path, child], [*tokens, draft.tokens[child]]))
+    path, tokens = best
+    return Verdict(path, [*tokens, sampler.token(scores, path[-1], tokens)])

@@ -1,0 +1,1 @@
+"""Training: corpora and loops for everything that specdec trains."""
