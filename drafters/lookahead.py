@@ -2,8 +2,8 @@
 
 A window of W columns and N - 1 levels of guesses rides along with every step. Level 0 is a chain under the root (its
 column 0 *is* the root); the token at level l of column c hangs below level l - 1 of the same column, at position
-``n + c + l``. The answers below the last level complete one n-gram per column; they go into a pool, and the window moves
-on by a column. What the pool knows for the root is proposed beside the window.
+``n + c + l``. The answers below the last level complete one n-gram per column; they go into a pool, and the window
+moves on by a column. What the pool knows for the root is proposed beside the window.
 
 Unlike the paper's code: a full match yields the bonus token too, pool n-grams are verified from the first step on, the
 window's own paths may be accepted, n-grams that share a prefix share rows, and only rows that are read get logits.
@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
+from specdec.target import Target
 
-__all__ = ["Lookahead", "LookaheadConfig", "NgramPool", "Window"]
+__all__ = ["Lookahead", "LookaheadConfig", "NgramPool", "Window", "sizes_for"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadConfig:
-    """Options.
+    """Options. A size left at None fits the machine, see :func:`sizes_for`.
 
     Attributes:
         window: W, columns of the window. A step has up to 1 + (W-1) + W(N-2) + G(N-1) rows.
@@ -36,19 +37,33 @@ class LookaheadConfig:
             column 0 spells) or ``none``.
     """
 
-    window: int = 2
-    ngram: int = 4
-    guesses: int = 2
+    window: int | None = None
+    ngram: int | None = None
+    guesses: int | None = None
     pool_from_prompt: bool = True
     verify: bool = True
     verify_window: str = "all"
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"lookahead.{name} is {getattr(self, name)}; it must be at least {least}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"lookahead.{name} is {value}; it must be at least {least}")
         if self.verify_window not in ("all", "column", "none"):
             raise ConfigError(f"lookahead.verify_window is {self.verify_window!r}; it must be all, column or none")
+
+
+def sizes_for(target: Target) -> tuple[int, int, int]:
+    """(W, N, G) that pay on the target's device.
+
+    On an accelerator the paper's (its table 4, an A100): the window shrinks as the model grows, and tells a 7 B, 13 B
+    and 34 B model by their widths. On a CPU a row costs too much for a window: measured on the embedded model, the
+    prompt's and the text's n-grams carry most of the gain.
+    """
+    if target.device.type == "cpu":
+        return 2, 4, 2
+    size = 15 if target.hidden_size <= 4096 else 10 if target.hidden_size <= 5120 else 7
+    return size, 5, size
 
 
 class Lookahead(DrafterBase):
@@ -58,7 +73,15 @@ class Lookahead(DrafterBase):
     Config = LookaheadConfig
 
     def start(self, context: Context) -> LookaheadSession:
-        return LookaheadSession(self.config, context)
+        config = self.config
+        window, ngram, guesses = sizes_for(context.target)
+        return LookaheadSession(
+            config,
+            context,
+            window=config.window or window,
+            ngram=config.ngram or ngram,
+            guesses=config.guesses or guesses,
+        )
 
 
 class NgramPool:
@@ -93,8 +116,8 @@ class NgramPool:
 class Window:
     """The two-dimensional window: ``levels[0]`` holds columns 1 .. W-1, the higher ones columns 0 .. W-1.
 
-    It starts with level 0 alone, ``W + N - 3`` tokens of the prompt at random; each of the first N - 2 steps adds a level
-    and shortens the others, until the lengths are W - 1, W, ..., W.
+    It starts with level 0 alone, ``W + N - 3`` tokens of the prompt at random; each of the first N - 2 steps adds a
+    level and shortens the others, until the lengths are W - 1, W, ..., W.
     """
 
     def __init__(self, size: int, ngram: int, seeds: list[int]) -> None:
@@ -148,13 +171,13 @@ class Window:
 
 
 class LookaheadSession:
-    def __init__(self, config: LookaheadConfig, context: Context) -> None:
+    def __init__(self, config: LookaheadConfig, context: Context, *, window: int, ngram: int, guesses: int) -> None:
         self._config = config
         self._context = context
-        self._pool = NgramPool(config.ngram, config.guesses)
-        tokens = context.tokens
-        seeds = [context.rng.choice(tokens) for _ in range(max(config.window + config.ngram - 3, 0))]
-        self._window = Window(config.window, config.ngram, seeds)
+        self._ngram = ngram
+        self._pool = NgramPool(ngram, guesses)
+        seeds = [context.rng.choice(context.tokens) for _ in range(max(window + ngram - 3, 0))]
+        self._window = Window(window, ngram, seeds)
         self._last: list[int] = []
 
     def propose(self, room: int) -> Draft:
@@ -174,8 +197,8 @@ class LookaheadSession:
         assert seen.draft is not None
         root = seen.draft.tokens[0]
         if len(seen.path) > 1:  # what has just proved right stays fresh
-            accepted = (*seen.tokens,)[: self._config.ngram - 1]
-            if len(accepted) == self._config.ngram - 1:
+            accepted = tuple(seen.tokens[: self._ngram - 1])
+            if len(accepted) == self._ngram - 1:
                 self._pool.add(root, accepted)
         if self._last:
             for key, rest in self._window.advance(root, [seen.argmax(row) for row in self._last]):

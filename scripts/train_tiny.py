@@ -207,13 +207,13 @@ A decoder of the Llama architecture: {config.num_hidden_layers} layers of width 
 {config.max_position_embeddings}. It exists to test and show speculative decoding without a download; it writes \
 Python-like text and knows nothing.
 
-- Data: the sources of CPython {sys.version.split()[0]}'s standard library, tests included, {sizes["train_files"]} files, \
-{sizes["train_tokens"]:,} tokens. One file in {HELD_OUT_ONE_IN}, by a hash of its path, is held out \
-({sizes["held_out_files"]} files, {sizes["held_out_tokens"]:,} tokens).
+- Data: the sources of CPython {sys.version.split()[0]}'s standard library, tests included, {sizes["train_files"]} \
+files, {sizes["train_tokens"]:,} tokens. One file in {HELD_OUT_ONE_IN}, by a hash of its path, is held out: \
+{sizes["held_out_files"]} files, {sizes["held_out_tokens"]:,} tokens.
 - Licence: the data is under the PSF License Version 2; the weights are under this project's Apache-2.0.
-- Training: `python scripts/train_tiny.py --steps {args.steps} --tokens {args.tokens} --seed {args.seed}`; {args.steps} steps of \
-{args.tokens} tokens ({args.steps * args.tokens / 1e6:.0f} M), windows of 256 tokens, then 512, 1,024 and, in the last \
-7%, {config.max_position_embeddings:,}; Muon for matrices, AdamW for the rest; bf16 autocast on a CPU.
+- Training: `python scripts/train_tiny.py --steps {args.steps} --tokens {args.tokens} --seed {args.seed}`, \
+{args.steps * args.tokens / 1e6:.0f} M tokens; windows of 256 tokens, then 512, 1,024 and, in the last 7%, \
+{config.max_position_embeddings:,}; Muon for matrices, AdamW for the rest; bf16 autocast on a CPU.
 - Held-out loss: {last:.3f} nats per token ({last / math.log(2) / bytes_per_token:.3f} bits per byte).
 
 | step | held-out loss |
@@ -274,7 +274,9 @@ def main() -> None:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if not torch.isfinite(norm):
-            raise SystemExit(f"step {step}: gradient norm is {norm}; lower --lr or --muon-lr and start the command again")
+            raise SystemExit(
+                f"step {step}: gradient norm is {norm}; lower --lr or --muon-lr and start the command again"
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -285,7 +287,12 @@ def main() -> None:
             save_checkpoint(checkpoint, model, optimizers, step)
         if step % args.eval_every == 0 or step == args.steps:
             losses.append((step, held_out_loss(model, held, 1024)))
-            entry = {"step": step, "train": float(np.mean(running)), "held_out": losses[-1][1], "seconds": time.time() - began}
+            entry = {
+                "step": step,
+                "train": float(np.mean(running)),
+                "held_out": losses[-1][1],
+                "seconds": time.time() - began,
+            }
             running.clear()
             with log.open("a") as file:
                 file.write(json.dumps(entry) + "\n")

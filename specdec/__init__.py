@@ -1,13 +1,17 @@
 """specdec: speculative decoding that does not change what the model says."""
 
-from specdec.draft import Draft, DraftBuilder
-from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
-from specdec.engine import Engine
-from specdec.errors import SpecdecError
-from specdec.integrations.transformers import custom_generate
-from specdec.results import Chunk, Generation, Statistics, Step
-from specdec.sampling import SamplingParams
-from specdec.target import FINAL, Target, TransformersTarget
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.draft import Draft, DraftBuilder
+    from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
+    from specdec.engine import Engine
+    from specdec.errors import SpecdecError
+    from specdec.integrations.transformers import custom_generate
+    from specdec.results import Chunk, Generation, Statistics, Step
+    from specdec.sampling import SamplingParams
+    from specdec.target import FINAL, Target, TransformersTarget
 
 __all__ = [
     "FINAL",
@@ -31,3 +35,27 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "draft": ("Draft", "DraftBuilder"),
+    "drafter": ("Context", "DraftSession", "Drafter", "DrafterBase", "Observation"),
+    "engine": ("Engine",),
+    "errors": ("SpecdecError",),
+    "integrations.transformers": ("custom_generate",),
+    "results": ("Chunk", "Generation", "Statistics", "Step"),
+    "sampling": ("SamplingParams",),
+    "target": ("FINAL", "Target", "TransformersTarget"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name's module when it is first used: torch takes seconds, and ``specdec --help`` needs none of it."""
+    for module, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"specdec.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,8 +3,8 @@
 ``sdpa``
     One call over all visible slots with an additive mask: the reference.
 ``split``
-    The keys that every row sees, without a mask, and the tail (a window's edge and the tree) with a small one; each part
-    returns the log-sum-exp of its scores, and the parts are merged by it. With l the log-sum-exp and o the output,
+    The keys that every row sees, without a mask, and the tail (a window's edge and the tree) with a small one; each
+    part returns the log-sum-exp of its scores, and the parts are merged by it. With l the log-sum-exp and o the output,
     ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``: exact, whatever the split.
 ``auto``
     ``split`` for prefill chunks and wide trees over long contexts, and wherever a GPU would otherwise lose its
@@ -170,10 +170,10 @@ def _gpu_flash(
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
         rows, size = q.shape[1], k.shape[1]
-        bounds = [torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (rows, size)]
-        output, weight = varlen_attn(
-            q[0], k[0], v[0], *bounds, rows, size, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
-        )
+        own, past = (torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (rows, size))
+        aux = AuxRequest(lse=True)
+        result = varlen_attn(q[0], k[0], v[0], own, past, rows, size, return_aux=aux, scale=scale, enable_gqa=True)
+        output, weight = result[0], result[1]
         # The log-sum-exp comes as [heads, rows] or [rows, heads], depending on the release.
         weight = weight if weight.shape == (q.shape[2], rows) else weight.T
         return output.transpose(0, 1)[None], weight[None]

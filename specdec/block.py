@@ -78,9 +78,7 @@ class Block:
         """The block of a whole draft."""
         if draft.is_chain:
             return cls(cache, draft.tokens, device=device, backend=backend)
-        return cls(
-            cache, draft.tokens, parents=draft.parents, depths=draft.depths, device=device, backend=backend
-        )
+        return cls(cache, draft.tokens, parents=draft.parents, depths=draft.depths, device=device, backend=backend)
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any

@@ -1,7 +1,7 @@
 """The strategy interface: a drafter proposes trees, and is told what became of them.
 
-A *drafter* holds what sequences share: options, weights, a datastore. A *session* holds one sequence's state and has two
-methods. Exactness does not depend on it: whatever a session proposes, the engine emits the target's own text.
+A *drafter* holds what sequences share: options, weights, a datastore. A *session* holds one sequence's state and has
+two methods. Exactness does not depend on it: whatever a session proposes, the engine emits the target's own text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specdec.draft import Draft
 from specdec.sampling import Noise, SamplingParams, Scores
 from specdec.target import Target
 
-__all__ = ["Context", "Drafter", "DrafterBase", "DraftSession", "Observation"]
+__all__ = ["Context", "DraftSession", "Drafter", "DrafterBase", "Observation"]
 
 
 @dataclass(slots=True, eq=False)

@@ -102,9 +102,7 @@ class Engine:
 
     def with_drafter(self, drafter: DrafterSpec) -> Engine:
         """The same target with another drafter; nothing is loaded twice."""
-        return Engine(
-            self.target, self.tokenizer, drafter, max_rows=self.max_rows, prefill_chunk=self.prefill_chunk
-        )
+        return Engine(self.target, self.tokenizer, drafter, max_rows=self.max_rows, prefill_chunk=self.prefill_chunk)
 
     def generate(
         self,
@@ -219,10 +217,11 @@ class Engine:
             if prompt.ndim == 2 and prompt.shape[0] == 1:
                 prompt = prompt[0]
             if prompt.ndim != 1:
-                raise PromptError(f"the prompt is a tensor of shape {list(prompt.shape)}; give one sequence, [n] or [1, n]")
+                raise PromptError(f"the prompt has shape {list(prompt.shape)}; give one sequence, [n] or [1, n]")
             return [int(token) for token in prompt.tolist()]
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return [int(token) for token in prompt]  # type: ignore[call-overload]
+        tokens = [] if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
+        if not isinstance(prompt, str) and len(tokens) == len(prompt):
+            return tokens
         if self.tokenizer is None:
             raise PromptError("this engine has no tokenizer; give token ids")
         if isinstance(prompt, str):
@@ -370,8 +369,8 @@ class Decoding:
         entry = draft.entry
         if entry is not None and entry.hidden.shape != (len(draft), self._target.hidden_size):
             raise DraftError(
-                f"entry.hidden is {list(entry.hidden.shape)}, the draft needs [{len(draft)}, {self._target.hidden_size}]: "
-                "one row per draft row, in the same order"
+                f"entry.hidden has shape {list(entry.hidden.shape)}, the draft needs "
+                f"{[len(draft), self._target.hidden_size]}: one row per draft row, in the same order"
             )
 
     def _cut(self, tokens: Sequence[int]) -> int:
@@ -380,9 +379,7 @@ class Decoding:
             stopped = self._text is not None and self._text.push(token)
             if token in self._eos_ids:
                 self.finish_reason = "eos"
-            elif stopped or (
-                self._stop_when is not None and self._stop_when([*self.tokens, *tokens[:count]])
-            ):
+            elif stopped or (self._stop_when is not None and self._stop_when([*self.tokens, *tokens[:count]])):
                 self.finish_reason = "stop"
             elif len(self.tokens) + count == self._end:
                 self.finish_reason = self._end_reason

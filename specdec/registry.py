@@ -15,7 +15,7 @@ from specdec.drafter import Drafter
 from specdec.errors import ConfigError, unknown
 from specdec.target import Target
 
-__all__ = ["GROUP", "drafter_names", "drafter_type", "make_drafter"]
+__all__ = ["GROUP", "drafter_names", "drafter_type", "make_drafter", "parse_drafter"]
 
 GROUP = "specdec.drafters"
 
@@ -38,13 +38,31 @@ def drafter_type(name: str) -> Any:
     entries = _entries()
     if name not in entries:
         raise ConfigError(unknown("drafter", name, entries))
+    registered = f"drafter {name!r} is registered as {entries[name].value!r}, which"
     try:
-        return entries[name].load()
-    except (ImportError, AttributeError) as error:
+        kind = entries[name].load()
+    except Exception as error:  # code of others: it may raise anything
         raise ConfigError(
-            f"drafter {name!r} is registered as {entries[name].value!r}, which does not import: {error}; "
-            "reinstall the package that provides it"
+            f"{registered} does not import: {type(error).__name__}: {error}; reinstall the package that provides it"
         ) from error
+    missing = [part for part in ("Config", "build") if not hasattr(kind, part)]
+    if missing:
+        raise ConfigError(f"{registered} has no {' and no '.join(missing)}; subclass specdec.DrafterBase")
+    return kind
+
+
+def parse_drafter(spec: str | Mapping[str, Any]) -> tuple[Any, Any]:
+    """The class and the checked config that a name, or ``{"name": ..., **options}``, stands for.
+
+    Raises:
+        ConfigError: unknown name or option (the nearest one is named), or a value out of range.
+    """
+    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"drafter {spec!r} has no name; choose one of {', '.join(drafter_names())}")
+    kind = drafter_type(name)
+    return kind, parse(kind.Config, options, where=name)
 
 
 def make_drafter(spec: str | Mapping[str, Any] | Drafter, target: Target) -> Drafter:
@@ -53,16 +71,10 @@ def make_drafter(spec: str | Mapping[str, Any] | Drafter, target: Target) -> Dra
     Raises:
         ConfigError: unknown name or option (the nearest one is named), or a value out of range.
     """
-    if isinstance(spec, str):
-        spec = {"name": spec}
-    if not isinstance(spec, Mapping):
+    if not isinstance(spec, str | Mapping):
         if not hasattr(spec, "start"):
-            raise ConfigError(f"drafter is {spec!r}; give a name, {{'name': ..., **options}}, or an object with start()")
+            raise ConfigError(f"drafter is {spec!r}; give a name, {{'name': ..., **options}}, or a drafter")
         return spec
-    options = dict(spec)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise ConfigError(f"drafter {dict(spec)!r} has no name; choose one of {', '.join(drafter_names())}")
-    kind = drafter_type(name)
-    made: Drafter = kind.build(parse(kind.Config, options, where=name), target)
+    kind, config = parse_drafter(spec)
+    made: Drafter = kind.build(config, target)
     return made

@@ -231,7 +231,7 @@ class Sampler:
         self.params = params
         self.sample = params.temperature > 0 if sample is None else sample
         self.noise = Noise(params.seed, vocab_size, device)
-        self._processors = LogitsProcessorList([*processors, *params.processors()])
+        self._processors: Any = LogitsProcessorList([*processors, *params.processors()])
         # Processors that never look at the prefix need none.
         free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
         self._reads_prefix = any(not isinstance(p, free) for p in self._processors)

@@ -32,6 +32,8 @@ FINAL = -1
 
 _ATTENTION, _PROBE = "specdec", "specdec_probe"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
+_NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
 
 def embedded_model() -> Path:
@@ -103,25 +105,27 @@ class TransformersTarget:
 
     def __init__(self, model: PreTrainedModel, *, attention: str = "auto") -> None:
         self.backend = check_backend(attention)
-        self.model = model.eval()
+        model.train(False)
+        self.model = model
         self.name = type(model).__name__
         config = model.config.get_text_config()
         self.config = config
         _refuse_unfit(self.name, config)
         self.decoder, self.layers, self.norm = _parts(self.name, model)
-        self.embedding = model.get_input_embeddings()
-        self.rotary = getattr(self.decoder, "rotary_emb", None)
+        self._layers = tuple(self.layers)  # indexing a ModuleList costs a microsecond per layer and step
+        self.embedding: Any = model.get_input_embeddings()
+        self.rotary: Any = getattr(self.decoder, "rotary_emb", None)
         if self.rotary is None:
             raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
-        self.lm_head = model.get_output_embeddings()
+        self.lm_head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.vocab_size = int(self.lm_head.weight.shape[0])
         self.hidden_size = int(config.hidden_size)
         self.num_layers = len(self.layers)
         self.context_length = _context_length(config)
         self.eos_ids = _eos_ids(model)
-        self.device = self.embedding.weight.device
-        self.dtype = self.embedding.weight.dtype
+        weight = next(self.embedding.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
         self._layer_types: list[str] | None = getattr(config, "layer_types", None)
         self._typed_rotary = "layer_type" in inspect.signature(self.rotary.forward).parameters
         layer_arguments = inspect.signature(self.layers[0].forward).parameters
@@ -153,7 +157,7 @@ class TransformersTarget:
         try:
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
             _refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 place,
                 config=config,
                 dtype=dtype,
@@ -167,11 +171,9 @@ class TransformersTarget:
                 f"cannot load a causal language model from {str(path)!r}: {_first_line(error)}; give 'tiny', a folder "
                 "with config.json and *.safetensors, or a hub id that this machine can reach"
             ) from error
-        broken = {
-            kind: sorted(map(str, info[key]))
-            for kind, key in (("missing", "missing_keys"), ("extra", "unexpected_keys"), ("misshapen", "mismatched_keys"))
-            if info.get(key)
-        }
+        model, info = loaded
+        kinds = {"missing": "missing_keys", "extra": "unexpected_keys", "misshapen": "mismatched_keys"}
+        broken = {kind: sorted(map(str, info[key])) for kind, key in kinds.items() if info.get(key)}
         if broken:
             what = "; ".join(f"{len(names)} {kind}, such as {names[0]}" for kind, names in broken.items())
             raise CheckpointError(
@@ -215,12 +217,13 @@ class TransformersTarget:
         if last < self.num_layers:
             return TargetOutput(None, hidden[0], found)
         if FINAL in taps:
-            normed = self.norm(hidden)[0]
-            found[FINAL] = normed
-            chosen = normed if rows is None else normed[list(rows)]
-        else:
-            chosen = self.norm(hidden[0] if rows is None else hidden[0][list(rows)])
-        return TargetOutput(self.head(chosen) if rows is None or len(rows) else None, hidden[0], found)
+            found[FINAL] = normed = self.norm(hidden)[0]
+        if rows is not None and not rows:
+            return TargetOutput(None, hidden[0], found)
+        chosen = normed if FINAL in taps else hidden[0]
+        if rows is not None:
+            chosen = chosen[list(rows)]
+        return TargetOutput(self.head(chosen if FINAL in taps else self.norm(chosen)), hidden[0], found)
 
     def _walk(
         self,
@@ -245,7 +248,7 @@ class TransformersTarget:
                 found[number] = hidden[0]
             if types is not None:
                 arguments["position_embeddings"] = rotary[types[number]]
-            hidden = self.layers[number](hidden, **arguments)
+            hidden = self._layers[number](hidden, **arguments)
         if last in taps:
             found[last] = hidden[0]
         return hidden
@@ -311,9 +314,7 @@ def _note_layer(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function that only notes what its layer will cache, [1, heads, 1, dim], and its window."""
-    specs.append(
-        LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, key.device, key.dtype)
-    )
+    specs.append(LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, key.device, key.dtype))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
@@ -324,7 +325,7 @@ def _first_line(error: BaseException) -> str:
 def _refuse_unfit(name: str, config: Any) -> None:
     """Raises TargetError for models whose state is not a list of keys and values per token."""
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    recurrent = [key for key in ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width") if hasattr(config, key)]
+    recurrent = [key for key in _RECURRENT if hasattr(config, key)]
     if odd or recurrent:
         raise TargetError(
             f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); recurrent and chunked "
@@ -336,11 +337,11 @@ def _refuse_unfit(name: str, config: Any) -> None:
 
 def _parts(name: str, model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
     """The decoder, its layers and its last norm."""
-    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
     if decoder is None or decoder is model:
         decoder = model.base_model
     layers = getattr(decoder, "layers", None)
-    norm = next((getattr(decoder, n) for n in ("norm", "final_layer_norm", "final_layernorm") if hasattr(decoder, n)), None)
+    norm = next((getattr(decoder, name) for name in _NORMS if hasattr(decoder, name)), None)
     if not isinstance(layers, nn.ModuleList) or norm is None:
         raise TargetError(
             f"{name} is no decoder that specdec knows: {type(decoder).__name__} has no `layers` and last `norm`"

@@ -26,8 +26,8 @@ def check_stops(stop: str | Sequence[str]) -> list[str]:
 class TextStream:
     """Decodes a growing list of new tokens.
 
-    A token's text can depend on the tokens just before it, so a short tail is decoded again with every push, and text is
-    final once it ends in a whole character. The cost of a push does not grow with the text.
+    A token's text can depend on the tokens just before it, so a short tail is decoded again with every push, and text
+    is final once it ends in a whole character. The cost of a push does not grow with the text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specdec.drafter import Drafter
 from specdec.engine import Engine
@@ -35,7 +36,7 @@ def custom_generate(
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     tokenizer: Any = None,
-    attention: str = "auto",
+    target: TransformersTarget | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode one sequence with a drafter, inside transformers' ``generate``.
@@ -45,7 +46,7 @@ def custom_generate(
         seed: of the sampling noise; None draws one from torch's generator, so that ``torch.manual_seed`` governs it.
         stop: stop strings; need ``tokenizer``.
         streamer: gets each step's tokens; give it with ``functools.partial``.
-        attention: as ``Engine.from_pretrained``'s.
+        target: ``TransformersTarget(model)``, to check the model once and not with every call.
 
     Returns:
         [1, n] prompt and new tokens; a ``GenerateDecoderOnlyOutput`` where ``return_dict_in_generate`` is set.
@@ -55,7 +56,10 @@ def custom_generate(
     """
     config = generation_config if generation_config is not None else model.generation_config
     _check(config, input_ids, model_kwargs.get("attention_mask"), synced_gpus)
-    target = _target(model, attention)
+    if target is None:
+        target = TransformersTarget(model)
+    elif target.model is not model:
+        raise ConfigError(f"target wraps another {target.name} than the one whose generate was called; wrap this one")
     sample = bool(config.do_sample)
     if seed is None:
         seed = int(torch.randint(1 << 62, ())) if sample else 0
@@ -86,14 +90,8 @@ def custom_generate(
                 streamer.put(torch.tensor(step.tokens))
     if streamer is not None:
         streamer.end()
-    sequences = torch.tensor([decoding.tokens], device=input_ids.device, dtype=input_ids.dtype)
+    sequences: Any = torch.tensor([decoding.tokens], device=input_ids.device, dtype=input_ids.dtype)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
-
-
-
-
-def _target(model: PreTrainedModel, attention: str) -> TransformersTarget:
-    return TransformersTarget(model, attention=attention)
 
 
 def _longest(config: Any, stopping_criteria: Any) -> int:
@@ -114,7 +112,11 @@ def _check(config: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, sync
     ):
         if value > most:
             raise ConfigError(f"{name} is {value}; specdec decodes one sequence per call, without beams: set it to 1")
-    wanted = [n for n in ("output_scores", "output_logits", "output_attentions", "output_hidden_states") if getattr(config, n, None)]
+    wanted = [
+        n
+        for n in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        if getattr(config, n, None)
+    ]
     if wanted:
         raise ConfigError(f"{wanted[0]}=True: a speculative loop does not keep them; unset it or use plain generate")
     if mask is not None and not bool(mask.all()):
