@@ -194,12 +194,14 @@ def table(title: str, results: dict[str, list[Result]], reference: str, rivals: 
 
 def load(args: argparse.Namespace) -> Engine:
     if args.shape is None:
-        return Engine.from_pretrained(args.model, dtype=args.dtype, device=args.device, attention=args.attention)
+        return Engine.from_pretrained(
+            args.model, dtype=args.dtype, device=args.device, attention=args.attention, optimize=args.optimize
+        )
     torch.manual_seed(0)
     dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
     with torch.device(args.device or "cpu"):
         model = AutoModelForCausalLM.from_config(SHAPES[args.shape], dtype=dtype)
-    return Engine(TransformersTarget(model, attention=args.attention))
+    return Engine(TransformersTarget(model, attention=args.attention, optimize=args.optimize))
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
@@ -223,6 +225,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--optimize", choices=("auto", "off"), default="auto", help="off: transformers' own layers")
     parser.add_argument("--drafters", default=",".join(DEFAULT_DRAFTERS))
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--prompt-tokens", type=int, default=256)

@@ -97,7 +97,7 @@ def new_model(layers: int, context: int) -> LlamaForCausalLM:
 
 def window_at(step: int, steps: int, context: int) -> int:
     """Length of the training windows: short first, where they are cheap, the whole context in the last steps."""
-    for until, length in ((0.5, 256), (0.8, 512), (0.93, 1024)):
+    for until, length in ((0.5, 256), (0.85, 512), (0.97, 1024)):
         if step < until * steps:
             return min(length, context)
     return context
@@ -212,7 +212,7 @@ files, {sizes["train_tokens"]:,} tokens. One file in {HELD_OUT_ONE_IN}, by a has
 {sizes["held_out_files"]} files, {sizes["held_out_tokens"]:,} tokens.
 - Licence: the data is under the PSF License Version 2; the weights are under this project's Apache-2.0.
 - Training: `python scripts/train_tiny.py --steps {args.steps} --tokens {args.tokens} --seed {args.seed}`, \
-{args.steps * args.tokens / 1e6:.0f} M tokens; windows of 256 tokens, then 512, 1,024 and, in the last 7%, \
+{args.steps * args.tokens / 1e6:.0f} M tokens; windows of 256 tokens, then 512, 1,024 and, in the last 3%, \
 {config.max_position_embeddings:,}; Muon for matrices, AdamW for the rest; bf16 autocast on a CPU.
 - Held-out loss: {last:.3f} nats per token ({last / math.log(2) / bytes_per_token:.3f} bits per byte).
 

@@ -70,6 +70,8 @@ class Block:
         self.deepest = max(self.depths[first:last])
         self.tokens = torch.tensor([tokens], device=device)  # [1, T]
         self.positions = torch.tensor([[self.length + d for d in self.depths[first:last]]], device=device)  # [1, T]
+        self._sin: torch.Tensor | None = None
+        self._signed: torch.Tensor
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
 
@@ -86,6 +88,13 @@ class Block:
         """Store one layer's keys and values [1, heads, T, dim]; the signature is that of transformers' caches."""
         self.cache.write(layer, keys, values, self.length + self.first)
         return keys, values
+
+    def signed(self, sin: torch.Tensor) -> torch.Tensor:
+        """``sin`` [1, T, d] with its first half negated, made once per step: rotary's half turn is then a roll."""
+        if self._sin is not sin:
+            first, second = sin.chunk(2, -1)
+            self._sin, self._signed = sin, torch.cat((-first, second), -1)
+        return self._signed
 
     def seen(self, keys: int, device: torch.device) -> torch.Tensor:
         """[T, keys] bool: which of the last ``keys`` rows of the tree each row sees."""

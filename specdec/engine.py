@@ -74,11 +74,14 @@ class Engine:
         device: str | torch.device | None = None,
         device_map: str | dict[str, Any] | None = None,
         attention: str = "auto",
+        optimize: str = "auto",
         trust_remote_code: bool = False,
         max_rows: int = 128,
         prefill_chunk: int | None = None,
     ) -> Engine:
         """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
+
+        ``attention`` and ``optimize`` are TransformersTarget's.
 
         Raises:
             CheckpointError: no model or tokenizer there, or a broken one.
@@ -91,6 +94,7 @@ class Engine:
             device=device,
             device_map=device_map,
             attention=attention,
+            optimize=optimize,
             trust_remote_code=trust_remote_code,
         )
         place = embedded_model() if str(path) == "tiny" else path
@@ -395,5 +399,5 @@ def _prefill_chunk(target: Target) -> int:
 
 
 def _head_device(target: Target) -> torch.device:
-    head = getattr(target, "lm_head", None)
-    return target.device if head is None else head.weight.device
+    device: torch.device = getattr(target, "head_device", target.device)
+    return device

@@ -8,7 +8,9 @@ forward, and a model for which the two differ is refused by name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,8 @@ from specdec.attention import check_backend, layer_attention
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Draft, Entry
-from specdec.errors import CheckpointError, TargetError
+from specdec.errors import CheckpointError, ConfigError, NumericalError, TargetError
+from specdec.lowering import lower
 
 __all__ = ["FINAL", "Target", "TargetOutput", "TransformersTarget", "embedded_model"]
 
@@ -33,6 +36,8 @@ FINAL = -1
 _ATTENTION, _PROBE = "specdec", "specdec_probe"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
+# Relative; transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
+_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
 _NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
 
@@ -98,12 +103,14 @@ class TransformersTarget:
     Args:
         model: any ``...ForCausalLM`` whose layers are attention and MLP.
         attention: ``auto``, ``sdpa`` or ``split``, see :mod:`specdec.attention`.
+        optimize: ``auto`` lowers the layers that :mod:`specdec.lowering` knows; ``off`` leaves all as they are.
 
     Raises:
         TargetError: the model cannot be driven exactly; the message says which part.
+        NumericalError: its own logits are NaN or infinite.
     """
 
-    def __init__(self, model: PreTrainedModel, *, attention: str = "auto") -> None:
+    def __init__(self, model: PreTrainedModel, *, attention: str = "auto", optimize: str = "off") -> None:
         self.backend = check_backend(attention)
         model.train(False)
         self.model = model
@@ -124,8 +131,8 @@ class TransformersTarget:
         self.num_layers = len(self.layers)
         self.context_length = _context_length(config)
         self.eos_ids = _eos_ids(model)
-        weight = next(self.embedding.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype = _device(self.embedding), next(self.embedding.parameters()).dtype
+        self.head_device = _device(self.lm_head)
         self._layer_types: list[str] | None = getattr(config, "layer_types", None)
         self._typed_rotary = "layer_type" in inspect.signature(self.rotary.forward).parameters
         layer_arguments = inspect.signature(self.layers[0].forward).parameters
@@ -135,6 +142,10 @@ class TransformersTarget:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, _note_layer)
         self.specs = self._self_check()
+        if optimize == "auto":
+            self._lower()
+        elif optimize != "off":
+            raise ConfigError(f"optimize={optimize!r} is unknown; choose auto or off")
 
     @classmethod
     def from_pretrained(
@@ -145,6 +156,7 @@ class TransformersTarget:
         device: str | torch.device | None = None,
         device_map: str | dict[str, Any] | None = None,
         attention: str = "auto",
+        optimize: str = "auto",
         trust_remote_code: bool = False,
     ) -> TransformersTarget:
         """Load a checkpoint: ``"tiny"`` (the embedded model), a folder, or a hub id. Safetensors only.
@@ -165,6 +177,7 @@ class TransformersTarget:
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
         except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
@@ -182,7 +195,7 @@ class TransformersTarget:
             )
         if device is not None and device_map is None:
             model = model.to(device)
-        return cls(model, attention=attention)
+        return cls(model, attention=attention, optimize=optimize)
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache(self.specs, capacity=capacity, rows=rows)
@@ -259,6 +272,46 @@ class TransformersTarget:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    def _lower(self) -> None:
+        """Replace layers by their lean equivalents, each one compared with its original first."""
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, 5, self.hidden_size, generator=generator, dtype=torch.float64)
+        layers: list[Any] = list(self._layers)
+        for number, layer in enumerate(layers):
+            lowered = lower(layer)
+            if lowered is None:
+                continue
+            sample = hidden.to(self.specs[number].device, self.specs[number].dtype)
+            expected, got = (self._run_alone(number, candidate, sample) for candidate in (layer, lowered))
+            scale = float(expected.double().abs().max())
+            off = float((expected.double() - got.double()).abs().max())
+            if off <= _ROUNDING.get(self.dtype, 0.1) * scale:
+                layers[number] = lowered
+            else:
+                warnings.warn(
+                    f"{self.name}: layer {number} ({type(layer).__name__}) differs by {off:.3g} on values up to "
+                    f"{scale:.3g} when lowered, and stays as it is",
+                    stacklevel=2,
+                )
+        self._layers = tuple(layers)
+
+    def _run_alone(self, number: int, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """One layer over a prefix of two rows and a tree of three, [5, D]."""
+        former, self._layers = self._layers, (*self._layers[:number], layer, *self._layers[number + 1 :])
+        try:
+            with self.active():
+                cache = KVCache(self.specs, capacity=8, rows=8)
+                rows = []
+                for draft in (Draft.chain((0, 0)), Draft((0, 0, 0), (-1, 0, 0))):
+                    part = hidden[:, len(rows) * 2 :][:, : len(draft)]
+                    block = Block.of(draft, cache, self.device, self.backend)
+                    entry = Entry(number, part[0])
+                    rows.append(self.forward(block, entry=entry, exit_layer=number + 1, taps=(number + 1,)))
+                    cache.commit(range(len(draft)))
+                return torch.cat([output.taps[number + 1] for output in rows])
+        finally:
+            self._layers = former
+
     def _self_check(self) -> list[LayerSpec]:
         """Compare the walk, over two blocks, the second of them a tree, with the model's own forward.
 
@@ -272,7 +325,7 @@ class TransformersTarget:
             with self.active(_PROBE):
                 hidden = self.embedding(torch.tensor([tokens[:1]], device=self.device))
                 positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-                self._walk(hidden, positions, 0, self.num_layers, {}, (), {"use_cache": False, "specs": specs})
+                self._walk(hidden, positions, 0, self.num_layers, {}, (), {"use_cache": False, "note": specs.append})
             with self.active():
                 cache = KVCache(specs, capacity=16, rows=16)
                 self.forward(Block(cache, tokens[:4], device=self.device, backend=self.backend), rows=())
@@ -290,9 +343,13 @@ class TransformersTarget:
         assert walked is not None
         walked = walked[[0, 2, 3, 4, 5]]
         scale = float(expected.double().abs().max())
+        if not math.isfinite(scale):
+            raise NumericalError(
+                f"{self.name}: the model's own logits are {scale} on a few tokens; the weights are broken, or "
+                f"{self.dtype} is too narrow for them: use float32 or bfloat16"
+            )
         off = float((walked.double() - expected.to(walked.device).double()).abs().max())
-        # Transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
-        bound = {torch.float64: 1e-5, torch.float32: 1e-3}.get(self.dtype, 0.1) * max(scale, 1e-3)
+        bound = _ROUNDING.get(self.dtype, 0.1) * max(scale, 1e-3)
         if not off <= bound:
             raise TargetError(
                 f"{self.name}: the layer walk differs from the model's own forward by {off:.3g} on logits up to "
@@ -309,13 +366,21 @@ def _note_layer(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    specs: list[LayerSpec],
+    note: Callable[[LayerSpec], None],
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function that only notes what its layer will cache, [1, heads, 1, dim], and its window."""
-    specs.append(LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, key.device, key.dtype))
+    note(LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, key.device, key.dtype))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where a module computes: beside its weights, or where accelerate brings weights that it has offloaded."""
+    device = next(module.parameters()).device
+    hook: Any = getattr(module, "_hf_hook", None)
+    place = getattr(hook, "execution_device", None)
+    return device if device.type != "meta" or place is None else torch.device(place)
 
 
 def _first_line(error: BaseException) -> str:
