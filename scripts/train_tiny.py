@@ -224,7 +224,7 @@ files, {sizes["train_tokens"]:,} tokens. One file in {HELD_OUT_ONE_IN}, by a has
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"))
-    parser.add_argument("--steps", type=int, default=3500)
+    parser.add_argument("--steps", type=int, default=2250)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--context", type=int, default=2048)
