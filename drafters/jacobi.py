@@ -17,7 +17,11 @@ __all__ = ["Jacobi", "JacobiConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JacobiConfig:
-    """``guesses``: positions guessed after the root."""
+    """Options.
+
+    Attributes:
+        guesses: positions guessed after the root.
+    """
 
     guesses: int = 4
 

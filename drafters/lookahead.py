@@ -61,7 +61,7 @@ def sizes_for(target: Target) -> tuple[int, int, int]:
     prompt's and the text's n-grams carry most of the gain.
     """
     if target.device.type == "cpu":
-        return 2, 4, 2
+        return 2, 5, 2
     size = 15 if target.hidden_size <= 4096 else 10 if target.hidden_size <= 5120 else 7
     return size, 5, size
 

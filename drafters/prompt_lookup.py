@@ -32,7 +32,7 @@ class PromptLookupConfig:
 
     max_ngram: int = 3
     min_ngram: int = 1
-    tokens: int = 6
+    tokens: int = 8
     match: str = "rightmost"
     matches: int = 1
     overlap: bool = True

@@ -17,6 +17,7 @@ import yaml
 
 from specdec.attention import check_backend
 from specdec.errors import ConfigError, unknown
+from specdec.lowering import check_optimize
 from specdec.sampling import SamplingParams
 
 __all__ = ["DTYPES", "RunConfig", "load_yaml", "override", "parse", "resolve"]
@@ -38,6 +39,9 @@ class RunConfig:
         device: such as ``cpu`` or ``cuda:0``; None stays where the model loads.
         device_map: accelerate's, to split a model over devices.
         attention: ``auto``, ``sdpa`` or ``split``.
+        optimize: ``auto`` lowers the layers that specdec knows; ``off`` runs transformers' own.
+        threads: CPU threads of torch; None is torch's own choice, but one for ``tiny``, which is too small to gain from
+            more and loses a lot where other work keeps the cores busy.
         max_new_tokens: budget of new tokens.
         stop: strings that end the text.
 
@@ -52,19 +56,21 @@ class RunConfig:
     device: str | None = None
     device_map: str | dict[str, Any] | None = None
     attention: str = "auto"
+    optimize: str = "auto"
+    threads: int | None = None
     max_new_tokens: int = 128
     stop: str | list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("threads", self.threads)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
         if self.dtype not in DTYPES:
             raise ConfigError(unknown("dtype", self.dtype, DTYPES))
         if self.device is not None and self.device_map is not None:
-            raise ConfigError(
-                f"device is {self.device!r} and device_map {self.device_map!r}; a map places every layer: give one of them"
-            )
+            raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
+        check_optimize(self.optimize)
 
 
 def resolve(
@@ -108,9 +114,9 @@ def parse(kind: type[T], values: Mapping[str, Any], *, where: str) -> T:
         if isinstance(value, bool) and hints[key] in (int, float, int | None, float | None):
             raise _wrong_type(f"{where}.{key}", value, hints[key])  # to Python, True is the number 1
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
-            ready[key] = parse(hints[key], value, where=key)  # type: ignore[arg-type]
+            ready[key] = parse(hints[key], value, where=key)
     try:
-        return dacite.from_dict(kind, ready, config=dacite.Config(strict=True))  # type: ignore[type-var]
+        return dacite.from_dict(kind, ready, config=dacite.Config(strict=True))
     except dacite.WrongTypeError as error:
         raise _wrong_type(f"{where}.{error.field_path}", error.value, error.field_type) from error
     except dacite.MissingValueError as error:
@@ -118,7 +124,7 @@ def parse(kind: type[T], values: Mapping[str, Any], *, where: str) -> T:
 
 
 def _wrong_type(name: str, value: Any, expected: Any) -> ConfigError:
-    wanted = expected.__name__ if type(expected) is type else str(expected)
+    wanted = expected.__name__ if type(expected) is type else str(expected).replace("typing.", "")
     return ConfigError(f"{name} is {value!r}, of type {type(value).__name__}; it must be of type {wanted}")
 
 
@@ -189,9 +195,10 @@ def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, An
         elif group in ("drafter", drafter["name"]):
             changed["drafter"] = {**drafter, option: value}
         else:
+            name = drafter["name"]
             raise ConfigError(
-                f"--set {setting!r} is an option of {group!r}, but the drafter is {drafter['name']!r}; "
-                f"choose it with --drafter {group}, or set {drafter['name']}.{option} or sampling.{option}"
+                f"--set {setting!r} is for {group!r}, but the drafter is {name!r}: write {name}.{option} or "
+                f"sampling.{option}, or choose another with --drafter"
             )
     return changed
 

@@ -21,10 +21,22 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from specdec.attention import attend
 from specdec.block import Block
+from specdec.errors import ConfigError
 
-__all__ = ["LoweredLayer", "lower"]
+__all__ = ["LoweredLayer", "check_optimize", "lower"]
 
 _KNOWN = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+
+
+def check_optimize(choice: str) -> str:
+    """The choice, if it is one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if choice not in ("auto", "off"):
+        raise ConfigError(f"optimize={choice!r} is unknown; choose auto or off")
+    return choice
 
 
 def lower(layer: nn.Module) -> LoweredLayer | None:

@@ -25,8 +25,8 @@ from specdec.attention import check_backend, layer_attention
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Draft, Entry
-from specdec.errors import CheckpointError, ConfigError, NumericalError, TargetError
-from specdec.lowering import lower
+from specdec.errors import CheckpointError, NumericalError, TargetError
+from specdec.lowering import check_optimize, lower
 
 __all__ = ["FINAL", "Target", "TargetOutput", "TransformersTarget", "embedded_model"]
 
@@ -142,10 +142,8 @@ class TransformersTarget:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, _note_layer)
         self.specs = self._self_check()
-        if optimize == "auto":
+        if check_optimize(optimize) == "auto":
             self._lower()
-        elif optimize != "off":
-            raise ConfigError(f"optimize={optimize!r} is unknown; choose auto or off")
 
     @classmethod
     def from_pretrained(
@@ -301,7 +299,7 @@ class TransformersTarget:
         try:
             with self.active():
                 cache = KVCache(self.specs, capacity=8, rows=8)
-                rows = []
+                rows: list[TargetOutput] = []
                 for draft in (Draft.chain((0, 0)), Draft((0, 0, 0), (-1, 0, 0))):
                     part = hidden[:, len(rows) * 2 :][:, : len(draft)]
                     block = Block.of(draft, cache, self.device, self.backend)

@@ -44,8 +44,7 @@ class TextStream:
         """Add a token; True where it completes a stop string."""
         self._tokens.append(token)
         tail = self._decode(self._tokens[self._start :])
-        # Four bytes make a character; a longer run of broken ones is not going to become one.
-        whole = not tail.endswith("\N{REPLACEMENT CHARACTER}") or len(self._tokens) - self._start > 16
+        whole = tail.rstrip("\N{REPLACEMENT CHARACTER}")  # broken bytes at the end may become a character yet
         shown = self._final + tail[len(self._known) :]
         if self._stop and not self.stopped:
             # Only a match that ends in new text is new.
@@ -55,13 +54,12 @@ class TextStream:
             if hits:
                 self._final, self.stopped = shown[: min(hits)], True
                 return True
-        if whole:
-            self._final = shown
-            if len(self._tokens) - self._start > 6:
-                self._start = len(self._tokens) - 3
-                self._known = self._decode(self._tokens[self._start :])
-            else:
-                self._known = tail
+        if len(whole) > len(self._known):
+            self._final += whole[len(self._known) :]
+            self._known = whole
+        if len(whole) == len(tail) and len(self._tokens) - self._start > 6:
+            self._start = len(self._tokens) - 3
+            self._known = self._decode(self._tokens[self._start :])
         return False
 
     def take(self) -> str:

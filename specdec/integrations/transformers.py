@@ -34,6 +34,7 @@ def custom_generate(
     *,
     drafter: str | Mapping[str, Any] | Drafter = "prompt_lookup",
     seed: int | None = None,
+    acceptance: str = "auto",
     stop: str | Sequence[str] = (),
     tokenizer: Any = None,
     target: TransformersTarget | None = None,
@@ -44,6 +45,7 @@ def custom_generate(
     Args:
         drafter: name, ``{"name": ..., **options}`` or drafter.
         seed: of the sampling noise; None draws one from torch's generator, so that ``torch.manual_seed`` governs it.
+        acceptance: as ``SamplingParams``'; with ``match`` a seed's text is the same under every drafter.
         stop: stop strings; need ``tokenizer``.
         streamer: gets each step's tokens; give it with ``functools.partial``.
         target: ``TransformersTarget(model)``, to check the model once and not with every call.
@@ -56,6 +58,7 @@ def custom_generate(
     """
     config = generation_config if generation_config is not None else model.generation_config
     _check(config, input_ids, model_kwargs.get("attention_mask"), synced_gpus)
+    training = model.training
     if target is None:
         target = TransformersTarget(model)
     elif target.model is not model:
@@ -74,7 +77,7 @@ def custom_generate(
     decoding = engine.start(
         prompt,
         _longest(config, stopping_criteria) - len(prompt),
-        SamplingParams(temperature=float(sample), seed=seed),
+        SamplingParams(temperature=float(sample), seed=seed, acceptance=acceptance),
         stop=stop,
         logits_processor=logits_processor or (),
         stop_when=stop_when if rest else None,
@@ -82,12 +85,16 @@ def custom_generate(
     )
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    with target.active():
-        decoding.prefill()
-        while decoding.finish_reason is None:
-            step = decoding.step()
-            if streamer is not None:
-                streamer.put(torch.tensor(step.tokens))
+    try:
+        with target.active():
+            decoding.prefill()
+            while decoding.finish_reason is None:
+                step = decoding.step()
+                if streamer is not None:
+                    streamer.put(torch.tensor(step.tokens))
+    finally:
+        if training:
+            model.train()  # as it was; the target switched its dropout off
     if streamer is not None:
         streamer.end()
     sequences: Any = torch.tensor([decoding.tokens], device=input_ids.device, dtype=input_ids.dtype)
