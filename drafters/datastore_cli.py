@@ -1,0 +1,51 @@
+"""``specdec datastore``: make and look at datastores. Like ``specdec``'s own commands it imports when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specdec.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from drafters.datastore import Datastore
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Corpora to draft from: for the drafters rest and suffix_automaton.", no_args_is_help=True)
+
+
+@app.command()
+def build(
+    sources: Annotated[list[Path], typer.Argument(help="Folders, text files, or ShareGPT .json and .jsonl files.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; an older datastore there is replaced.")],
+    tokenizer: Annotated[str, typer.Option(help="Model whose tokenizer to use: tiny, a folder, or a hub id.")] = "tiny",
+) -> None:
+    """Tokenize SOURCES and sort their suffixes."""
+    from transformers import AutoTokenizer
+
+    from drafters.datastore import build_datastore
+    from specdec.target import embedded_model
+
+    place = embedded_model() if tokenizer == "tiny" else tokenizer
+    try:
+        made = AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"no tokenizer at {tokenizer!r}: {error}; give a model's folder or hub id") from error
+    _show(build_datastore(sources, made, out))
+
+
+@app.command()
+def show(datastore: Annotated[Path, typer.Argument(help="Folder of a datastore.")]) -> None:
+    """Say what a datastore holds."""
+    from drafters.datastore import Datastore
+
+    _show(Datastore(datastore))
+
+
+def _show(store: Datastore) -> None:
+    meta = store.meta
+    typer.echo(f"{store.path}: {meta['tokens']} tokens of {meta['documents']} documents")
+    typer.echo(f"sha256 {meta['sha256']}, tokenizer {meta['tokenizer'][:16]} ({meta['vocab_size']} tokens)")

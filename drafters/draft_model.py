@@ -1,0 +1,239 @@
+"""Draft model: a smaller language model with the same vocabulary writes ahead (Leviathan et al. 2023, Alg. 1).
+
+It is driven like a target, with a cache of its own, which holds what the target's does: every text token but the root.
+A draft's rows stand in that cache's scratch slots under the numbers that they have in the draft, so the rows that the
+target accepts are committed there too, and whatever is missing is caught up with the next root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+
+from specdec.block import Block
+from specdec.draft import Draft
+from specdec.drafter import Context, DrafterBase, Observation
+from specdec.errors import ConfigError
+from specdec.sampling import Noise, Sampler, Scores
+from specdec.target import Target, TransformersTarget, embedded_model
+
+__all__ = ["DraftModel", "DraftModelConfig", "embedded_draft_model", "fitting"]
+
+_CHUNK = 512  # text tokens per forward while catching up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelConfig:
+    """Options.
+
+    Attributes:
+        model: folder or hub id; None is the draft model in this package, which fits the embedded model.
+        tokens: depth of a draft; each level costs a forward of the draft model.
+        widths: children per row, level by level; 1 beyond the list's end. The empty list is a chain.
+        min_confidence: a path is not extended where its likeliest extension has a smaller probability than this, by
+            the draft model.
+        dtype: of the draft model; None takes the target's.
+    """
+
+    model: str | None = None
+    tokens: int = 4
+    widths: list[int] = field(default_factory=list)
+    min_confidence: float = 0.2
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(f"draft_model.tokens is {self.tokens}; it must be at least 1")
+        if len(self.widths) > self.tokens or any(width < 1 for width in self.widths):
+            raise ConfigError(
+                f"draft_model.widths is {self.widths}; it takes at most tokens = {self.tokens} numbers of 1 or more"
+            )
+        if not 0 <= self.min_confidence < 1:
+            raise ConfigError(f"draft_model.min_confidence is {self.min_confidence}; it must be in [0, 1)")
+
+
+def embedded_draft_model() -> str:
+    """Folder of the draft model for the embedded model."""
+    return str(embedded_model().parent / "tiny-draft")
+
+
+class DraftModel(DrafterBase):
+    """The loaded model, shared by all sequences."""
+
+    name = "draft_model"
+    Config = DraftModelConfig
+
+    def __init__(self, config: DraftModelConfig, model: TransformersTarget) -> None:
+        super().__init__(config)
+        self.model = model
+
+    @classmethod
+    def build(cls, config: DraftModelConfig, target: Target) -> DraftModel:
+        """Load the model onto the device of the target's head.
+
+        Raises:
+            ConfigError: none was named, or its vocabulary is not the target's.
+            CheckpointError: no model there, or a broken one.
+            TargetError: a model that specdec cannot drive.
+        """
+        path = embedded_draft_model() if config.model is None else config.model
+        if config.model is None and not Path(path).is_dir():
+            raise ConfigError(
+                "draft_model.model is not set, and this package holds no draft model; give the folder or hub id of a "
+                "smaller model with the target's tokenizer"
+            )
+        head = target.head(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=_head_device(target)))
+        model = TransformersTarget.from_pretrained(path, dtype=config.dtype or target.dtype, device=head.device)
+        if model.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"the draft model {path!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
+                f"{target.vocab_size}; draft_model.model needs a model with the target's tokenizer"
+            )
+        return cls(config, model)
+
+    def start(self, context: Context) -> DraftModelSession:
+        return DraftModelSession(self.config, self.model, context)
+
+
+def _head_device(target: Target) -> torch.device:
+    head = getattr(target, "lm_head", None)
+    return target.device if head is None else head.weight.device
+
+
+class DraftModelSession:
+    def __init__(self, config: DraftModelConfig, model: TransformersTarget, context: Context) -> None:
+        self._config = config
+        self._model = model
+        self._context = context
+        text = len(context.tokens) + context.remaining
+        self._cache = model.new_cache(capacity=text, rows=max(context.max_rows, min(_CHUNK, text)))
+        # The target's processors on the draft model's logits, each row on its own prefix.
+        params = context.sampling
+        self._sampler = Sampler(params, context.tokens, model.vocab_size, model.device)
+        self._samples = params.temperature > 0
+        self._draws = self._samples and params.acceptance in ("auto", "reject")
+        self._draft = Draft.chain([context.root])
+        self._fed = 0  # rows of the latest draft that stand in the cache's scratch slots
+
+    def propose(self, room: int) -> Draft:
+        context = self._context
+        depth = min(self._config.tokens, context.remaining - 1)
+        self._fed = 0
+        if depth < 1 or room < 2 or len(context.tokens) + depth > self._model.context_length:
+            self._draft = Draft.chain([context.root])
+        else:
+            with self._model.active():
+                self._draft = self._grow(self._catch_up(), fitting(self._config.widths, depth, room))
+        return self._draft
+
+    def observe(self, seen: Observation) -> None:
+        """Commit the accepted rows that the draft model has run. Under a union the path may leave the draft."""
+        if seen.draft is None:
+            return
+        own, theirs = self._draft, seen.draft
+
+        def ran(row: int) -> bool:
+            return row < self._fed and (own.tokens[row], own.parents[row]) == (theirs.tokens[row], theirs.parents[row])
+
+        self._cache.commit(list(takewhile(ran, seen.path)))
+
+    def _catch_up(self) -> torch.Tensor:
+        """[1, V] logits of the root, after the text that the cache lacks; the root's slot is row 0's."""
+        cache, tokens = self._cache, self._context.tokens
+        while True:
+            new = tokens[cache.length : cache.length + min(_CHUNK, cache.rows)]
+            last = cache.length + len(new) == len(tokens)
+            block = Block(cache, new, device=self._model.device, backend=self._model.backend)
+            logits = self._model.forward(block, rows=[len(new) - 1] if last else ()).logits
+            cache.commit(range(len(new) - last))
+            if logits is not None:
+                self._fed = 1
+                return logits
+
+    def _grow(self, logits: torch.Tensor, widths: list[int]) -> Draft:
+        """Level by level; ``logits`` are those of the level's rows, at first the root's."""
+        tokens, parents, depths, trust = [self._context.root], [-1], [0], [1.0]
+        q: dict[int, torch.Tensor] = {}
+        level = [0]
+        for width in widths:
+            scores = Scores(logits, level)
+            for row in level:
+                path = _path(tokens, parents, row)
+                probabilities = self._sampler.distribution(scores, row, path)  # [V]
+                # A choice that rests on the path alone; one that looked at the drawn child would bias the output.
+                if trust[row] * float(probabilities.max()) < self._config.min_confidence:
+                    continue
+                if self._draws:
+                    q[row] = probabilities
+                for token in self._children(probabilities, row, len(path), width):
+                    tokens.append(token)
+                    parents.append(row)
+                    depths.append(len(path) + 1)
+                    trust.append(trust[row] * float(probabilities[token]))
+            level = list(range(level[-1] + 1, len(tokens)))
+            if not level or depths[-1] == len(widths):
+                break
+            logits = self._run(tokens, parents, depths, level[0])
+        return Draft(tokens, parents, q=q)
+
+    def _run(self, tokens: list[int], parents: list[int], depths: list[int], first: int) -> torch.Tensor:
+        """[R, V] logits of rows ``first`` to the last, which go into their scratch slots."""
+        chain = depths[-1] == len(tokens) - 1
+        block = Block(
+            self._cache,
+            tokens[first:],
+            parents=None if chain else parents,
+            depths=None if chain else depths,
+            first=first,
+            device=self._model.device,
+            backend=self._model.backend,
+        )
+        logits = self._model.forward(block).logits
+        assert logits is not None
+        self._fed = len(tokens)
+        return logits
+
+    def _children(self, probabilities: torch.Tensor, row: int, below: int, width: int) -> list[int]:
+        """The likeliest tokens, after noise where tokens are sampled.
+
+        The ``width`` largest of log q + Gumbel noise are draws without replacement, in order (Kool et al. 2019). Where
+        the verifier draws from the target, the noise is the target's own at that position, so that both tend to take
+        the same token; a draft that the verifier holds against its q needs noise that nothing else has seen.
+        """
+        values = probabilities.log()
+        if self._samples:
+            noise, position = self._context.noise, len(self._context.tokens)
+            values += noise.gumbel(position, Noise.DRAFT, row) if self._draws else noise.gumbel(position + below)
+        best, tokens = values.topk(width)
+        return [token for token, value in zip(tokens.tolist(), best.tolist(), strict=True) if value > -torch.inf]
+
+
+def fitting(widths: Sequence[int], depth: int, room: int) -> list[int]:
+    """Children per row of each of ``depth`` levels, such that the full tree has at most ``room`` rows.
+
+    Decided before anything is drawn: were it decided row by row, what one branch drew could cost another its children.
+
+    Example: widths [3, 2] at depth 3 are [3, 2, 1] in 16 rows, and [3, 2] in 12: three more do not fit.
+    """
+    fitted, level, left = list[int](), 1, room - 1
+    for deep in range(depth):
+        width = min(widths[deep] if deep < len(widths) else 1, left // level)
+        if not width:
+            break
+        fitted.append(width)
+        level *= width
+        left -= level
+    return fitted
+
+
+def _path(tokens: list[int], parents: list[int], row: int) -> list[int]:
+    """Tokens below the root, down to and with ``row``."""
+    path = list[int]()
+    while row:
+        path.append(tokens[row])
+        row = parents[row]
+    return path[::-1]

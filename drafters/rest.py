@@ -1,0 +1,145 @@
+"""REST (He et al. 2023, arXiv 2311.08252): retrieve what followed the text's end in a datastore.
+
+The longest suffix of the text that occurs in the datastore gives its continuations; their most frequent prefixes are
+the tree. Unlike the paper's code, sampling is lossless: the tree was chosen, so the target's own token decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.datastore import Datastore
+from specdec.draft import Draft, DraftBuilder
+from specdec.drafter import Context, DrafterBase, Observation
+from specdec.errors import ConfigError
+from specdec.target import Target
+
+__all__ = ["Rest", "RestConfig", "frequent_prefixes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestConfig:
+    """Options.
+
+    Attributes:
+        datastore: folder that ``specdec datastore build`` made with the target's tokenizer; it has no default.
+        max_suffix, min_suffix: lengths of the suffix that is looked up.
+        matches: most occurrences that are read, spread evenly over all.
+        tokens: tokens read after each.
+        rows: rows below the root; None fits the device: the paper's 64 on an accelerator, 7 on a CPU.
+    """
+
+    datastore: str | None = None
+    max_suffix: int = 16
+    min_suffix: int = 2
+    matches: int = 5000
+    tokens: int = 10
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_suffix <= self.max_suffix:
+            raise ConfigError(
+                f"rest.min_suffix is {self.min_suffix} and max_suffix {self.max_suffix}; "
+                "they must satisfy 1 <= min_suffix <= max_suffix"
+            )
+        for name in ("matches", "tokens", "rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"rest.{name} is {value}; it must be at least 1")
+
+
+class Rest(DrafterBase):
+    """An open datastore."""
+
+    name = "rest"
+    Config = RestConfig
+
+    def __init__(self, config: RestConfig, datastore: Datastore) -> None:
+        super().__init__(config)
+        self.datastore = datastore
+
+    @classmethod
+    def build(cls, config: RestConfig, target: Target) -> Rest:
+        """Open the datastore.
+
+        Raises:
+            ConfigError: none was named.
+            CheckpointError: no datastore there, a broken one, or one of another vocabulary.
+        """
+        if config.datastore is None:
+            raise ConfigError(
+                "rest.datastore is not set; make one with `specdec datastore build SOURCE --out FOLDER` and give FOLDER"
+            )
+        return cls(config, Datastore(config.datastore).check(target))
+
+    def start(self, context: Context) -> RestSession:
+        return RestSession(self.config, self.datastore, context)
+
+
+class RestSession:
+    def __init__(self, config: RestConfig, datastore: Datastore, context: Context) -> None:
+        self._config = config
+        self._datastore = datastore
+        self._context = context
+        self._rows = config.rows or (7 if context.target.device.type == "cpu" else 64)
+
+    def propose(self, room: int) -> Draft:
+        config, context = self._config, self._context
+        builder = DraftBuilder(context.root)
+        size, count = min(config.tokens, context.remaining - 1), min(self._rows, room - 1)
+        if size < 1 or count < 1:
+            return builder.build()
+        length, places = self._datastore.longest_suffix(context.tokens[-config.max_suffix :], config.min_suffix)
+        if length:
+            found = self._datastore.continuations(places, length, size, config.matches)
+            rows = [0]
+            for parent, token in frequent_prefixes(found, count):
+                rows.append(builder.add(rows[parent], token))
+        return builder.build()
+
+    def observe(self, seen: Observation) -> None:
+        pass  # the text is read from the context
+
+
+def frequent_prefixes(found: npt.NDArray[Any], count: int) -> list[tuple[int, int]]:
+    """The ``count`` > 0 most frequent prefixes of the rows of ``found`` [M, L] as a trie: (parent, token) each.
+
+    ``found`` is sorted, -1 ends a row. Parent 0 is the root, entry i is node i + 1. Of equally frequent prefixes the
+    shorter one comes first, then the smaller one, so parents come before their children.
+
+    Example: ``[[5, 6], [5, 6], [5, 9]]`` and 2 give ``[(0, 5), (1, 6)]``.
+    """
+    rows, size = found.shape
+    differs = np.ones(rows, np.bool_)  # whether a row's prefix is not the one before
+    differs[1:] = False
+    nodes: list[tuple[int, int, int, int]] = []  # (-count, depth, group, first row)
+    groups: list[npt.NDArray[Any]] = [np.zeros(rows, np.int64)]
+    for depth in range(size):
+        column = found[:, depth]
+        differs = differs.copy()
+        differs[1:] |= column[1:] != column[:-1]
+        group = np.cumsum(differs) - 1
+        groups.append(group)
+        firsts = np.flatnonzero(differs)
+        counts = np.diff(firsts, append=rows)
+        alive = column[firsts] >= 0
+        # Nothing further down is more frequent than this level's best; once that cannot win, the rest need no look.
+        most = int(counts[alive].max(initial=0))
+        if not most or (len(nodes) >= count and sorted(nodes)[count - 1][0] <= -most):
+            break
+        # No more than `count` of a level can be chosen, and those are its most frequent ones.
+        best = np.argsort(-counts, kind="stable")
+        for place in best[alive[best]][:count].tolist():
+            nodes.append((-int(counts[place]), depth, place, int(firsts[place])))
+    nodes.sort()
+    node_of = {(-1, 0): 0}
+    chosen: list[tuple[int, int]] = []
+    for _, depth, place, first in nodes[:count]:
+        parent = node_of[depth - 1, int(groups[depth][first])]
+        chosen.append((parent, int(found[first, depth])))
+        node_of[depth, place] = len(chosen)
+    return chosen

@@ -1,0 +1,202 @@
+"""Suffix automaton: copy what followed the longest suffix of the text that occurred before.
+
+The automaton of the text grows by one token in amortised constant time (Blumer et al. 1985, "The smallest automaton
+recognizing the subwords of a text"), and the suffix link of its last state *is* the longest suffix that occurred
+before: no search at all. Hu et al. 2024 ("SAM decoding", arXiv 2411.10666) draft from it, and from a second automaton
+over a static corpus, in which every sequence moves a cursor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drafters.datastore import SEPARATOR, Datastore
+from specdec.draft import Draft
+from specdec.drafter import Context, DrafterBase, Observation
+from specdec.errors import ConfigError
+from specdec.target import Target
+
+__all__ = ["Cursor", "SuffixAutomaton", "SuffixAutomatonConfig", "SuffixAutomatonDrafter"]
+
+# Links along which occurrences are brought up to date per token. Texts have chains of a few; a run of one token over
+# and over has a chain as long as itself, and would make the automaton quadratic.
+_FRESHENED = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixAutomatonConfig:
+    """Options.
+
+    Attributes:
+        min_match: shortest suffix that is worth a draft.
+        max_tokens: most tokens proposed.
+        factor: tokens proposed per token matched; a long match is worth a long draft.
+        corpus: folder of a datastore (``specdec datastore build``) to copy from as well, wherever its match is longer
+            than the text's. It is held as an automaton in memory, about a kilobyte per token: for a few hundred
+            thousand tokens; for more take ``rest``.
+    """
+
+    min_match: int = 1
+    max_tokens: int = 7
+    factor: float = 2.0
+    corpus: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_match", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"suffix_automaton.{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.factor > 0:
+            raise ConfigError(f"suffix_automaton.factor is {self.factor}; it must be more than 0")
+
+
+class SuffixAutomaton:
+    """The automaton of all substrings of a growing text.
+
+    A state stands for the substrings that end at the same places: the longest of them has ``length`` tokens, its
+    ``link`` is the state of the longest suffix that also ends elsewhere. ``end`` counts the tokens up to and with the
+    latest of those places: a clone inherits it, since the substrings that it takes over ended where its original did.
+    ``match`` is of the text as it stands: where the latest earlier occurrence of its longest repeated suffix ends, and
+    the length of that suffix.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self.next: list[dict[int, int]] = [{}]
+        self.link = [-1]
+        self.length = [0]
+        self.end = [0]
+        self.last = 0
+        self.match = (0, 0)
+        for token in tokens:
+            self.add(token)
+
+    def _state(self, after: dict[int, int], link: int, length: int, end: int) -> int:
+        self.next.append(after)
+        self.link.append(link)
+        self.length.append(length)
+        self.end.append(end)
+        return len(self.link) - 1
+
+    def add(self, token: int) -> None:
+        """Append a token."""
+        self.tokens.append(token)
+        count = len(self.tokens)
+        new = self._state({}, 0, count, count)
+        state = self.last
+        while state >= 0 and token not in self.next[state]:
+            self.next[state][token] = new
+            state = self.link[state]
+        if state >= 0:
+            self.link[new] = self._whole(state, token)
+        self.last = new
+        self._note(self.link[new], count)
+
+    def _whole(self, state: int, token: int) -> int:
+        """The state of ``state``'s longest string and ``token``, split off from longer strings where it must be."""
+        old = self.next[state][token]
+        if self.length[old] == self.length[state] + 1:
+            return old
+        clone = self._state(dict(self.next[old]), self.link[old], self.length[state] + 1, self.end[old])
+        self.link[old] = clone
+        while state >= 0 and self.next[state].get(token) == old:
+            self.next[state][token] = clone
+            state = self.link[state]
+        return clone
+
+    def _note(self, state: int, count: int) -> None:
+        """Keep the match, then let all suffixes end here."""
+        self.match = (self.end[state], self.length[state])
+        for _ in range(_FRESHENED):
+            if state <= 0:
+                break
+            self.end[state] = count
+            state = self.link[state]
+
+
+class Cursor:
+    """The longest suffix of a text that occurs in *another* text, followed token by token."""
+
+    def __init__(self, automaton: SuffixAutomaton) -> None:
+        self._automaton = automaton
+        self._state = 0
+        self._length = 0
+
+    def add(self, token: int) -> None:
+        """Append a token to the text."""
+        automaton = self._automaton
+        while self._state and token not in automaton.next[self._state]:
+            self._state = automaton.link[self._state]
+            self._length = automaton.length[self._state]
+        following = automaton.next[self._state].get(token)
+        if following is not None:
+            self._state = following
+            self._length += 1
+
+    @property
+    def match(self) -> tuple[int, int]:
+        """Where an occurrence ends, and its length."""
+        return self._automaton.end[self._state], self._length
+
+
+class SuffixAutomatonDrafter(DrafterBase):
+    """The options, and the corpus' automaton, which sequences share."""
+
+    name = "suffix_automaton"
+    Config = SuffixAutomatonConfig
+
+    def __init__(self, config: SuffixAutomatonConfig | None = None, corpus: SuffixAutomaton | None = None) -> None:
+        super().__init__(config)
+        self.corpus = corpus
+
+    @classmethod
+    def build(cls, config: SuffixAutomatonConfig, target: Target) -> SuffixAutomatonDrafter:
+        """Read the corpus.
+
+        Raises:
+            CheckpointError: no datastore there, or a broken one, or one of another vocabulary.
+        """
+        if config.corpus is None:
+            return cls(config)
+        return cls(config, SuffixAutomaton(Datastore(config.corpus).check(target).tokens.tolist()))
+
+    def start(self, context: Context) -> SuffixAutomatonSession:
+        return SuffixAutomatonSession(self.config, self.corpus, context)
+
+
+class SuffixAutomatonSession:
+    def __init__(self, config: SuffixAutomatonConfig, corpus: SuffixAutomaton | None, context: Context) -> None:
+        self._config = config
+        self._context = context
+        self._text = SuffixAutomaton()
+        self._corpus = corpus
+        self._cursor = None if corpus is None else Cursor(corpus)
+
+    def propose(self, room: int) -> Draft:
+        config, context = self._config, self._context
+        self._read()
+        end, length = self._text.match
+        source, there = self._text.tokens, (0, 0) if self._cursor is None else self._cursor.match
+        if self._corpus is not None and there[1] > length:
+            source, (end, length) = self._corpus.tokens, there
+        if length < config.min_match:
+            return Draft.chain([context.root])
+        size = min(max(1, int(config.factor * length)), config.max_tokens, context.remaining - 1, room - 1)
+        path = source[end : end + size]
+        if source is self._text.tokens:
+            # A match that runs into the end of the text goes on with the draft itself.
+            period = len(source) - end
+            while len(path) < size:
+                path.append(path[len(path) - period])
+        elif SEPARATOR in path:
+            path = path[: path.index(SEPARATOR)]
+        return Draft.chain([context.root, *path])
+
+    def observe(self, seen: Observation) -> None:
+        pass  # the text is read from the context
+
+    def _read(self) -> None:
+        for token in self._context.tokens[len(self._text.tokens) :]:
+            self._text.add(token)
+            if self._cursor is not None:
+                self._cursor.add(token)

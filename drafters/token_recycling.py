@@ -1,0 +1,151 @@
+"""Token recycling (Luo et al. 2024, arXiv 2408.08696): what the target thought of last time is the next draft.
+
+Every verified row, accepted or not, leaves its k likeliest successors behind under its own token. The next draft walks
+these lists from the root along a fixed template of rank paths. It needs no training and no text to copy from.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from specdec.draft import Draft
+from specdec.drafter import Context, DrafterBase, Observation
+from specdec.errors import ConfigError
+from specdec.sampling import Scores
+
+__all__ = ["Successors", "TokenRecycling", "TokenRecyclingConfig", "template"]
+
+# How often the token of each rank proves right, roughly: FIRST at rank 0, falling as a power of the rank.
+_FIRST, _FALL = 0.5, 1.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRecyclingConfig:
+    """Options.
+
+    Attributes:
+        rows: rows below the root; None fits the device: the paper's 80 on an accelerator, 7 on a CPU.
+        depth: longest path of the template.
+        successors: k, tokens kept per token.
+        from_prompt: start from the prompt's own pairs of tokens; off, the first steps have nothing to propose.
+        persistent: sequences share one table, so that it starts warm; then drafts depend on what was decoded before
+            (the text does not).
+    """
+
+    rows: int | None = None
+    depth: int = 6
+    successors: int = 8
+    from_prompt: bool = True
+    persistent: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "depth", "successors"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"token_recycling.{name} is {value}; it must be at least 1")
+
+
+class TokenRecycling(DrafterBase):
+    """The options, and the shared table where sequences share one."""
+
+    name = "token_recycling"
+    Config = TokenRecyclingConfig
+
+    def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
+        super().__init__(config)
+        self._shared = Successors(self.config.successors)
+
+    def start(self, context: Context) -> TokenRecyclingSession:
+        options: TokenRecyclingConfig = self.config
+        table = self._shared if options.persistent else Successors(options.successors)
+        if options.from_prompt:
+            table.read(context.tokens)
+        rows = options.rows or (7 if context.target.device.type == "cpu" else 80)
+        return TokenRecyclingSession(template(rows, options.depth, options.successors), table, context)
+
+
+def template(rows: int, depth: int, ranks: int) -> list[tuple[int, int]]:
+    """The ``rows`` nodes that are likeliest to be right, as (parent, rank); parent 0 is the root, node i is i + 1.
+
+    A node's worth is the product of its ranks' rates. In descending order of worth, parents come first.
+
+    Example: ``template(3, 6, 8)`` is ``[(0, 0), (1, 0), (0, 1)]``: the best guess, the best after it, the second best.
+    """
+    rates = [_FIRST / (rank + 1) ** _FALL for rank in range(ranks)]
+    nodes: list[tuple[int, int]] = []
+    # (-worth, order of discovery, parent, rank, depth)
+    ahead = [(-rate, rank, 0, rank, 1) for rank, rate in enumerate(rates)]
+    heapq.heapify(ahead)
+    found = ranks
+    while ahead and len(nodes) < rows:
+        worth, _, parent, rank, level = heapq.heappop(ahead)
+        nodes.append((parent, rank))
+        if level < depth:
+            for below, rate in enumerate(rates):
+                heapq.heappush(ahead, (worth * rate, found, len(nodes), below, level + 1))
+                found += 1
+    return nodes
+
+
+class Successors:
+    """Token -> its likeliest successors when last seen, best first: the filled rows of the paper's V x k matrix."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._of: dict[int, list[int]] = {}
+
+    def of(self, token: int) -> Sequence[int]:
+        """At most k distinct tokens; none where the token was never verified."""
+        return self._of.get(token, ())
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Put the pairs of a text in, the latest ones foremost."""
+        for token, after in pairwise(tokens):
+            known = self._of.setdefault(token, [])
+            if after in known:
+                known.remove(after)
+            known.insert(0, after)
+            del known[self._size :]
+
+    def learn(self, draft: Draft, path: Sequence[int], scores: Scores) -> None:
+        """Take the top k of every scored row; where a token stands in several rows, an accepted one counts."""
+        size = min(self._size, scores.logits.shape[-1])
+        best: list[list[int]] = scores.logits.topk(size, -1).indices.tolist()
+        rows = scores.rows if scores.rows is not None else range(len(draft))
+        for row, tokens in zip(rows, best, strict=True):
+            self._of[draft.tokens[row]] = tokens
+        for row in path:
+            self._of[draft.tokens[row]] = best[scores.place(row)]
+
+
+class TokenRecyclingSession:
+    def __init__(self, nodes: Sequence[tuple[int, int]], table: Successors, context: Context) -> None:
+        self._nodes = nodes
+        self._table = table
+        self._context = context
+
+    def propose(self, room: int) -> Draft:
+        deepest = self._context.remaining - 1
+        tokens, parents, depths = [self._context.root], [-1], [0]
+        row_of = {0: 0}  # node of the template -> row; nodes without a known token have none
+        for node, (above, rank) in enumerate(self._nodes, 1):
+            if len(tokens) >= room:
+                break
+            parent = row_of.get(above)
+            if parent is None or depths[parent] >= deepest:
+                continue
+            known = self._table.of(tokens[parent])
+            if rank < len(known):
+                row_of[node] = len(tokens)
+                tokens.append(known[rank])
+                parents.append(parent)
+                depths.append(depths[parent] + 1)
+        return Draft(tokens, parents)
+
+    def observe(self, seen: Observation) -> None:
+        assert seen.draft is not None
+        assert seen.scores is not None
+        self._table.learn(seen.draft, seen.path, seen.scores)

@@ -1,0 +1,226 @@
+"""Union: every part sees its own rows and nothing else, the budget holds, and shares follow what rows are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.lookahead import Lookahead, LookaheadConfig
+from drafters.union import Union, UnionConfig, part_of, shares
+from specdec import FINAL, Context, Draft, Drafter, DraftSession, Engine, Observation
+from specdec.draft import Entry
+from specdec.errors import ConfigError
+from specdec.sampling import Scores
+from tests.fakes import Oracle, Spy
+from tests.models import greedy, prompt_of, target_of
+from tests.unit.test_token_recycling import context_of
+
+PROMPT = prompt_of(9)
+
+
+class Fixed:
+    """Proposes the same rows every time, as many as there is room for, and keeps what it is shown."""
+
+    name = "fixed"
+
+    def __init__(
+        self,
+        tokens: Sequence[int] = (),
+        parents: Sequence[int] = (),
+        *,
+        probes: Sequence[int] = (),
+        read: Sequence[int] = (),
+        taps: Sequence[int] = (),
+    ) -> None:
+        self.tokens, self.parents, self.probes, self.read = tokens, parents, probes, read
+        self.taps = frozenset(taps)
+        self.rooms: list[int] = []
+        self.seen: list[Observation] = []
+
+    def start(self, context: Context) -> DraftSession:
+        self.context = context
+        return self
+
+    def propose(self, room: int) -> Draft:
+        self.rooms.append(room)
+        size = min(room, 1 + len(self.tokens))
+        return Draft(
+            [self.context.root, *self.tokens][:size],
+            [-1, *self.parents][:size],
+            probes=frozenset(row for row in self.probes if row < size),
+            read=[row for row in self.read if row < size],
+        )
+
+    def observe(self, seen: Observation) -> None:
+        self.seen.append(seen)
+
+
+def union_of(*parts: Drafter, **options: Any) -> Union:
+    return Union(UnionConfig(parts=["any"] * len(parts), **options), parts)
+
+
+def test_equal_paths_share_rows() -> None:
+    first, second = Fixed([3, 4], [0, 1]), Fixed([3, 5, 4, 6], [0, 1, 1, 0])
+    session = union_of(first, second, rows=16).start(context_of([1, 2]))
+    draft = session.propose(17)
+    assert (list(draft.tokens), list(draft.parents)) == ([2, 3, 4, 5, 6], [-1, 0, 1, 1, 0])
+
+
+def test_a_probe_that_another_part_proposes_is_a_candidate() -> None:
+    for parts in ((Fixed([3, 4], [0, 0], probes=[1, 2], read=[1]), Fixed([3], [0])),) * 2:
+        for order in (parts, parts[::-1]):
+            draft = union_of(*order, rows=8).start(context_of([1, 2])).propose(9)
+            assert [draft.tokens[row] for row in draft.probes] == [4]
+            assert [draft.tokens[row] for row in draft.read] == [3]
+
+
+def test_parts_get_their_share_and_what_is_left() -> None:
+    first, second = Fixed([3], [0]), Fixed([4, 5, 6, 7, 8, 9, 10, 11, 12], range(9))
+    session = union_of(first, second, rows=8).start(context_of([1, 2]))
+    assert len(session.propose(100)) == 9
+    assert (first.rooms, second.rooms) == ([5], [8])  # 1 + 4; 1 + 4 and the 3 that are left
+    assert len(session.propose(4)) == 4
+    assert len(session.propose(1)) == 1
+
+
+def test_shares_follow_worth() -> None:
+    assert shares([0.5, 0.5], 9) in ([4, 5], [5, 4])
+    assert shares([0.6, 0.2], 16) == [14, 2]
+    assert shares([0.0, 0.0], 7) == [0, 7]
+    assert shares([0.9, 0.0, 0.0], 48) == [44, 2, 2]  # nobody is lost for good
+    for total in range(40):
+        for worth in ([0.3, 0.1, 0.7], [1.0], [0.0, 0.2]):
+            split = shares(worth, total)
+            assert sum(split) == total
+            assert min(split) >= 0
+
+
+def test_worth_counts_the_rows_that_a_part_added() -> None:
+    """A part that says the right thing after another has said it is no reason to give it rows."""
+    session = union_of(Fixed([3, 4], [0, 1]), Fixed([3, 5], [0, 0]), Fixed(), rows=9, memory=0.5).start(
+        context_of([1, 2])
+    )
+    assert [part.worth for part in session._parts] == [0.5, 0.5, 0.5]
+    draft = session.propose(10)
+    assert list(draft.tokens) == [2, 3, 4, 5]
+    session.observe(Observation(draft, [0, 1], [3, 7], Scores(torch.zeros(4, 32))))
+    assert [part.worth for part in session._parts] == [0.5, 0.25, 0.5]  # one of two, none of one, none of none
+
+
+def test_a_part_sees_its_rows_as_if_it_were_alone() -> None:
+    """Lookahead in a union whose other part says nothing does what lookahead does, step by step."""
+    config = LookaheadConfig(window=4, ngram=4, guesses=3, verify_window="none")
+    alone: list[Draft] = []
+    joined: list[Draft] = []
+    target = target_of("llama")
+    Engine(target, None, Spy(Lookahead(config), alone.append)).generate(PROMPT, 40)
+    union = union_of(Fixed(), Spy(Lookahead(config), joined.append), Fixed(), rows=60)
+    Engine(target, None, union).generate(PROMPT, 40)
+    assert [(list(d.tokens), list(d.parents), d.probes) for d in joined] == [
+        (list(d.tokens), list(d.parents), d.probes) for d in alone
+    ]
+
+
+def observed_through(parts: Sequence[Fixed], family: str = "llama", rows: int = 30) -> None:
+    Engine(target_of(family), None, union_of(*parts, rows=rows)).generate(PROMPT, 12)
+
+
+def test_observations_fit_together() -> None:
+    """Path, tokens, scores and taps of a part's rows are those of the same prefix, whoever proposed its rows."""
+    target = target_of("llama")
+    text = [*PROMPT, *greedy("llama", PROMPT, 40)]
+    parts = [
+        Fixed([5, 6, 7], [0, 0, 1], probes=[2], taps=[1]),
+        Fixed([5, 9, 9, 4], [0, 1, 0, 3], probes=[3, 4], read=[4], taps=[FINAL]),
+    ]
+    oracle = Oracle(text, 32, deepest=4, steady=True)
+    Engine(target, None, union_of(*parts, oracle, rows=40)).generate(PROMPT, 20)
+    for part in parts:
+        steps = [seen for seen in part.seen if seen.draft is not None]
+        assert len(part.seen) - len(steps) == 1  # one chunk of the prompt
+        assert {len(seen.path) for seen in steps} == {5}
+        known = len(PROMPT)
+        for seen in steps:
+            draft = seen.draft
+            assert draft is not None
+            assert seen.scores is not None
+            assert len(seen.path) == len(seen.tokens)
+            assert [draft.tokens[row] for row in seen.path] == text[known - 1 : known + 4]
+            assert [draft.parents[row] for row in seen.path] == [-1, *seen.path[:-1]]
+            assert not draft.probes.intersection(seen.path)
+            assert {layer: hidden.shape[0] for layer, hidden in seen.taps.items()} == dict.fromkeys(
+                part.taps, len(draft)
+            )
+            for row, token in zip(seen.path, seen.tokens, strict=True):
+                assert seen.argmax(row) == token
+            for row in draft.scored_rows() or range(len(draft)):
+                seen.scores.of(row)  # all of them are there
+            known += len(seen.tokens)
+
+
+def test_part_of_maps_scores_and_taps() -> None:
+    whole = Draft((9, 5, 6, 7, 8), (-1, 0, 1, 1, 3), probes=frozenset({2}))
+    logits = torch.arange(4.0)[:, None] + 10  # of rows 0, 1, 3, 4
+    hidden = torch.arange(5.0)[:, None]
+    seen = Observation(whole, [0, 1, 3, 4], [5, 7, 8, 2], Scores(logits, [0, 1, 3, 4]), {1: hidden})
+    mine = part_of(seen, Draft((9, 5, 6), (-1, 0, 1), probes=frozenset({2})), [0, 1, 2], [1])
+    assert mine.draft is not None
+    assert mine.scores is not None
+    assert (list(mine.draft.tokens), list(mine.draft.parents)) == ([9, 5, 6, 7, 8], [-1, 0, 1, 1, 3])
+    assert (list(mine.path), list(mine.tokens), mine.draft.probes) == ([0, 1, 3, 4], [5, 7, 8, 2], {2})
+    assert [float(mine.scores.of(row)) for row in mine.path] == [10, 11, 12, 13]
+    assert mine.taps[1][:, 0].tolist() == [0, 1, 2, 3, 4]
+    other = part_of(seen, Draft((9, 4, 5), (-1, 0, 0)), [0, 0, 1], ())
+    assert list(other.path) == [0, 2, 3, 4]
+    assert not other.taps
+    probed = part_of(seen, Draft((9, 5), (-1, 0), probes=frozenset({1})), [0, 1], ())  # a candidate of another part
+    assert probed.draft is not None
+    assert probed.scores is not None
+    assert not probed.draft.probes
+    assert float(probed.scores.of(1)) == 11
+
+
+def test_taps_are_those_of_all_parts_and_chunks_go_to_those_who_asked() -> None:
+    parts = [Fixed(taps=[1]), Fixed(taps=[FINAL, 1]), Fixed()]
+    assert union_of(*parts).taps == {1, FINAL}
+    observed_through(parts)
+    assert [set(part.seen[0].taps) for part in parts] == [{1}, {1, FINAL}, set()]
+    assert [part.seen[0].draft is None for part in parts] == [True, True, False]
+
+
+def test_a_union_of_unions_is_exact() -> None:
+    spec = {"name": "union", "parts": ["jacobi", {"name": "union", "parts": ["prompt_lookup", "lookahead"], "rows": 8}]}
+    out = Engine(target_of("mistral"), None, spec).generate(PROMPT, 40)
+    assert out.token_ids == greedy("mistral", PROMPT, 40)
+
+
+def test_a_part_that_enters_at_a_layer_is_refused() -> None:
+    class Entering(Fixed):
+        def propose(self, room: int) -> Draft:
+            return Draft([self.context.root], [-1], entry=Entry(2, torch.zeros(1, 32)))
+
+    with pytest.raises(ConfigError, match="union cannot take 'fixed': its rows enter the target at layer 2"):
+        observed_through([Entering()])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"parts": []}, "union.parts is empty; name at least one drafter"),
+        ({"rows": 1}, "union.rows is 1; it must be at least 1 for each of 2 parts"),
+        ({"memory": 1.0}, r"union.memory is 1.0; it must be in \[0, 1\)"),
+    ],
+)
+def test_options_are_checked(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        UnionConfig(**values)
+
+
+def test_unknown_parts_are_named() -> None:
+    with pytest.raises(ConfigError, match="unknown drafter 'lokahead'; did you mean 'lookahead'"):
+        Engine(target_of("llama"), None, {"name": "union", "parts": ["lokahead"]})
+    with pytest.raises(ConfigError, match="unknown option of lookahead 'windw'"):
+        Engine(target_of("llama"), None, {"name": "union", "parts": [{"name": "lookahead", "windw": 3}]})
