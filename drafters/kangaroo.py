@@ -1,0 +1,252 @@
+"""Kangaroo (Liu, Tang, Liu, Ni, Wang and Han 2024, arXiv 2404.18911): the target's first layers draft for it.
+
+A round runs the newest token through layers [0, l), keeps its feature, and lets the adapter guess the next token from
+it; it ends after gamma guesses, or after one that the adapter does not trust (confidence <= eta). That last guess is
+kept, as it costs nothing more than its shallow pass. Verification enters at layer l with the kept features, so no
+layer runs twice for a token, and draft and verification share one cache.
+
+The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows beyond its last one wait
+in ``_pending`` and go in with the next root. So full acceptance is no special case.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.adapter import Adapter, AdapterCache, AdapterConfig, config_of, fingerprint
+from specdec.block import Block
+from specdec.draft import Draft, Entry
+from specdec.drafter import Context, DrafterBase, Observation
+from specdec.errors import CheckpointError, ConfigError
+from specdec.sampling import Noise
+from specdec.target import Target, embedded_model
+
+__all__ = ["Kangaroo", "KangarooConfig", "embedded_adapter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KangarooConfig:
+    """Options.
+
+    Attributes:
+        adapter: folder of a trained adapter; None is the one in this package, which fits the embedded model.
+        eta: confidence at or below which a round ends; None takes the adapter's own.
+        gamma: most drafts of a round; None takes the adapter's own.
+        branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
+            paper's chain.
+        check_target: refuse a model that is not the one the adapter was trained for.
+    """
+
+    adapter: str | None = None
+    eta: float | None = None
+    gamma: int | None = None
+    branch: int = 1
+    check_target: bool = True
+
+    def __post_init__(self) -> None:
+        if self.eta is not None and not 0 <= self.eta <= 1:
+            raise ConfigError(f"kangaroo.eta is {self.eta}; it is a probability, in [0, 1]")
+        for name in ("gamma", "branch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"kangaroo.{name} is {value}; it must be at least 1")
+
+
+def embedded_adapter() -> Path:
+    """Folder of the adapter for the embedded model."""
+    return embedded_model().parent / "tiny-kangaroo"
+
+
+class Kangaroo(DrafterBase):
+    """A trained adapter and when to stop."""
+
+    name = "kangaroo"
+    Config = KangarooConfig
+
+    def __init__(self, config: KangarooConfig, adapter: Adapter) -> None:
+        super().__init__(config)
+        self.adapter = adapter
+        self.exit_layer = adapter.config.exit_layer
+        self.eta = adapter.config.eta if config.eta is None else config.eta
+        self.gamma = adapter.config.gamma if config.gamma is None else config.gamma
+        self.taps = frozenset({self.exit_layer})
+
+    @classmethod
+    def build(cls, config: KangarooConfig, target: Target) -> Kangaroo:
+        """Load the adapter for a target.
+
+        Raises:
+            CheckpointError: no adapter, a broken one, or one of another model.
+        """
+        adapter = Adapter.from_pretrained(_folder(config, target))
+        check_fit(adapter.config, target, check_target=config.check_target)
+        device = target.head(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=_head_device(target))).device
+        return cls(config, adapter.to(device, target.dtype).requires_grad_(False).eval())
+
+    def start(self, context: Context) -> KangarooSession:
+        return KangarooSession(self, context)
+
+
+def _folder(config: KangarooConfig, target: Target) -> Path:
+    if config.adapter is not None:
+        return Path(config.adapter)
+    path = embedded_adapter()
+    try:
+        own = config_of(json.loads((path / "config.json").read_text(encoding="utf-8")), path).target
+    except OSError:
+        own = "none"
+    found = fingerprint(target)
+    if own != found:
+        raise CheckpointError(
+            f"kangaroo has no adapter for this model ({found}); the one in the package is for {own}. Train one with "
+            "`specdec train kangaroo --model ...` and give its folder as kangaroo.adapter"
+        )
+    return path
+
+
+def check_fit(config: AdapterConfig, target: Target, *, check_target: bool = True) -> None:
+    """Raises CheckpointError where an adapter cannot serve a target, or was trained for another one."""
+    for what, own, theirs in (
+        ("width", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+    ):
+        if own != theirs:
+            raise CheckpointError(
+                f"the adapter's {what} is {own}, the model's is {theirs}; take the adapter trained for this model"
+            )
+    if config.exit_layer >= target.num_layers:
+        raise CheckpointError(
+            f"the adapter reads layer {config.exit_layer}, and the model has {target.num_layers} layers; "
+            f"the exit layer must be in [1, {target.num_layers - 1}]"
+        )
+    if check_target and config.target and config.target != (found := fingerprint(target)):
+        raise CheckpointError(
+            f"the adapter was trained for {config.target}, this model is {found}; use its own model, or "
+            "kangaroo.check_target=false to try it all the same (output stays exact, acceptance will suffer)"
+        )
+
+
+def _head_device(target: Target) -> torch.device:
+    head = getattr(target, "lm_head", None)
+    return target.device if head is None else head.weight.device
+
+
+class KangarooSession:
+    def __init__(self, drafter: Kangaroo, context: Context) -> None:
+        self._drafter, self._adapter, self._context = drafter, drafter.adapter, context
+        capacity = context.prompt_length + context.remaining + drafter.gamma
+        self._cache = AdapterCache(drafter.adapter, capacity)
+        self._committed = 0  # positions of the text that the cache holds, or that wait in _pending
+        self._pending: list[torch.Tensor] = []  # [T, D] features of committed tokens that the adapter has not seen
+        self._drafted: list[int] = []  # the tokens, from the root on, that it has seen in this round
+        params = context.sampling
+        self._processors = params.processors()
+        self._sampled = params.temperature > 0 and params.acceptance != "typical"
+        self._coupled = self._sampled and params.acceptance == "match"
+
+    def propose(self, room: int) -> Draft:
+        """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
+        drafter, context = self._drafter, self._context
+        most = min(drafter.gamma, room - 1, context.remaining - 1)
+        tokens, parents, self._drafted = [context.root], [-1], []
+        if most < 1:
+            return Draft(tokens, parents)
+        features = [self._shallow(tokens, parents, 0)]
+        q: dict[int, torch.Tensor] = {}
+        confident, last = True, 0
+        while confident and last < most:
+            logits = self._guess(tokens[last], features[-1])
+            scores, probabilities = self._scores(logits, tokens[1:])
+            confidence = probabilities.max()
+            confident = bool(confidence > drafter.eta)
+            branch = 1 if confident else min(drafter.config.branch, room - len(tokens))
+            chosen = [int(scores.argmax())] if branch == 1 else _largest(scores, branch)
+            if self._sampled and not self._coupled:
+                q[last] = probabilities
+            first = len(tokens)
+            tokens += chosen
+            parents += [last] * len(chosen)
+            features.append(self._shallow(tokens, parents, first))
+            last = first
+        return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, torch.cat(features)))
+
+    def observe(self, seen: Observation) -> None:
+        features = seen.taps[self._drafter.exit_layer]
+        if seen.draft is None:
+            self._absorb(features)
+            self._committed += len(features)
+            return
+        committed = [seen.draft.tokens[0], *seen.tokens[:-1]]
+        known = 0
+        for ours, theirs in zip(self._drafted, committed, strict=False):
+            if ours != theirs:
+                break
+            known += 1
+        if self._drafted:
+            self._cache.length = self._committed + known
+        self._committed += len(committed)
+        if known < len(committed):
+            self._pending.append(features[list(seen.path[known:])])
+        self._drafted = []
+
+    def _absorb(self, features: torch.Tensor) -> None:
+        if self._drafter.adapter.config.variant != "mlp":
+            self._adapter.absorb(features.to(self._cache.keys.device), self._cache)
+
+    def _shallow(self, tokens: Sequence[int], parents: Sequence[int], first: int) -> torch.Tensor:
+        """Rows from ``first`` on through layers [0, l), into their slots: [T, D], where the last of these layers is."""
+        context, target = self._context, self._context.target
+        rows = tokens[first:]
+        if len(rows) == 1:
+            block = Block(context.cache, rows, first=first, device=target.device, backend=target.backend)
+        else:  # siblings under the last row of the chain
+            depths = [*range(first), *([first] * len(rows))]
+            block = Block(
+                context.cache, rows, parents=parents, depths=depths, first=first,
+                device=target.device, backend=target.backend,
+            )  # fmt: skip
+        return target.forward(block, exit_layer=self._drafter.exit_layer).hidden
+
+    def _guess(self, token: int, feature: torch.Tensor) -> torch.Tensor:
+        """[V] logits of the token after ``token``, whose feature is [1, D]; the first of a round brings what waited."""
+        rows = feature
+        if self._pending:
+            rows = torch.cat((*self._pending, feature))
+            self._pending.clear()
+        self._drafted.append(token)
+        hidden = self._adapter.step(rows.to(self._cache.keys.device), self._cache)
+        return self._adapter.logits(hidden, self._context.target.head)[0]
+
+    def _scores(self, logits: torch.Tensor, path: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What to take the largest of, and the probabilities q, both [V], for the token after ``path``.
+
+        With Gumbel noise the largest is a draw from q, and the largest few are draws without replacement. In ``match``
+        the noise is the one that the target's own draw will use, so that the two tend to agree (Daliri et al. 2024).
+        """
+        context = self._context
+        if self._processors:
+            ids: Any = torch.tensor([[*context.tokens, *path]], device=logits.device)
+            scores: Any = logits[None].float()
+            logits = self._processors(ids, scores)[0]
+        probabilities = torch.softmax(logits, -1, dtype=torch.float64 if self._sampled else torch.float32)
+        if not self._sampled:
+            return logits, probabilities
+        position = len(context.tokens)
+        if self._coupled:
+            noise = context.noise.gumbel(position + len(path))
+        else:
+            noise = context.noise.gumbel(position, Noise.DRAFT, len(path))
+        return probabilities.log() + noise, probabilities
+
+
+def _largest(scores: torch.Tensor, count: int) -> list[int]:
+    """The tokens of the largest finite scores, best first."""
+    values, tokens = scores.topk(count)
+    chosen: list[int] = tokens[torch.isfinite(values)].tolist()
+    return chosen

@@ -1,0 +1,184 @@
+"""Kangaroo's choices, measured: exit layer, adapter variant, eta and gamma (the paper's Figure 3 and Table 2).
+
+    python scripts/ablate_kangaroo.py --out runs/ablate
+
+All adapters are trained at once on the same batches, so that the frozen target runs once for all of them; then every
+setting decodes the same held-out prompts. The run continues where it was interrupted. Writes ``table.md``,
+``figures.json`` and ``plot.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from drafters.adapter import Adapter
+from drafters.kangaroo import Kangaroo, KangarooConfig
+from specdec import Engine, SamplingParams
+from specdec.config import load_yaml, parse
+from specdec.errors import SpecdecError
+from training.acceptance import greedy_texts
+from training.data import Skips, read_samples
+from training.features import FrozenTarget
+from training.kangaroo import Config, KangarooTraining, new_adapter, soft_loss
+from training.loop import new_accelerator, train
+from training.packing import Batch, pack
+
+
+class Together:
+    """Several adapters as one trainable: the same target pass feeds them all."""
+
+    metric = "mean"
+
+    def __init__(self, parts: dict[str, KangarooTraining], every: int) -> None:
+        self.parts, self.every = parts, every
+        self.module: nn.Module = nn.ModuleDict({name: part.adapter for name, part in parts.items()})
+        target = next(iter(parts.values())).frozen.target
+        self.frozen = FrozenTarget(target, [part.adapter.config.exit_layer for part in parts.values()])
+
+    def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+        # One target in `every` is enough for a comparison; the head over the vocabulary is most of an adapter's cost.
+        batch = replace(batch, targets=batch.targets[:: self.every])
+        features, states = self.frozen.read(batch)
+        with torch.no_grad():
+            wanted = self.frozen.head(states).float()
+        total = torch.zeros(())
+        for part in self.parts.values():
+            early = features[part.adapter.config.exit_layer].float()
+            guess = part.adapter(early, batch.positions, self.frozen.head, mask=batch.mask, rows=batch.targets)
+            total = total + soft_loss(guess.float(), wanted)
+        return total * self.every / len(self.parts)
+
+    def evaluate(self) -> dict[str, float]:
+        scores = {name: part.evaluate()["tokens_per_step"] for name, part in self.parts.items()}
+        return {**scores, "mean": sum(scores.values()) / len(scores)}
+
+    def save(self, folder: Path) -> None:
+        for name, part in self.parts.items():
+            part.save(folder / name)
+
+
+def measure(engine: Engine, prompts: Sequence[Sequence[int]], new: int, sampling: SamplingParams) -> dict[str, float]:
+    """Tokens per step and seconds per token over all prompts; decoding time only, the prefill is the same for all."""
+    steps = tokens = rows = 0
+    seconds = 0.0
+    for prompt in prompts:
+        stats = engine.generate(prompt, new, sampling).stats
+        steps, tokens, rows = steps + stats.steps, tokens + stats.new_tokens, rows + sum(stats.rows)
+        seconds += stats.seconds.decode
+    return {"tokens_per_step": tokens / steps, "rows_per_step": rows / steps, "seconds_per_token": seconds / tokens}
+
+
+def compare(
+    plain: Engine,
+    settings: dict[str, Kangaroo],
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    rounds: int,
+    sampling: SamplingParams,
+) -> dict[str, dict[str, float]]:
+    """Every setting against plain decoding; each round times plain and all settings, and the fastest round counts."""
+    best: dict[str, dict[str, float]] = {}
+    for _ in range(rounds):
+        for name, drafter in {"none": None, **settings}.items():
+            engine = plain if drafter is None else plain.with_drafter(drafter)
+            found = measure(engine, prompts, new, sampling)
+            if name not in best or found["seconds_per_token"] < best[name]["seconds_per_token"]:
+                best[name] = found
+    base = best["none"]["seconds_per_token"]
+    return {name: {**found, "speedup": base / found["seconds_per_token"]} for name, found in best.items()}
+
+
+def drafter_of(adapter: Path, plain: Engine, **options: object) -> Kangaroo:
+    return Kangaroo.build(parse(KangarooConfig, {"adapter": str(adapter), **options}, where="kangaroo"), plain.target)
+
+
+def table(title: str, found: dict[str, dict[str, float]]) -> str:
+    lines = [f"### {title}", "", "| setting | tokens per step | rows per step | speedup |", "|---|---:|---:|---:|"]
+    for name, f in found.items():
+        lines.append(f"| {name} | {f['tokens_per_step']:.2f} | {f['rows_per_step']:.2f} | {f['speedup']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(groups: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
+    figure = Figure(figsize=(4 * len(groups), 3.6), layout="constrained")
+    for axes, (title, found) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True):
+        names = [name for name in found if name != "none"]
+        axes.plot(names, [found[n]["speedup"] for n in names], marker="o", label="speedup")
+        axes.plot(names, [found[n]["tokens_per_step"] for n in names], marker="s", label="tokens per step")
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set_title(title, fontsize=10)
+        axes.tick_params(axis="x", rotation=40, labelsize=8)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", type=Path, default=Path("configs/train/kangaroo.yaml"))
+    parser.add_argument("--out", type=Path, default=Path("runs/ablate"))
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--variant-layer", type=int, default=2, help="exit layer of the four variants")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--every", type=int, default=4, help="train on one token in this many")
+    parser.add_argument("--eta", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8])
+    parser.add_argument("--gamma", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0, help="0 leaves torch's own choice")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    config = parse(Config, load_yaml(args.config), where=str(args.config))
+    loop = replace(config.loop, steps=args.steps, eval_every=max(1, args.steps // 4), wandb="off")
+    accelerator = new_accelerator(loop)
+    plain = Engine.from_pretrained(config.model, device=accelerator.device)
+    samples = list(read_samples(config.data, plain.tokenizer, config.text, Skips()))
+    held = [sample for sample in samples if sample.held_out]
+    texts = greedy_texts(Engine(plain.target), held, count=args.prompts, prompt=config.evaluation.prompt, new=args.new)
+    kinds = {f"l={layer}": (layer, "attention") for layer in args.layers}
+    kinds |= {variant: (args.variant_layer, variant) for variant in ("head", "layer", "mlp")}
+    parts: dict[str, KangarooTraining] = {}
+    for name, (layer, variant) in kinds.items():
+        adapter: Adapter = new_adapter(replace(config.adapter, exit_layer=layer, variant=variant), plain.target)
+        parts[name] = KangarooTraining(adapter, plain.target, texts)
+    windows = pack([sample for sample in samples if not sample.held_out], config.text.length)
+    train(Together(parts, args.every), windows, loop, accelerator, args.out, run={"kinds": kinds, "every": args.every})
+
+    prompts = [text.tokens[: text.prompt] for text in texts]
+    last = args.out / "last"
+    same = last / f"l={args.variant_layer}"
+    greedy = SamplingParams()
+    names = {**{n: n for n in kinds}, f"l={args.variant_layer}": "attention"}
+    groups = {
+        "exit layer": {f"l={layer}": drafter_of(last / f"l={layer}", plain) for layer in args.layers},
+        "variant": {
+            names[n]: drafter_of(last / n, plain) for n, (layer, _) in kinds.items() if layer == args.variant_layer
+        },
+        "eta": {f"{eta:g}": drafter_of(same, plain, eta=eta) for eta in args.eta},
+        "gamma": {f"{gamma}": drafter_of(same, plain, gamma=gamma) for gamma in args.gamma},
+    }
+    found = {t: compare(plain, s, prompts, args.new, args.rounds, greedy) for t, s in groups.items()}
+    (args.out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
+    (args.out / "table.md").write_text("\n".join(table(title, rows) for title, rows in found.items()))
+    draw(found, args.out / "plot.png")
+    print((args.out / "table.md").read_text())
+
+
+if __name__ == "__main__":
+    began = time.time()
+    try:
+        main()
+    except SpecdecError as error:
+        raise SystemExit(f"error: {error}") from error
+    print(f"{time.time() - began:.0f} s")

@@ -1,0 +1,209 @@
+"""Reading of training data: what is learnt of a sample, what is left out and why, and how samples are packed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from specdec.errors import ConfigError
+from specdec.target import embedded_model
+from training.data import Sample, Skips, TextConfig, read_samples, trained_tokens, vicuna
+from training.packing import pack
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(embedded_model())
+
+
+def talk(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+def read(
+    tmp_path: Path, tokenizer: Any, records: Any, *, name: str = "data.json", **options: Any
+) -> tuple[list[Sample], Skips]:
+    path = tmp_path / name
+    path.write_text(records if isinstance(records, str) else json.dumps(records), encoding="utf-8")
+    skips = Skips()
+    return list(read_samples([str(path)], tokenizer, TextConfig(**options), skips)), skips
+
+
+def learnt(sample: Sample, tokenizer: Any) -> list[str]:
+    """The texts of the runs of trained tokens."""
+    texts, run = [], list[int]()
+    for token, trained in zip([*sample.tokens, 0], [*sample.trained, False], strict=True):
+        if trained:
+            run.append(token)
+        elif run:
+            texts.append(tokenizer.decode(run))
+            run = []
+    return texts
+
+
+@pytest.mark.parametrize("template", ["tokenizer", "vicuna"])
+def test_only_the_assistants_words_are_trained(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    # The same words in a question must not be taken for the answer.
+    record = talk(("human", "Say: fine."), ("gpt", "fine."), ("user", "And?"), ("chatgpt", "Ünïcode – 你好 😀"))
+    [sample], skips = read(tmp_path, tokenizer, [record], template=template)
+    end = "<|end|>" if template == "vicuna" else ""
+    assert [t.strip() for t in learnt(sample, tokenizer)] == [f"fine.{end}", f"Ünïcode – 你好 😀{end}"]
+    assert not skips.skipped
+    assert not skips.mended
+    whole = tokenizer.decode(sample.tokens)
+    assert whole.index("Say: fine.") < whole.rindex("fine.")
+
+
+def test_the_begin_token_is_as_at_inference(tmp_path: Path, tokenizer: Any) -> None:
+    record = [talk(("human", "a"), ("gpt", "b"))]
+    [chat], _ = read(tmp_path, tokenizer, record, template="tokenizer")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert chat.tokens == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    [plain], _ = read(tmp_path, tokenizer, record, template="vicuna")
+    assert plain.tokens[0] == tokenizer.bos_token_id
+    assert not plain.trained[0]
+
+
+def test_vicunas_prompt() -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "So long"},
+    ]
+    assert vicuna(messages, "</s>") == "Be brief. USER: Hi ASSISTANT: Hello</s>USER: Bye ASSISTANT: So long</s>"
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "reason", "answers"),
+    [
+        (talk(("gpt", "opening"), ("human", "q"), ("gpt", "a")), "mended", "opening turn", ["a"]),
+        (talk(("human", "q"), ("human", "r"), ("gpt", "a")), "mended", "joined", ["a"]),
+        (talk(("human", "q"), ("gpt", "a"), ("human", ""), ("gpt", "b")), "mended", "empty turn", ["a"]),
+        (talk(("human", "q"), ("gpt", "a"), ("human", None), ("gpt", "b")), "mended", "empty turn", ["a"]),
+        (talk(("human", "q"), ("gpt", "a"), ("system", "s"), ("gpt", "b")), "mended", "system turn", ["a"]),
+        (talk(("human", "q"), ("gpt", "  ")), "skipped", "no answer", []),
+        (talk(("human", "q")), "skipped", "no answer", []),
+        (talk(), "skipped", "no answer", []),
+        (talk(("alien", "q"), ("gpt", "a")), "skipped", "unknown speaker 'alien'", []),
+        ({"id": "y"}, "skipped", "no list", []),
+        ("text", "skipped", "no list", []),
+        ({"conversations": [3]}, "skipped", "unknown speaker None", []),
+    ],
+)
+def test_odd_conversations_are_counted(
+    tmp_path: Path, tokenizer: Any, record: Any, kind: str, reason: str, answers: list[str]
+) -> None:
+    samples, skips = read(tmp_path, tokenizer, [record])
+    assert [text for sample in samples for text in learnt(sample, tokenizer)] == answers
+    counted = {"mended": skips.mended, "skipped": skips.skipped}[kind]
+    assert [reason in key for key in counted] == [True]
+    assert any(line.startswith(f"1 {kind}: ") and reason in line for line in skips.lines())
+
+
+def test_system_turns_and_both_key_styles(tmp_path: Path, tokenizer: Any) -> None:
+    record = {"messages": [
+        {"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"},
+    ]}  # fmt: skip
+    [sample], _ = read(tmp_path, tokenizer, [record])
+    assert learnt(sample, tokenizer) == ["a"]
+    assert "# System: s" in tokenizer.decode(sample.tokens)
+
+
+def test_json_lines_with_a_broken_line(tmp_path: Path, tokenizer: Any) -> None:
+    line = json.dumps(talk(("human", "q"), ("bing", "a")))
+    samples, skips = read(tmp_path, tokenizer, f"{line}\n{{broken\n\n{line}\n", name="data.jsonl")
+    assert len(samples) == 2
+    assert skips.skipped == {"a line that is no JSON": 1}
+
+
+def test_a_template_that_refuses(tmp_path: Path, tokenizer: Any) -> None:
+    strict = AutoTokenizer.from_pretrained(embedded_model())
+    strict.chat_template = "{{ raise_exception('no system turns here') }}"
+    samples, skips = read(tmp_path, strict, [talk(("human", "q"), ("gpt", "a"))])
+    assert not samples
+    assert "no system turns here" in skips.lines()[0]
+
+
+def test_a_template_that_changes_the_words(tmp_path: Path, tokenizer: Any) -> None:
+    loud = AutoTokenizer.from_pretrained(embedded_model())
+    loud.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    samples, skips = read(tmp_path, loud, [talk(("human", "q"), ("gpt", "a"))])
+    assert not samples
+    assert "changed the assistant's words" in skips.lines()[0]
+
+
+@pytest.mark.parametrize("text", ["[{", "", "[1, 2"])
+def test_a_file_that_is_no_json(tmp_path: Path, tokenizer: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.json.* is no JSON"):
+        read(tmp_path, tokenizer, text)
+
+
+def test_a_file_that_is_not_there(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json"):
+        list(read_samples(["nowhere.json"], tokenizer, TextConfig(), Skips()))
+
+
+def test_a_tokenizer_without_offsets() -> None:
+    with pytest.raises(ConfigError, match="fast tokenizer"):
+        list(read_samples(["x.json"], object(), TextConfig(), Skips()))
+
+
+def test_plain_text_is_trained_whole(tmp_path: Path, tokenizer: Any) -> None:
+    [sample], _ = read(tmp_path, tokenizer, "def f():\n    return 1\n", name="code.py")
+    assert learnt(sample, tokenizer) == ["def f():\n    return 1\n"]
+    assert sample.tokens[0] == tokenizer.bos_token_id
+
+
+def test_held_out_by_text(tmp_path: Path, tokenizer: Any) -> None:
+    records = [talk(("human", f"question {i}"), ("gpt", "a")) for i in range(300)]
+    first, _ = read(tmp_path, tokenizer, records, held_out_one_in=10)
+    again, _ = read(tmp_path, tokenizer, records[::-1], held_out_one_in=10)
+    assert 10 < sum(s.held_out for s in first) < 60
+    assert [s.held_out for s in first] == [s.held_out for s in again][::-1]
+
+
+def test_trained_tokens_by_offsets() -> None:
+    offsets = [(0, 0), (0, 2), (2, 3), (3, 4), (4, 4), (4, 8), (8, 9), (9, 9)]
+    tokens = [99, 1, 2, 3, 99, 4, 5, 99]
+    assert trained_tokens(tokens, offsets, [(2, 4), (8, 9)], {99}) == [
+        False, False, True, True, True, False, True, True,
+    ]  # fmt: skip
+
+
+class TestPacking:
+    samples = (
+        Sample([11, 12, 13], [False, True, True], False),
+        Sample([21, 22, 23, 24], [False, True, False, True], False),
+    )
+
+    def test_windows_end_to_end(self) -> None:
+        windows = pack(self.samples, 5, pad=7)
+        batch = windows.at(np.array([0, 1]))
+        assert batch.tokens.tolist() == [[11, 12, 13, 21, 22], [23, 24, 7, 7, 7]]
+        assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
+        # Rows 0 and 1 predict 12 and 13, row 3 predicts 22, row 5 predicts 24; nothing predicts a sample's start.
+        assert batch.targets.tolist() == [0, 1, 3, 5]
+        assert batch.mask is not None
+        assert batch.mask[0, 0].int().tolist() == [
+            [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1],
+        ]  # fmt: skip
+
+    def test_windows_of_one_piece_need_no_mask(self) -> None:
+        assert pack(self.samples[1:], 4).at(np.array([0])).mask is None
+
+    def test_windows_without_a_trained_token_are_left_out(self) -> None:
+        untrained = Sample([1] * 8, [False] * 8, False)
+        assert len(pack([untrained, *self.samples], 4)) == 2
+
+    def test_the_digest_knows_tokens_and_masks(self) -> None:
+        other = Sample([21, 22, 23, 24], [False, True, True, True], False)
+        digests = {pack(s, 5).digest for s in (self.samples, [self.samples[0], other], self.samples[::-1])}
+        assert len(digests) == 3
+        assert pack(self.samples, 5).digest in digests

@@ -1,0 +1,322 @@
+"""Training of the adapter: features as the engine's, figures as the engine's, and a run that is killed and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from drafters.adapter import Adapter, fingerprint
+from drafters.kangaroo import Kangaroo, KangarooConfig
+from specdec import Engine
+from specdec.config import parse
+from specdec.errors import CheckpointError, ConfigError
+from specdec.target import TransformersTarget, embedded_model
+from tests.models import FAMILIES, prompt_of
+from training.acceptance import Tally, Written
+from training.cli import app, coloured
+from training.convert import convert
+from training.data import Sample
+from training.features import FrozenTarget
+from training.kangaroo import Config, KangarooTraining, NewAdapter, load_samples, new_adapter, run, soft_loss
+from training.log import read_log
+from training.packing import pack
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with the embedded model's tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model())
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "talks.json"
+    record = [
+        {"id": str(i), "conversations": [
+            {"from": "human", "value": f"What is {i} plus {i}?"}, {"from": "gpt", "value": f"It is {2 * i}, of course."}
+        ]} for i in range(60)
+    ]  # fmt: skip
+    path.write_text(json.dumps(record))
+    return path
+
+
+def values(model: Path, data: Path, out: Path, **loop: Any) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "data": [str(data)],
+        "out": str(out),
+        "adapter": {"exit_layer": 1, "gamma": 3, "eta": 0.0},
+        "text": {"length": 32, "held_out_one_in": 6},
+        "loop": {"steps": 30, "batch": 4, "lr": 1e-2, "eval_every": 10, "save_every": 1, "wandb": "off", **loop},
+        "evaluation": {"prompts": 3, "prompt": 16, "new": 12},
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], family: str) -> None:
+    """Two packed texts, each against a tapped walk of its own: layers, head states and separation agree."""
+    target = target_of(family)
+    texts = [list(prompt_of(size, seed)) for size, seed in ((11, 1), (13, 2))]
+    windows = pack([Sample(text, [True] * len(text), False) for text in texts], 24)
+    batch = windows.at(np.array([0]))
+    features, states = FrozenTarget(target, [1, 2]).read(batch)
+    logits = target.head(states)
+    start = row = 0
+    for text in texts:
+        hidden = target.model(torch.tensor([text]), output_hidden_states=True, use_cache=False)
+        for layer in (1, 2):
+            here = features[layer][0, start : start + len(text)]
+            torch.testing.assert_close(here, hidden.hidden_states[layer][0], rtol=1e-5, atol=1e-6)
+        found = logits[row : row + len(text) - 1]
+        torch.testing.assert_close(found, hidden.logits[0, :-1], rtol=1e-5, atol=1e-5)
+        start, row = start + len(text), row + len(text) - 1
+
+
+def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -> None:
+    """The tally over given texts counts the very steps that decoding takes."""
+    target = target_of("llama", torch.float32)
+    for variant, eta, gamma in (("attention", 0.05, 4), ("mlp", 0.0, 2), ("layer", 1.0, 6), ("head", 0.06, 3)):
+        adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma), target)
+        engine = Engine(target, None, Kangaroo(KangarooConfig(), adapter.requires_grad_(False)))
+        texts, steps, tokens = [], 0, 0
+        for seed in range(4):
+            prompt = list(prompt_of(8, seed))
+            found = engine.generate(prompt, 40)
+            texts.append(Written([*prompt, *found.token_ids], len(prompt)))
+            steps, tokens = steps + found.stats.steps, tokens + found.stats.new_tokens
+        figures = KangarooTraining(adapter, target, texts).evaluate()
+        assert steps < tokens  # some drafts were right
+        assert figures["tokens_per_step"] == pytest.approx(tokens / steps)
+
+
+def test_tally_of_a_text() -> None:
+    tally = Tally(3)
+    tally.add([True, True, False, True, True, True, True, True], [True] * 6 + [False] * 2)
+    # Steps: two of three accepted (3 tokens); three of three (4 tokens); the last token alone.
+    assert (tally.steps, tally.tokens) == (3, 8)
+    figures = tally.figures()
+    assert figures["tokens_per_step"] == pytest.approx(8 / 3)
+    assert [figures[f"ctar_{w}"] for w in (1, 2, 3, 4)] == pytest.approx([2 / 3, 2 / 3, 1 / 3, 0])
+    assert [figures[f"accepted_{place}"] for place in (1, 2, 3)] == pytest.approx([1, 1, 1 / 2])
+
+
+def test_losses() -> None:
+    guess, wanted = torch.randn(5, 11), torch.randn(5, 11)
+    p = torch.softmax(wanted, -1)
+    expected = -(p * torch.log_softmax(guess, -1)).sum()
+    torch.testing.assert_close(soft_loss(guess, wanted), expected)
+    torch.testing.assert_close(soft_loss(guess, wanted, top_k=11), expected)
+    kept = torch.where(p >= p.topk(3).values[:, -1:], p, 0)
+    kept = kept / kept.sum(-1, keepdim=True)
+    torch.testing.assert_close(soft_loss(guess, wanted, top_k=3), -(kept * torch.log_softmax(guess, -1)).sum())
+    hard = soft_loss(guess, wanted, labels="hard")
+    torch.testing.assert_close(hard, -torch.log_softmax(guess, -1)[range(5), wanted.argmax(-1)].sum())
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_training_helps_and_serves(model_folder: Path, talks: Path, tmp_path: Path, precision: str) -> None:
+    config = parse(Config, values(model_folder, talks, tmp_path, log_every=1, precision=precision), where="test")
+    best = run(config)
+    losses = [line["loss"] for line in read_log(tmp_path / "log.jsonl") if "loss" in line]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.01
+    engine = Engine.from_pretrained(model_folder, {"name": "kangaroo", "adapter": str(tmp_path / "best")})
+    assert engine.generate([0, 5, 6], 8).token_ids == engine.with_drafter("none").generate([0, 5, 6], 8).token_ids
+    assert 1 <= best["tokens_per_step"] <= 4
+    assert Adapter.from_pretrained(tmp_path / "best").config.target == fingerprint(engine.target)
+
+
+@pytest.mark.slow
+def test_a_run_killed_twice_ends_with_the_same_weights(model_folder: Path, talks: Path, tmp_path: Path) -> None:
+    """SIGKILL wherever it strikes; the same command again; identical weights."""
+
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        path = out.with_suffix(".yaml")  # JSON is YAML
+        path.write_text(json.dumps({**values(model_folder, talks, out, log_every=1), "out": str(out)}))
+        command = [sys.executable, "-m", "training.cli", "train", "kangaroo", "--config", str(path)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+
+    whole = start(tmp_path / "whole")
+    for lines in (6, 18):
+        victim = start(tmp_path / "cut")
+        log = tmp_path / "cut" / "log.jsonl"
+        deadline = time.monotonic() + 120
+        while not log.exists() or len(log.read_text().splitlines()) < lines:
+            assert victim.poll() is None, "it ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        victim.send_signal(signal.SIGKILL)
+        assert victim.wait() == -signal.SIGKILL
+        steps = [line["step"] for line in map(json.loads, log.read_text().splitlines()[:-1])]
+        assert steps[-1] < 30
+    assert start(tmp_path / "cut").wait(240) == 0
+    assert whole.wait(240) == 0
+    for name in ("best", "last"):
+        a, b = (load_file(tmp_path / out / name / "model.safetensors") for out in ("whole", "cut"))
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("layer", [0, 3, 7])
+    def test_wrong_exit_layer(self, target_of: Callable[..., TransformersTarget], layer: int) -> None:
+        with pytest.raises(ConfigError, match=r"must be in \[1, 2\]"):
+            new_adapter(NewAdapter(exit_layer=layer), target_of("llama"))
+
+    def test_no_usable_conversation(self, tmp_path: Path) -> None:
+        path = tmp_path / "empty.json"
+        path.write_text(json.dumps([{"id": 1}, {"conversations": []}]))
+        config = Config(data=[str(path)])
+        tokenizer = AutoTokenizer.from_pretrained(embedded_model())
+        with pytest.raises(ConfigError, match=r"not one usable conversation; 1 skipped: no list"):
+            load_samples(config, tokenizer, say=lambda line: None)
+
+    def test_no_data(self) -> None:
+        with pytest.raises(ConfigError, match="--data FILE"):
+            Config()
+
+    def test_unknown_option(self) -> None:
+        result = CliRunner().invoke(app, ["train", "kangaroo", "--data", "x.json", "--set", "loop.learning=1"])
+        assert isinstance(result.exception, ConfigError)
+        assert "loop" in str(result.exception)
+
+    def test_unknown_drafter(self) -> None:
+        result = CliRunner().invoke(app, ["train", "kangarooo", "--data", "x.json"])
+        assert "did you mean 'kangaroo'" in str(result.exception)
+
+
+class TestConversion:
+    @pytest.fixture
+    def official(self, tmp_path: Path) -> Path:
+        """A checkpoint of the official layout, as saved from several GPUs, for a Llama of width 32."""
+        tensors = {
+            "module.layers.0.input_layernorm.weight": torch.rand(32, dtype=torch.float16),
+            **{f"module.layers.0.self_attn.{p}_proj.weight": torch.randn(32, 32).half() for p in "qkvo"},
+            "module.norm.weight": torch.rand(32, dtype=torch.float16),
+            "module.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4),
+        }
+        folder = tmp_path / "official"
+        folder.mkdir()
+        torch.save(tensors, folder / "pytorch_model.bin")
+        config = {
+            "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 32,
+            "num_hidden_layers": 1, "rms_norm_eps": 1e-05, "model_type": "llama",
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    def test_official_layout(
+        self, official: Path, tmp_path: Path, target_of: Callable[..., TransformersTarget]
+    ) -> None:
+        target = target_of("llama")
+        convert(official, tmp_path / "ours", exit_layer=2, target=target)
+        adapter = Adapter.from_pretrained(tmp_path / "ours")
+        source = torch.load(official / "pytorch_model.bin", weights_only=True)
+        torch.testing.assert_close(
+            adapter.q_proj.weight, source["module.layers.0.self_attn.q_proj.weight"].float(), check_dtype=False
+        )
+        torch.testing.assert_close(adapter.norm, source["module.norm.weight"].float(), check_dtype=False)
+        assert (adapter.config.exit_layer, adapter.config.norm_eps, adapter.config.rope_base) == (2, 1e-5, 1e4)
+        engine = Engine(target, None, {"name": "kangaroo", "adapter": str(tmp_path / "ours"), "eta": 0.0})
+        prompt = prompt_of(8)
+        assert engine.generate(prompt, 20).token_ids == engine.with_drafter("none").generate(prompt, 20).token_ids
+
+    def test_the_official_computation(self, official: Path, tmp_path: Path) -> None:
+        """Against transformers' own Llama layer with the MLP taken out of the way."""
+        adapter = convert(official, tmp_path / "ours", exit_layer=2).requires_grad_(False)
+        config = LlamaConfig(
+            hidden_size=32, intermediate_size=8, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1,
+            vocab_size=32, rms_norm_eps=1e-5,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config).eval().requires_grad_(False)
+        layer = model.model.layers[0]
+        layer.mlp.down_proj.weight.zero_()
+        layer.input_layernorm.weight.copy_(adapter.input_norm)
+        model.model.norm.weight.copy_(adapter.norm)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            getattr(layer.self_attn, name).weight.copy_(getattr(adapter, name).weight)
+        features = torch.randn(1, 9, 32)
+        expected = model(inputs_embeds=features).logits[0]
+        found = adapter(features, torch.arange(9)[None], model.lm_head)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("damage", "words"),
+        [
+            ("missing", "k_proj.weight is missing"),
+            ("extra", "gate_proj"),
+            ("pickle", "no official"),
+            ("none", "no official"),
+        ],
+    )
+    def test_other_files(self, official: Path, tmp_path: Path, damage: str, words: str) -> None:
+        path = official / "pytorch_model.bin"
+        tensors: dict[str, Any] = torch.load(path, weights_only=True)
+        if damage == "missing":
+            del tensors["module.layers.0.self_attn.k_proj.weight"]
+        elif damage == "extra":
+            tensors["module.layers.0.mlp.gate_proj.weight"] = torch.ones(2)
+        elif damage == "pickle":
+            tensors["module.norm.weight"] = Path("/")  # any object but a tensor
+        torch.save(tensors, path)
+        if damage == "none":
+            path.unlink()
+        with pytest.raises(CheckpointError, match=words):
+            convert(official, tmp_path / "ours", exit_layer=2)
+
+    def test_the_command(self, official: Path, tmp_path: Path) -> None:
+        out = tmp_path / "ours"
+        result = CliRunner().invoke(app, ["convert", "kangaroo", str(official), "--out", str(out), "--exit-layer", "3"])
+        assert result.exit_code == 0, result.output
+        assert Adapter.from_pretrained(out).config.exit_layer == 3
+
+
+class TestShowSample:
+    def test_trained_tokens_are_coloured(self) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(embedded_model())
+        tokens = tokenizer("one two three", add_special_tokens=False)["input_ids"]
+        text = coloured(tokens, [False] + [True] * (len(tokens) - 1), tokenizer)
+        assert text.plain == "one two three"
+        styles = [str(span.style) for span in text.spans]
+        assert styles == ["dim", "bold green"]
+
+    def test_the_command(self, talks: Path) -> None:
+        result = CliRunner().invoke(app, ["show-sample", str(talks), "--index", "2"])
+        assert result.exit_code == 0, result.output
+        assert "It is 4, of course." in result.output
+        result = CliRunner().invoke(app, ["show-sample", str(talks), "--index", "60"])
+        assert "60 usable samples" in str(result.exception)

@@ -1,0 +1,226 @@
+"""The training loop with a trainable of its own: order of the data, accumulation, resume, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from specdec.errors import CheckpointError, ConfigError, NumericalError
+from training import checkpoint, log
+from training.data import Sample
+from training.loop import LoopConfig, new_accelerator, rate_at, rows_of, train
+from training.packing import Batch, Windows, pack
+
+CONFIG = LoopConfig(steps=12, batch=2, lr=0.05, eval_every=4, save_every=3, log_every=1, wandb="off")
+
+
+class Bigrams:
+    """Learns the next token from this one; a drafter that only a test could want."""
+
+    metric = "score"
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module: nn.Module = nn.Embedding(16, 16)
+        self.scores: Iterator[float] = iter(())
+        self.poison: Callable[[Batch], bool] = lambda batch: False
+
+    def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+        flat = batch.tokens.flatten()
+        loss = nn.functional.cross_entropy(module(flat[batch.targets]), flat[batch.targets + 1], reduction="sum")
+        return loss * float("nan") if self.poison(batch) else loss
+
+    def evaluate(self) -> dict[str, float]:
+        return {"score": next(self.scores, 0.0)}
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(dict(self.module.state_dict()), folder / "weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def windows() -> Windows:
+    rng = np.random.default_rng(0)
+    samples = [Sample(rng.integers(0, 16, size).tolist(), [True] * size, False) for size in (9, 30, 4, 50, 7)]
+    return pack(samples, 8)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def trained(windows: Windows, folder: Path, config: LoopConfig = CONFIG, part: Bigrams | None = None) -> torch.Tensor:
+    part = part or Bigrams()
+    train(part, windows, config, new_accelerator(config), folder, run={"name": "test"})
+    return part.module.weight.detach().clone()
+
+
+def test_every_window_once_an_epoch() -> None:
+    config = LoopConfig(batch=2, accumulate=2)
+    rows = [row for step in range(4) for rank in (0, 1) for part in rows_of(step, config, 16, rank, 2) for row in part]
+    assert sorted(rows[:16]) == list(range(16))
+    assert sorted(rows[16:]) == list(range(16))
+    assert rows[:16] != rows[16:]
+    crossing = np.concatenate([part for step in range(5) for part in rows_of(step, config, 7, 0, 1)])
+    assert sorted(crossing[:7]) == sorted(crossing[7:14]) == list(range(7))
+
+
+def test_rates_rise_and_fall() -> None:
+    config = LoopConfig(warmup=0.2, decay=0.5)
+    rates = [round(rate_at(step, 10, config), 3) for step in range(10)]
+    assert rates == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+
+
+def test_muon_learns_and_resumes(windows: Windows, tmp_path: Path) -> None:
+    config = replace(CONFIG, optimizer="muon")
+    expected = trained(windows, tmp_path / "whole", config)
+    assert not torch.allclose(expected, trained(windows, tmp_path / "adamw"))
+    part = Bigrams()
+    steps = iter(range(8))
+    part.poison = lambda batch: next(steps) == 7  # stops step 8, after the checkpoint at 6
+    with pytest.raises(NumericalError):
+        trained(windows, tmp_path / "cut", config, part)
+    torch.testing.assert_close(trained(windows, tmp_path / "cut", config), expected, rtol=0, atol=0)
+
+
+def test_accumulation_equals_the_large_batch(windows: Windows, tmp_path: Path) -> None:
+    # Windows differ in their number of trained tokens, so a mean of means would differ.
+    large = trained(windows, tmp_path / "a", replace(CONFIG, batch=6))
+    small = trained(windows, tmp_path / "b", replace(CONFIG, batch=2, accumulate=3))
+    torch.testing.assert_close(small, large)
+    assert not torch.allclose(large, trained(windows, tmp_path / "c"))
+
+
+def test_a_stopped_run_ends_like_one_that_was_not(windows: Windows, tmp_path: Path) -> None:
+    whole = Bigrams()
+    whole.scores = iter([1.0, 3.0, 2.0])
+    expected = trained(windows, tmp_path / "whole", part=whole)
+
+    class Stop(Exception):
+        pass
+
+    halves = Bigrams()
+    halves.scores = iter([1.0, 3.0])
+    seen = 0
+
+    def stop(batch: Batch) -> bool:
+        nonlocal seen
+        seen += 1
+        if seen == 9:  # after the evaluation at 8, before the checkpoint at 9
+            raise Stop
+        return False
+
+    halves.poison = stop
+    with pytest.raises(Stop):
+        trained(windows, tmp_path / "cut", part=halves)
+    rest = Bigrams()
+    rest.scores = iter([3.0, 2.0])
+    torch.testing.assert_close(trained(windows, tmp_path / "cut", part=rest), expected, rtol=0, atol=0)
+    for name in ("best", "last"):
+        a, b = (load_file(tmp_path / run / name / "weights.safetensors") for run in ("whole", "cut"))
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    keys = ("step", "loss", "score")
+    logs = [
+        [{k: line[k] for k in keys if k in line} for line in log.read_log(tmp_path / run / "log.jsonl")]
+        for run in ("whole", "cut")
+    ]
+    assert logs[0] == logs[1]
+    assert [line["step"] for line in logs[0] if "loss" in line] == list(range(1, 13))
+
+
+def test_the_best_checkpoint_is_kept(windows: Windows, tmp_path: Path) -> None:
+    part = Bigrams()
+    part.scores = iter([1.0, 3.0, 2.0])
+    best = train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path, run={})
+    assert best == {"step": 8, "score": 3.0}
+    assert not torch.equal(load_file(tmp_path / "best/weights.safetensors")["weight"], part.module.weight)
+
+
+def test_another_run_is_not_continued(windows: Windows, tmp_path: Path) -> None:
+    trained(windows, tmp_path)
+    with pytest.raises(ConfigError, match="steps=12, this one has 13"):
+        trained(windows, tmp_path, replace(CONFIG, steps=13))
+    with pytest.raises(ConfigError, match="data="):
+        trained(pack([Sample([1, 2] * 9, [True] * 18, False)], 8), tmp_path)
+
+
+def test_a_broken_checkpoint_is_named(windows: Windows, tmp_path: Path) -> None:
+    trained(windows, tmp_path)
+    path = tmp_path / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="delete it to start over"):
+        trained(windows, tmp_path)
+
+
+def test_a_loss_that_is_no_number_stops_and_names_the_batch(windows: Windows, tmp_path: Path) -> None:
+    part = Bigrams()
+    fifth = rows_of(4, CONFIG, len(windows), 0, 1)[0]
+    bad = windows.at(fifth).tokens
+    part.poison = lambda batch: torch.equal(batch.tokens, bad)
+    with pytest.raises(NumericalError) as caught:
+        trained(windows, tmp_path, part=part)
+    assert "step 5: loss is nan" in str(caught.value)
+    assert str(fifth.tolist()) in str(caught.value)
+    assert torch.isfinite(part.module.weight).all()
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(windows, tmp_path / "whole")
+    calls = 0
+
+    def full(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*former one is whole"):
+        trained(windows, tmp_path / "cut")
+    assert not list((tmp_path / "cut").glob("*.partial"))
+    torch.testing.assert_close(trained(windows, tmp_path / "cut"), expected, rtol=0, atol=0)
+
+
+def test_the_log_survives_a_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
+    log.TrainingLog(tmp_path, 1).write(step=2, loss=1.4)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 1.4},
+    ]
+
+
+def test_the_plot_is_drawn(windows: Windows, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trained(windows, tmp_path)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wandb_online_needs_wandb(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match="specdec\\[wandb\\]"):
+        trained(windows, tmp_path, replace(CONFIG, wandb="online"))
+    trained(windows, tmp_path, replace(CONFIG, wandb="offline"))
+
+
+@pytest.mark.parametrize("values", [{"batch": 0}, {"lr": 0.0}, {"precision": "fp8"}, {"warmup": 2.0}, {"epochs": 0}])
+def test_options_are_checked(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"loop.{next(iter(values))}"):
+        LoopConfig(**values)

@@ -1,0 +1,345 @@
+"""Kangaroo: the adapter's two ways of running agree, its file format is strict, and rounds stop where they should."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafters import kangaroo
+from drafters.adapter import (
+    VARIANTS,
+    Adapter,
+    AdapterCache,
+    AdapterConfig,
+    fingerprint,
+    fitting_heads,
+    random_adapter,
+)
+from drafters.kangaroo import Kangaroo, KangarooConfig, KangarooSession
+from specdec import Engine, SamplingParams
+from specdec.draft import Draft
+from specdec.drafter import Context, Observation
+from specdec.errors import CheckpointError, ConfigError
+from specdec.target import TransformersTarget
+from tests.models import new_model, prompt_of
+
+LAYER = 1
+
+
+class Watched(Kangaroo):
+    """Keeps its last session."""
+
+    session: KangarooSession
+
+    def start(self, context: Context) -> KangarooSession:
+        self.session = super().start(context)
+        return self.session
+
+
+def adapter_of(variant: str = "attention", seed: int = 3) -> Adapter:
+    """Random weights throughout, so that every part matters."""
+    config = AdapterConfig(
+        hidden_size=32, vocab_size=32, exit_layer=LAYER, heads=4, variant=variant, intermediate_size=48
+    )
+    adapter = Adapter(config).double().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapter.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return adapter
+
+
+@pytest.fixture(scope="module")
+def shallow_target() -> TransformersTarget:
+    """A model whose layers behind the exit add nothing, so that an adapter that adds nothing is always right."""
+    model = new_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers[LAYER:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return TransformersTarget(model)
+
+
+@pytest.fixture
+def perfect(shallow_target: TransformersTarget, tmp_path: Path) -> Callable[..., Watched]:
+    def make(**options: Any) -> Watched:
+        random_adapter(shallow_target, tmp_path, exit_layer=LAYER)  # its output projection starts at zero
+        options.setdefault("eta", 0.0)
+        return Watched.build(KangarooConfig(adapter=str(tmp_path), **options), shallow_target)  # type: ignore[return-value]
+
+    return make
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_step_by_step_equals_the_whole_text(variant: str) -> None:
+    adapter = adapter_of(variant)
+    features = torch.randn(1, 11, 32, dtype=torch.float64)
+    head = torch.nn.Linear(32, 32, dtype=torch.float64).requires_grad_(False)
+    whole = adapter(features, torch.arange(11)[None], head)
+    cache = AdapterCache(adapter, 11)
+    if variant != "mlp":
+        adapter.absorb(features[0, :4], cache)
+    rows = [adapter.step(features[0, first:last], cache) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
+    found = adapter.logits(torch.cat(rows), head)
+    torch.testing.assert_close(found, whole[[4, 7, 8, 10]])
+
+
+def test_packed_texts_do_not_see_each_other() -> None:
+    adapter = adapter_of()
+    head = torch.nn.Identity()
+    features = torch.randn(1, 7, 32, dtype=torch.float64)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    mask = ((documents[:, None] == documents) & torch.ones(7, 7, dtype=torch.bool).tril())[None, None]
+    packed = adapter(features, positions, head, mask=mask)
+    alone = adapter(features[:, 3:], torch.arange(4)[None], head)
+    torch.testing.assert_close(packed[3:], alone)
+
+
+@pytest.mark.parametrize("acceptance", ["greedy", "match", "reject"])
+def test_a_perfect_adapter_has_every_draft_accepted(
+    perfect: Callable[..., Watched], shallow_target: TransformersTarget, acceptance: str
+) -> None:
+    sampling = SamplingParams() if acceptance == "greedy" else SamplingParams(temperature=1.0, acceptance=acceptance)
+    prompt = prompt_of(9)
+    found = Engine(shallow_target, None, perfect(gamma=3), prefill_chunk=4).generate(prompt, 24, sampling)
+    assert found.stats.acceptance_lengths == [4] * 6
+
+
+def test_a_round_ends_where_confidence_ends(
+    perfect: Callable[..., Watched], shallow_target: TransformersTarget
+) -> None:
+    found = Engine(shallow_target, None, perfect(gamma=5, eta=1.0)).generate(prompt_of(9), 12)
+    assert found.stats.rows == [2] * 6  # the first guess is made and verified, and no other
+
+
+def test_alternatives_of_the_last_guess_are_siblings(
+    perfect: Callable[..., Watched], shallow_target: TransformersTarget
+) -> None:
+    drafter = perfect(gamma=5, eta=1.0, branch=3)
+    decoding = Engine(shallow_target, None, drafter).start(prompt_of(9), 20)
+    with shallow_target.active():
+        decoding.prefill()
+        draft = drafter.session.propose(10)
+        assert list(draft.parents) == [-1, 0, 0, 0]
+        assert len(set(draft.tokens[1:])) == 3
+        assert len(drafter.session.propose(3)) == 3  # the room bounds the siblings, too
+
+
+class Overruled:
+    """Lets a session draft, and proposes something else: the text itself, as another part of a union might."""
+
+    def __init__(self, drafter: Watched, text: list[int]) -> None:
+        self.name, self.taps, self.drafter, self.text = drafter.name, drafter.taps, drafter, text
+
+    def start(self, context: Context) -> Overruled:
+        self.context, self.session = context, self.drafter.start(context)
+        return self
+
+    def propose(self, room: int) -> Draft:
+        self.session.propose(room)
+        known = len(self.context.tokens)
+        return Draft.chain(self.text[known - 1 : known + 2])
+
+    def observe(self, seen: Observation) -> None:
+        self.session.observe(seen)
+
+
+def test_another_drafters_rows_are_learnt_from(target_of: Callable[..., TransformersTarget]) -> None:
+    target, prompt, adapter = target_of("llama"), prompt_of(9), adapter_of()
+    text = [*prompt, *Engine(target).generate(prompt, 30).token_ids]
+    drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter)
+    decoding = Engine(target, None, Overruled(drafter, text)).start(prompt, 30)
+    with target.active():
+        decoding.prefill()
+        for _ in range(6):
+            assert len(decoding.step().tokens) == 3
+        drafter.session.propose(8)
+    check_cache(drafter.session, target, decoding.tokens)
+
+
+def check_cache(session: KangarooSession, target: TransformersTarget, tokens: list[int]) -> None:
+    """The session's adapter cache against one computed afresh from the text."""
+    states = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
+    fresh = AdapterCache(session._adapter, len(tokens))
+    session._adapter.absorb(states[LAYER][0].detach(), fresh)
+    torch.testing.assert_close(session._cache.keys[:, :, : len(tokens)], fresh.keys)
+    torch.testing.assert_close(session._cache.values[:, :, : len(tokens)], fresh.values)
+
+
+def test_the_adapters_cache_is_that_of_the_text(
+    shallow_target: TransformersTarget, target_of: Callable[..., TransformersTarget]
+) -> None:
+    """After steps of full, partial and no acceptance, and the plain steps that a small room makes."""
+    for target in (shallow_target, target_of("llama")):
+        adapter = adapter_of()
+        if target is shallow_target:
+            adapter.norm.fill_(1)
+            adapter.o_proj.weight.mul_(0.2)  # often right, not always
+        drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter)
+        decoding = Engine(target, None, drafter, prefill_chunk=4).start(prompt_of(9), 60)
+        lengths = set()
+        with target.active():
+            decoding.prefill()
+            for number in range(14):
+                decoding._context.max_rows = 1 if number % 5 == 3 else 128
+                lengths.add(len(decoding.step().tokens))
+            drafter.session.propose(8)  # brings what waited
+        assert len(lengths) > 2 or target is not shallow_target
+        check_cache(drafter.session, target, decoding.tokens)
+
+
+def test_no_shallow_layer_runs_twice_for_a_row(
+    perfect: Callable[..., Watched], shallow_target: TransformersTarget
+) -> None:
+    rows = {0: 0, LAYER: 0}
+    hooks = [
+        shallow_target.layers[n].register_forward_hook(
+            lambda module, given, output, n=n: rows.__setitem__(n, rows[n] + given[0].shape[1])
+        )
+        for n in rows
+    ]
+    try:
+        found = Engine(shallow_target, None, perfect(gamma=3)).generate(prompt_of(9), 24)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert rows[0] == rows[LAYER] == 8 + sum(found.stats.rows)  # 8: the prompt but its last token
+
+
+def test_heads_fit_the_width() -> None:
+    assert [fitting_heads(width, 4) for width in (192, 30, 2, 6)] == [4, 3, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"exit_layer": 0}, "exit_layer is 0"),
+        ({"heads": 5}, "heads is 5"),
+        ({"variant": "lstm"}, "attention, head, layer, mlp"),
+        ({"variant": "mlp"}, "needs intermediate_size"),
+        ({"eta": 1.5}, "eta is 1.5"),
+    ],
+)
+def test_adapter_configs_are_checked(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        AdapterConfig(**{"hidden_size": 32, "vocab_size": 32, "exit_layer": 1, "heads": 4, **values})
+
+
+@pytest.mark.parametrize("values", [{"eta": -0.1}, {"gamma": 0}, {"branch": 0}])
+def test_options_are_checked(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"kangaroo.{next(iter(values))}"):
+        KangarooConfig(**values)
+
+
+class TestFiles:
+    @pytest.fixture
+    def target(self, target_of: Callable[..., TransformersTarget]) -> TransformersTarget:
+        return target_of("llama")
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_round_trip(self, target: TransformersTarget, tmp_path: Path, variant: str) -> None:
+        saved = random_adapter(target, tmp_path, variant=variant, eta=0.5, gamma=4)
+        loaded = Adapter.from_pretrained(tmp_path)
+        assert loaded.config == saved.config
+        torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
+
+    def test_defaults_come_from_the_adapter(self, target: TransformersTarget, tmp_path: Path) -> None:
+        random_adapter(target, tmp_path, exit_layer=2, eta=0.25, gamma=4)
+        made = Kangaroo.build(KangarooConfig(adapter=str(tmp_path)), target)
+        assert (made.exit_layer, made.eta, made.gamma, made.taps) == (2, 0.25, 4, {2})
+        made = Kangaroo.build(KangarooConfig(adapter=str(tmp_path), eta=0.5, gamma=2), target)
+        assert (made.eta, made.gamma) == (0.5, 2)
+
+    @pytest.mark.parametrize("damage", ["drop", "add", "reshape", "cut"])
+    def test_broken_weights_are_refused(self, target: TransformersTarget, tmp_path: Path, damage: str) -> None:
+        random_adapter(target, tmp_path)
+        path = tmp_path / "model.safetensors"
+        tensors = load_file(path)
+        if damage == "drop":
+            del tensors["k_proj.weight"]
+        elif damage == "add":
+            tensors["module.norm"] = torch.ones(3)
+        elif damage == "reshape":
+            tensors["norm"] = torch.ones(16)
+        save_file(tensors, path)
+        if damage == "cut":
+            path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match=r"do not fit|no Kangaroo adapter"):
+            Adapter.from_pretrained(tmp_path)
+
+    def test_a_folder_without_an_adapter(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="specdec train kangaroo"):
+            Adapter.from_pretrained(tmp_path / "nowhere")
+
+    def test_the_config_of_something_else(self, target: TransformersTarget, tmp_path: Path) -> None:
+        random_adapter(target, tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 32}))
+        with pytest.raises(CheckpointError, match="convert kangaroo"):
+            Adapter.from_pretrained(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"hidden_size": 16, "vocab_size": 32, "exit_layer": 1}, "width is 16, the model's is 32"),
+            ({"hidden_size": 32, "vocab_size": 31, "exit_layer": 1}, "vocabulary is 31, the model's is 32"),
+            ({"hidden_size": 32, "vocab_size": 32, "exit_layer": 3}, r"must be in \[1, 2\]"),
+        ],
+    )
+    def test_adapters_of_another_shape(
+        self, target: TransformersTarget, tmp_path: Path, changes: dict[str, int], words: str
+    ) -> None:
+        Adapter(AdapterConfig(heads=4, **changes)).save_pretrained(tmp_path)
+        with pytest.raises(CheckpointError, match=words):
+            Kangaroo.build(KangarooConfig(adapter=str(tmp_path)), target)
+
+    def test_an_adapter_of_another_model(self, target: TransformersTarget, tmp_path: Path) -> None:
+        other = TransformersTarget(new_model("llama", seed=2))
+        random_adapter(other, tmp_path)
+        with pytest.raises(CheckpointError) as caught:
+            Kangaroo.build(KangarooConfig(adapter=str(tmp_path)), target)
+        assert fingerprint(other) in str(caught.value)
+        assert fingerprint(target) in str(caught.value)
+        Kangaroo.build(KangarooConfig(adapter=str(tmp_path), check_target=False), target)
+
+    def test_fingerprints_know_weights_and_not_dtypes(self) -> None:
+        model = new_model("llama", torch.bfloat16)
+        mine = fingerprint(TransformersTarget(model))
+        assert fingerprint(TransformersTarget(model.float())) == mine
+        with torch.no_grad():
+            model.model.layers[2].mlp.down_proj.weight.mul_(1.01)
+        assert fingerprint(TransformersTarget(model)) != mine
+
+    def test_a_full_disk_leaves_the_old_adapter(
+        self, target: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = random_adapter(target, tmp_path, seed=1)
+
+        def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("drafters.adapter.save_file", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            random_adapter(target, tmp_path, seed=2)
+        after = Adapter.from_pretrained(tmp_path)
+        torch.testing.assert_close(after.state_dict(), before.state_dict(), rtol=0, atol=0)
+        assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "config.json"}
+
+    def test_other_models_have_no_adapter_by_default(self, target: TransformersTarget) -> None:
+        with pytest.raises(CheckpointError, match="specdec train kangaroo --model"):
+            Kangaroo.build(KangarooConfig(), target)
+
+    def test_the_embedded_model_has_one(self, tiny_engine: Engine) -> None:
+        if not kangaroo.embedded_adapter().exists():
+            pytest.skip("the adapter is not built yet")
+        engine = tiny_engine.with_drafter("kangaroo")
+        prompt = "def read(path):\n"
+        found, plain = engine.generate(prompt, 48), tiny_engine.generate(prompt, 48)
+        assert found.token_ids == plain.token_ids
+        assert found.stats.tokens_per_step > 1.3

@@ -1,0 +1,89 @@
+"""Acceptance on held-out text, without decoding: what an adapter is trained for, measured in one forward per text.
+
+On a text that the target itself wrote greedily, a chain drafter's accepted tokens *are* the text. So its features there
+are those of drafting, and steps can be counted from two facts per position: was the guess the text's next token, and
+was it trusted. The count equals the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specdec.engine import Engine
+from training.data import Sample
+
+__all__ = ["Tally", "Written", "greedy_texts"]
+
+_DEEPEST = 6  # CTAR(1) .. CTAR(6)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A prompt and what the target wrote after it, greedily; ``prompt`` is the length of the former."""
+
+    tokens: list[int]
+    prompt: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over steps: ``accepted[i]`` of the ``reached[i]`` drafts at position i that followed accepted ones."""
+
+    gamma: int
+    steps: int = 0
+    tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.accepted = self.accepted or [0] * self.gamma
+        self.reached = self.reached or [0] * self.gamma
+
+    def add(self, right: Sequence[bool], trusted: Sequence[bool]) -> None:
+        """Count the steps of one text of n new tokens.
+
+        ``right[i]`` and ``trusted[i]``, n of each, are of the guess at new token i, made from the feature of the token
+        before it. A step drafts up to gamma tokens, ends behind a guess that is not trusted, and never drafts the last
+        token of the budget.
+        """
+        root, end = 0, len(right)
+        while root < end:
+            accepted = 0
+            for depth in range(min(self.gamma, end - root - 1)):
+                self.reached[depth] += 1
+                if not right[root + depth]:
+                    break
+                self.accepted[depth] += 1
+                accepted += 1
+                if not trusted[root + depth]:
+                    break
+            self.steps += 1
+            self.tokens += accepted + 1
+            root += accepted + 1
+
+    def figures(self) -> dict[str, float]:
+        """Tokens per step, CTAR(w) (share of steps that accept w or more drafts), acceptance by draft position."""
+        figures = {"tokens_per_step": self.tokens / max(self.steps, 1)}
+        for w in range(1, _DEEPEST + 1):
+            figures[f"ctar_{w}"] = (self.accepted[w - 1] if w <= self.gamma else 0) / max(self.steps, 1)
+        for place, (accepted, reached) in enumerate(zip(self.accepted, self.reached, strict=True), 1):
+            figures[f"accepted_{place}"] = accepted / reached if reached else 0.0
+        return figures
+
+
+def greedy_texts(engine: Engine, samples: Sequence[Sample], *, count: int, prompt: int, new: int) -> list[Written]:
+    """Let the target continue ``count`` samples, evenly chosen: up to ``new`` tokens after at most ``prompt`` tokens.
+
+    A conversation is cut before its first answer, if that comes within the prompt; plain text after ``prompt`` tokens
+    or half of it.
+    """
+    texts: list[Written] = []
+    for sample in samples[:: max(1, len(samples) // max(count, 1))][:count]:
+        first = sample.trained.index(True) if True in sample.trained else 0
+        cut = first if 4 <= first <= prompt else min(prompt, len(sample.tokens) // 2)
+        if cut < 2:
+            continue
+        written = engine.generate(sample.tokens[:cut], new).token_ids
+        texts.append(Written([*sample.tokens[:cut], *written], cut))
+    return texts

@@ -1,0 +1,97 @@
+"""Checkpoints that survive: written beside the old one, then renamed over it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from specdec.errors import CheckpointError, ConfigError
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    state: Mapping[str, Any],
+    run: Mapping[str, Any],
+) -> None:
+    """Write weights, optimizers and ``state``; a kill or a full disk, at any moment, leaves the former file whole.
+
+    Args:
+        state: JSON values to come back from ``load_checkpoint``.
+        run: what the run is; one with another description may not resume it.
+
+    Raises:
+        CheckpointError: the file could not be written.
+    """
+    tensors = {f"module.{name}": tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for index, values in optimizer.state_dict()["state"].items():
+            for key, value in values.items():
+                tensors[f"optimizer.{number}.{index}.{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    beside = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, beside, metadata={"state": json.dumps(dict(state)), "run": json.dumps(dict(run))})
+        os.replace(beside, path)
+    except (OSError, SafetensorError) as error:
+        beside.unlink(missing_ok=True)
+        former = "the former one is whole" if path.exists() else "there was none before"
+        raise CheckpointError(
+            f"cannot write the checkpoint {str(path)!r}: {error}; {former}. Make room and start the same command again"
+        ) from error
+
+
+def load_checkpoint(
+    path: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, run: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fill module and optimizers; returns the state.
+
+    Raises:
+        CheckpointError: a file that is no checkpoint of this module.
+        ConfigError: the checkpoint of another run; the first difference is named.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    moments: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimizers]
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                kind, _, rest = name.partition(".")
+                if kind == "module":
+                    weights[rest] = file.get_tensor(name)
+                else:
+                    number, index, key = rest.split(".")
+                    moments[int(number)].setdefault(int(index), {})[key] = file.get_tensor(name)
+        former, state = json.loads(metadata["run"]), json.loads(metadata["state"])
+        _check_same(path, former, json.loads(json.dumps(dict(run))))
+        module.load_state_dict(weights)
+        for optimizer, values in zip(optimizers, moments, strict=True):
+            optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
+    except (OSError, SafetensorError, LookupError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise CheckpointError(
+            f"cannot resume from {str(path)!r}: {error}; delete it to start over, or choose another output folder"
+        ) from error
+    return dict(state)
+
+
+def _check_same(path: Path, former: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key in sorted(former.keys() | now.keys()):
+        if former.get(key) != now.get(key):
+            raise ConfigError(
+                f"{str(path)!r} is of a run with {key}={former.get(key)!r}, this one has {now.get(key)!r}; "
+                "start the former command again to continue it, or choose another output folder"
+            )

@@ -1,0 +1,138 @@
+"""Commands that train: ``train``, ``convert`` and ``show-sample``, mounted by specdec's command line.
+
+A trainable drafter is a module of this package with a ``Config`` dataclass and ``run(config)``. Like ``specdec``'s own
+commands these import what they need when they run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from specdec.errors import ConfigError, SpecdecError, unknown
+
+__all__ = ["app", "convert", "show_sample", "train"]
+
+TRAINABLE = ("kangaroo", "medusa")
+
+app = typer.Typer(help="Train drafters.", no_args_is_help=True)
+
+
+@app.command()
+def train(
+    drafter: str = typer.Argument(help="What to train: " + ", ".join(TRAINABLE)),
+    config: Path | None = typer.Option(None, help="YAML file; see configs/train."),
+    data: list[str] = typer.Option([], help="Data instead of the config's: a file, or `stdlib`; may be repeated."),
+    model: str | None = typer.Option(None, help="Target instead of the config's: `tiny`, a folder or a hub id."),
+    out: str | None = typer.Option(None, help="Output folder instead of the config's."),
+    wandb: str | None = typer.Option(None, help="off, offline or online."),
+    settings: list[str] = typer.Option([], "--set", help="KEY=VALUE, such as loop.lr=3e-4; may be repeated."),
+) -> None:
+    """Train a drafter; the same command again continues a run that was interrupted."""
+    from specdec.config import load_yaml, parse
+
+    module = _module(drafter)
+    values = load_yaml(config) if config is not None else {}
+    for key, value in (("data", data), ("model", model), ("out", out)):
+        if value:
+            values[key] = value
+    if wandb is not None:
+        settings = [*settings, f"loop.wandb={wandb}"]
+    for setting in settings:
+        _set(values, setting)
+    module.run(parse(module.Config, values, where=f"train {drafter}"))
+
+
+@app.command()
+def convert(
+    drafter: str = typer.Argument(help="kangaroo"),
+    source: Path = typer.Argument(help="Folder of the official checkpoint."),
+    out: Path = typer.Option(..., help="Folder to write."),
+    exit_layer: int = typer.Option(..., help="Layers below the adapter; the authors use 2 for 7B models, 3 for 13B."),
+    model: str | None = typer.Option(None, help="Its target; checked, and remembered in the result."),
+) -> None:
+    """Convert a published drafter checkpoint to safetensors."""
+    if drafter != "kangaroo":
+        raise ConfigError(unknown("drafter to convert", drafter, ["kangaroo"]))
+    from specdec.target import TransformersTarget
+    from training.convert import convert as convert_kangaroo
+
+    target = None if model is None else TransformersTarget.from_pretrained(model)
+    adapter = convert_kangaroo(source, out, exit_layer=exit_layer, target=target)
+    typer.echo(f"wrote {out}: {sum(p.numel() for p in adapter.parameters()):,} parameters, exit layer {exit_layer}")
+
+
+@app.command()
+def show_sample(
+    data: list[str] = typer.Argument(help="Files as for train."),
+    model: str = typer.Option("tiny", help="Whose tokenizer and chat template."),
+    index: int = typer.Option(0, help="Which usable sample."),
+    template: str = typer.Option("auto", help="auto, tokenizer or vicuna."),
+    tokens: int = typer.Option(1500, help="At most this many tokens."),
+) -> None:
+    """Print one sample with the trained tokens in green and the others dimmed."""
+    from transformers import AutoTokenizer
+
+    from specdec.target import embedded_model
+    from training.data import Skips, TextConfig, read_samples
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model() if model == "tiny" else model)
+    skips = Skips()
+    samples = list(read_samples(data, tokenizer, TextConfig(template=template), skips))
+    if not 0 <= index < len(samples):
+        raise ConfigError(f"index is {index}; the data holds {len(samples)} usable samples: {'; '.join(skips.lines())}")
+    sample = samples[index]
+    text = coloured(sample.tokens[:tokens], sample.trained[:tokens], tokenizer)
+    console = Console()
+    console.print(text, soft_wrap=True)
+    console.print(f"[{sum(sample.trained)} of {len(sample.tokens)} tokens are trained]", markup=False)
+    for line in skips.lines():
+        console.print(line, markup=False)
+
+
+def coloured(tokens: list[int], trained: list[bool], tokenizer: Any) -> Text:
+    """The tokens' text; runs of one kind are decoded together, so that no character is cut."""
+    text = Text()
+    begin = 0
+    for end in range(1, len(tokens) + 1):
+        if end == len(tokens) or trained[end] != trained[begin]:
+            style = "bold green" if trained[begin] else "dim"
+            text.append(tokenizer.decode(tokens[begin:end], clean_up_tokenization_spaces=False), style=style)
+            begin = end
+    return text
+
+
+def _module(drafter: str) -> Any:
+    if drafter not in TRAINABLE:
+        raise ConfigError(unknown("trainable drafter", drafter, TRAINABLE))
+    return importlib.import_module(f"training.{drafter}")
+
+
+def _set(values: dict[str, Any], setting: str) -> None:
+    """Apply ``group.key=value`` in place."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set takes KEY=VALUE, such as loop.lr=3e-4; got {setting!r}")
+    *groups, last = key.split(".")
+    for group in groups:
+        values = values.setdefault(group, {})
+    values[last] = yaml.safe_load(text)
+
+
+def main() -> None:
+    """``python -m training.cli``, for ``accelerate launch``."""
+    try:
+        app()
+    except SpecdecError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Conversion of published Kangaroo checkpoints: ``pytorch_model.bin`` and a one-layer Llama ``config.json``."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from drafters.adapter import Adapter, AdapterConfig, fingerprint, load_strictly
+from drafters.kangaroo import check_fit
+from specdec.errors import CheckpointError
+from specdec.target import Target
+
+__all__ = ["convert"]
+
+_NAMES = {
+    "layers.0.input_layernorm.weight": "input_norm",
+    **{f"layers.0.self_attn.{p}.weight": f"{p}.weight" for p in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    "norm.weight": "norm",
+}
+_IGNORED = "rotary_emb.inv_freq"  # a constant that old releases stored
+
+
+def convert(source: str | Path, out: str | Path, *, exit_layer: int, target: Target | None = None) -> Adapter:
+    """Read a checkpoint of the official layout and write ours.
+
+    Args:
+        source: folder with ``config.json`` and ``pytorch_model.bin`` or ``model.safetensors``.
+        out: folder to write.
+        exit_layer: l, which the file does not hold: the authors use 2 for 7B models and 3 for 13B.
+        target: its model; if given, the adapter is checked against it and carries its fingerprint.
+
+    Raises:
+        CheckpointError: a file is missing or broken, has tensors that do not belong, or does not fit the target.
+    """
+    source = Path(source)
+    tensors = _renamed(_load(source), source)
+    try:
+        values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config = AdapterConfig(
+            hidden_size=int(values["hidden_size"]),
+            vocab_size=int(values["vocab_size"]),
+            exit_layer=exit_layer,
+            heads=int(values["num_attention_heads"]),
+            rope_base=float(values.get("rope_theta", 10000.0)),
+            norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+            target="" if target is None else fingerprint(target),
+        )
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(source / 'config.json')!r} is no Llama config of an adapter: {type(error).__name__}: {error}"
+        ) from error
+    adapter = Adapter(config)
+    load_strictly(adapter, tensors, source)
+    if target is not None:
+        check_fit(config, target)
+    adapter.save_pretrained(out)
+    return adapter
+
+
+def _load(source: Path) -> dict[str, Any]:
+    pickled, safe = source / "pytorch_model.bin", source / "model.safetensors"
+    try:
+        if safe.exists():
+            return dict(load_file(safe))
+        # weights_only: a pickle of anything but tensors is refused, not run.
+        return dict(torch.load(pickled, map_location="cpu", weights_only=True))
+    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"no official Kangaroo checkpoint in {str(source)!r}: {reason}; give the folder that holds config.json and "
+            "pytorch_model.bin"
+        ) from error
+
+
+def _renamed(tensors: dict[str, Any], source: Path) -> dict[str, torch.Tensor]:
+    """Our names for the official ones, which carry ``module.`` where they were saved from several GPUs."""
+    renamed: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        plain = key.removeprefix("module.")
+        if plain.endswith(_IGNORED):
+            continue
+        if plain not in _NAMES:
+            raise CheckpointError(
+                f"{str(source)!r} holds {key!r}, which an official Kangaroo adapter has not; known: {', '.join(_NAMES)}"
+            )
+        renamed[_NAMES[plain]] = tensor.float()
+    return renamed

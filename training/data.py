@@ -1,0 +1,245 @@
+"""Training texts: ShareGPT conversations as people have them, plain text, or the standard library.
+
+A sample is tokens and a mask of the *trained* ones: an assistant's words and the special token that ends them, found by
+character offsets; in plain text all but special tokens. What is left out is counted under its reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import ConfigError
+from training.stdlib_corpus import read_files
+
+__all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "read_samples"]
+
+TEMPLATES = ("auto", "tokenizer", "vicuna")
+STDLIB = "stdlib"
+
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
+    "system": "system",
+}
+_VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    """How texts become samples.
+
+    Attributes:
+        length: tokens of a training window; longer samples are cut into windows.
+        template: ``tokenizer`` (its chat template), ``vicuna`` (version 1.1), or ``auto``: the first if there is one.
+        held_out_one_in: samples kept for evaluation, by a hash of their text, where no evaluation data is given.
+    """
+
+    length: int = 512
+    template: str = "auto"
+    held_out_one_in: int = 50
+
+    def __post_init__(self) -> None:
+        if self.length < 8:
+            raise ConfigError(f"text.length is {self.length}; it must be at least 8 tokens")
+        if self.template not in TEMPLATES:
+            raise ConfigError(f"text.template is {self.template!r}; it must be one of {', '.join(TEMPLATES)}")
+        if self.held_out_one_in < 2:
+            raise ConfigError(f"text.held_out_one_in is {self.held_out_one_in}; it must be at least 2")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One text: n token ids, and for each whether it is trained. ``held_out``: kept for evaluation."""
+
+    tokens: list[int]
+    trained: list[bool]
+    held_out: bool
+
+
+@dataclass(slots=True)
+class Skips:
+    """What reading left out or mended: reason -> how often."""
+
+    skipped: Counter[str] = field(default_factory=Counter)
+    mended: Counter[str] = field(default_factory=Counter)
+
+    def lines(self) -> list[str]:
+        """One line per reason, the most frequent first."""
+        return [
+            f"{count} {what}: {reason}"
+            for what, reasons in (("skipped", self.skipped), ("mended", self.mended))
+            for reason, count in reasons.most_common()
+        ]
+
+
+def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, skips: Skips) -> Iterator[Sample]:
+    """Samples of all sources: ``stdlib``, or files ``.json``/``.jsonl`` of conversations, else plain text.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a tokenizer without offsets.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(
+            f"{type(tokenizer).__name__} gives no character offsets, by which the loss mask is found; "
+            "use a fast tokenizer (one with a tokenizer.json)"
+        )
+    for source in sources:
+        if source == STDLIB:
+            for held_out in (False, True):
+                for _, text in read_files(held_out=held_out):
+                    yield _plain(text, tokenizer, held_out)
+        elif Path(source).suffix in (".json", ".jsonl"):
+            for record in _records(Path(source), skips):
+                turns = _turns(record, skips)
+                sample = None if turns is None else _conversation(turns, tokenizer, config, skips)
+                if sample is not None:
+                    yield sample
+        else:
+            text = _text(Path(source))
+            yield _plain(text, tokenizer, _held_out(text, config))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the data file {str(path)!r}: {error}") from error
+
+
+def _records(path: Path, skips: Skips) -> Iterator[Any]:
+    """The conversations of a JSON array, or of a JSONL file whatever its suffix."""
+    text = _text(path)
+    try:
+        whole = json.loads(text)
+    except ValueError as broken:
+        lines = [line for line in text.splitlines() if line.strip()]
+        if not lines or lines[0].lstrip().startswith("["):
+            raise ConfigError(
+                f"the data file {str(path)!r} is no JSON: {broken}; it must hold a list of conversations, or one a line"
+            ) from broken
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                skips.skipped["a line that is no JSON"] += 1
+        return
+    yield from whole if isinstance(whole, list) else [whole]
+
+
+def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
+    """Messages of a ShareGPT record, alternating and ending with an answer; None where there is nothing to learn."""
+    turns = record.get("conversations", record.get("messages")) if isinstance(record, Mapping) else None
+    if not isinstance(turns, list):
+        skips.skipped["no list of conversations"] += 1
+        return None
+    messages: list[dict[str, str]] = []
+    for turn in turns:
+        named = turn if isinstance(turn, Mapping) else {}
+        role = _ROLES.get(str(named.get("from", named.get("role"))).lower())
+        text = named.get("value", named.get("content"))
+        if role is None:
+            skips.skipped[f"unknown speaker {named.get('from', named.get('role'))!r}"] += 1
+            return None
+        if not isinstance(text, str) or not text.strip():
+            # What follows an empty turn answers something that is not there.
+            skips.mended["cut at an empty turn"] += 1
+            break
+        if role == "system" and messages:
+            skips.mended["cut at a system turn that is not the first"] += 1
+            break
+        before = messages[-1]["role"] if messages else None
+        if role == "assistant" and before in (None, "system"):
+            skips.mended["opening turn of the assistant dropped"] += 1
+        elif role == before:
+            skips.mended["two turns of one speaker joined"] += 1
+            messages[-1]["content"] += "\n\n" + text
+        else:
+            messages.append({"role": role, "content": text})
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        skips.skipped["no answer of an assistant"] += 1
+        return None
+    return messages
+
+
+def _conversation(messages: list[dict[str, str]], tokenizer: Any, config: TextConfig, skips: Skips) -> Sample | None:
+    """Render, find the assistant's words, tokenize once."""
+    own = config.template == "tokenizer" or (config.template == "auto" and bool(tokenizer.chat_template))
+    if own:
+        from jinja2 import TemplateError  # what transformers renders with; not installed where it is not needed
+
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, ValueError) as error:
+            skips.skipped[f"the chat template refused it: {error}"] += 1
+            return None
+    else:
+        text = vicuna(messages, tokenizer.eos_token or "")
+    spans: list[tuple[int, int]] = []
+    cursor = 0
+    for message in messages:
+        content = message["content"].strip()
+        start = text.find(content, cursor)
+        if start < 0 and message["role"] == "assistant":
+            skips.skipped["the chat template changed the assistant's words"] += 1
+            return None
+        if start >= 0:
+            cursor = start + len(content)
+        if message["role"] == "assistant":
+            spans.append((start, cursor))
+    # As at inference: a template writes its own begin token, plain text gets the tokenizer's.
+    encoded = tokenizer(text, add_special_tokens=not own, return_offsets_mapping=True, verbose=False)
+    trained = trained_tokens(encoded["input_ids"], encoded["offset_mapping"], spans, set(tokenizer.all_special_ids))
+    return Sample(list(encoded["input_ids"]), trained, _held_out(text, config))
+
+
+def trained_tokens(
+    tokens: Sequence[int], offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]], special: set[int]
+) -> list[bool]:
+    """Whether each token belongs to a span of characters, or is the special token right behind one.
+
+    Example: the span (2, 4) over tokens at (0, 2), (2, 3), (3, 4), (4, 8) gives F T T F, and F T T T if the last one is
+    special.
+    """
+    trained: list[bool] = []
+    number = 0
+    for token, (start, end) in zip(tokens, offsets, strict=True):
+        while number < len(spans) and start >= spans[number][1]:
+            number += 1
+        inside = number < len(spans) and end > spans[number][0] and end > start
+        behind = token in special and bool(trained) and trained[-1] and tokens[len(trained) - 1] not in special
+        trained.append(inside or behind)
+    return trained
+
+
+def vicuna(messages: Sequence[Mapping[str, str]], eos: str) -> str:
+    """Vicuna's version 1.1 prompt: ``system USER: question ASSISTANT: answer</s>USER: ...``."""
+    system, rest = _VICUNA_SYSTEM, list(messages)
+    if rest and rest[0]["role"] == "system":
+        system = rest.pop(0)["content"]
+    parts = [system + " "]
+    for message in rest:
+        content = message["content"].strip()
+        parts.append(f"USER: {content} " if message["role"] == "user" else f"ASSISTANT: {content}{eos}")
+    return "".join(parts)
+
+
+def _plain(text: str, tokenizer: Any, held_out: bool) -> Sample:
+    tokens = list(tokenizer(text, verbose=False)["input_ids"])
+    special = set(tokenizer.all_special_ids)
+    return Sample(tokens, [token not in special for token in tokens], held_out)
+
+
+def _held_out(text: str, config: TextConfig) -> bool:
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:4], "big") % config.held_out_one_in == 0

@@ -1,0 +1,287 @@
+"""Training of Kangaroo's adapter: soft-label cross-entropy against the frozen target (Liu et al. 2024, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import nn
+from transformers import AutoTokenizer
+
+from drafters.adapter import Adapter, AdapterConfig, fingerprint, fitting_heads
+from specdec.engine import Engine
+from specdec.errors import ConfigError
+from specdec.target import TransformersTarget, embedded_model
+from training.acceptance import Tally, Written, greedy_texts
+from training.data import Sample, Skips, TextConfig, read_samples
+from training.features import FrozenTarget
+from training.log import read_log
+from training.loop import LoopConfig, new_accelerator, train
+from training.packing import Batch, Windows, pack
+
+__all__ = ["Config", "EvalConfig", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
+
+LABELS = ("soft", "hard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewAdapter:
+    """The adapter to train; see AdapterConfig. ``heads`` and ``intermediate_size`` 0: as in the target, or near."""
+
+    exit_layer: int = 2
+    variant: str = "attention"
+    heads: int = 0
+    intermediate_size: int = 0
+    eta: float = 0.6
+    gamma: int = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation: the target continues ``prompts`` texts, up to ``prompt`` tokens each, by up to ``new``."""
+
+    prompts: int = 24
+    prompt: int = 128
+    new: int = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What a training config may hold.
+
+    Attributes:
+        model: ``tiny``, a folder, or a hub id.
+        dtype: of the frozen target; ``auto`` takes the checkpoint's.
+        data: ``stdlib``, conversations (``.json``, ``.jsonl``) or text files.
+        eval_data: the same for evaluation; empty holds out a share of ``data``.
+        out: folder of checkpoint, log and result.
+        labels: ``soft``, the target's distribution, or ``hard``, its largest token.
+        top_k: keep only this much of the soft labels, for large vocabularies; 0 keeps all.
+        adapter, text, loop, evaluation: see their classes.
+    """
+
+    model: str = "tiny"
+    dtype: str = "auto"
+    data: list[str] = field(default_factory=list)
+    eval_data: list[str] = field(default_factory=list)
+    out: str = "runs/kangaroo"
+    labels: str = "soft"
+    top_k: int = 0
+    adapter: NewAdapter = field(default_factory=NewAdapter)
+    text: TextConfig = field(default_factory=TextConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        if self.labels not in LABELS:
+            raise ConfigError(f"labels is {self.labels!r}; it must be one of {', '.join(LABELS)}")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; it must be >= 0, where 0 keeps the whole distribution")
+        if not self.data:
+            raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
+
+
+class KangarooTraining:
+    """An adapter, its frozen target and the texts that it is judged by; see :class:`training.loop.Trainable`."""
+
+    metric = "tokens_per_step"
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        target: TransformersTarget,
+        texts: Sequence[Written],
+        *,
+        labels: str = "soft",
+        top_k: int = 0,
+    ) -> None:
+        self.module: nn.Module = adapter
+        self.adapter = adapter
+        self._layer = adapter.config.exit_layer
+        self.frozen = FrozenTarget(target, [self._layer])
+        self._texts, self._labels, self._top_k = texts, labels, top_k
+
+    def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+        features, states = self.frozen.read(batch)
+        with torch.no_grad():
+            wanted = self.frozen.head(states)
+        guess = module(
+            features[self._layer].float(), batch.positions, self.frozen.head, mask=batch.mask, rows=batch.targets
+        )
+        return soft_loss(guess.float(), wanted.float(), labels=self._labels, top_k=self._top_k)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        config = self.adapter.config
+        tally, matched, count = Tally(config.gamma), 0.0, 0
+        for text in self._texts:
+            right, confidence, overlap = self.judge(text)
+            tally.add(right, [c > config.eta for c in confidence])
+            matched, count = matched + overlap, count + len(right)
+        return {**tally.figures(), "overlap": matched / max(count, 1)}
+
+    def judge(self, text: Written) -> tuple[list[bool], list[float], float]:
+        """For each new token: was the guess right, how sure was it; and the sum of ``min(p, q)`` over them."""
+        size, device = len(text.tokens), self.frozen.target.device
+        tokens = torch.tensor([text.tokens], device=device)
+        places = torch.arange(text.prompt - 1, size - 1, device=device)
+        batch = Batch(tokens, places, torch.arange(size, device=device)[None], torch.zeros_like(tokens))
+        features, states = self.frozen.read(batch)
+        weight = self.adapter.norm
+        early = features[self._layer].to(weight.dtype)
+        guess = self.adapter(early, batch.positions, self.frozen.head, rows=places).float()
+        q = torch.softmax(guess, -1)
+        overlap = torch.minimum(torch.softmax(self.frozen.head(states).float(), -1), q).sum()
+        right = guess.argmax(-1) == tokens[0, places + 1]
+        return right.tolist(), q.max(-1).values.tolist(), float(overlap)
+
+    def save(self, folder: Path) -> None:
+        self.adapter.save_pretrained(folder)
+
+
+def soft_loss(guess: torch.Tensor, wanted: torch.Tensor, *, labels: str = "soft", top_k: int = 0) -> torch.Tensor:
+    """Cross-entropy of logits ``guess`` [N, V] against those of the target, ``wanted`` [N, V]; nats, summed over N."""
+    if labels == "hard":
+        return F.cross_entropy(guess, wanted.argmax(-1), reduction="sum")
+    if top_k:
+        values, tokens = wanted.topk(min(top_k, wanted.shape[-1]), -1)
+        chosen = guess.gather(-1, tokens) - guess.logsumexp(-1, keepdim=True)
+        return -(torch.softmax(values, -1) * chosen).sum()
+    return F.cross_entropy(guess, torch.softmax(wanted, -1), reduction="sum")
+
+
+def new_adapter(config: NewAdapter, target: TransformersTarget, *, seed: int = 0) -> Adapter:
+    """An untrained adapter for a target.
+
+    Raises:
+        ConfigError: an exit layer that the target does not have.
+    """
+    if not 1 <= config.exit_layer < target.num_layers:
+        raise ConfigError(
+            f"adapter.exit_layer is {config.exit_layer}; the model has {target.num_layers} layers, so it must be in "
+            f"[1, {target.num_layers - 1}]"
+        )
+    size, own = target.hidden_size, target.config
+    with_mlp = config.variant in ("layer", "mlp")
+    inner = config.intermediate_size or int(getattr(own, "intermediate_size", 4 * size))
+    adapter = Adapter(
+        AdapterConfig(
+            hidden_size=size,
+            vocab_size=target.vocab_size,
+            exit_layer=config.exit_layer,
+            heads=config.heads or fitting_heads(size, int(own.num_attention_heads)),
+            variant=config.variant,
+            intermediate_size=inner if with_mlp else 0,
+            norm_eps=float(getattr(own, "rms_norm_eps", 1e-6)),
+            eta=config.eta,
+            gamma=config.gamma,
+            target=fingerprint(target),
+        )
+    )
+    adapter.start_from(target, seed=seed)
+    return adapter
+
+
+def load_samples(config: Config, tokenizer: Any, say: Any = print) -> tuple[list[Sample], list[Sample]]:
+    """Training and held-out samples; says what was left out.
+
+    Raises:
+        ConfigError: nothing usable in the data.
+    """
+    skips = Skips()
+    samples = list(read_samples(config.data, tokenizer, config.text, skips))
+    held = list(read_samples(config.eval_data, tokenizer, config.text, skips)) if config.eval_data else []
+    for line in skips.lines():
+        say(line)
+    learnt = samples if held else [s for s in samples if not s.held_out]
+    held = held or [s for s in samples if s.held_out]
+    if not learnt:  # so few that all were held out
+        learnt, held = held, []
+    if not learnt:
+        raise ConfigError(
+            f"{', '.join(config.data)}: not one usable conversation; "
+            + ("; ".join(skips.lines()) or "the files are empty")
+        )
+    return learnt, held or learnt[:1]
+
+
+def run(config: Config) -> dict[str, float]:
+    """Train as a config says; returns the best checkpoint's evaluation.
+
+    Raises:
+        SpecdecError: whatever is wrong with config, data, model or disk; see the parts.
+    """
+    accelerator = new_accelerator(config.loop)
+    say = accelerator.print
+    target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model() if config.model == "tiny" else config.model)
+    adapter = new_adapter(config.adapter, target, seed=config.loop.seed)
+    learnt, held = load_samples(config, tokenizer, say)
+    windows = pack(learnt, config.text.length)
+    parameters = sum(p.numel() for p in adapter.parameters())
+    say(
+        f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
+        f"{windows.trained} trained; adapter of {parameters:,} parameters behind layer {adapter.config.exit_layer}"
+    )
+    judged = config.evaluation
+    texts = greedy_texts(Engine(target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
+    trainable = KangarooTraining(adapter, target, texts, labels=config.labels, top_k=config.top_k)
+    out = Path(config.out)
+    best = train(trainable, windows, config.loop, accelerator, out, run=description(config, adapter))
+    if accelerator.is_main_process:
+        (out / "best" / "README.md").write_text(model_card(config, adapter, windows, read_log(out / "log.jsonl")))
+    say(
+        f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
+        f"--drafter kangaroo --set kangaroo.adapter={config.out}/best"
+    )
+    return best
+
+
+def model_card(config: Config, adapter: Adapter, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
+    """What the adapter is, how it was made and how it did, in Markdown."""
+    own, loop = adapter.config, config.loop
+    steps = [line for line in lines if "loss" in line]
+    tokens = sum(line["tokens"] for line in steps) / max(len(steps), 1) * (steps[-1]["step"] if steps else 0)
+    judged = config.evaluation
+    table = "".join(
+        f"| {line['step']} | {line['tokens_per_step']:.3f} | {line['accepted_1']:.3f} | {line['overlap']:.3f} |\n"
+        for line in lines
+        if "overlap" in line
+    )
+    return f"""# Kangaroo adapter
+
+Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant `{own.variant}`, \
+{sum(p.numel() for p in adapter.parameters()):,} parameters, the target's own head on top. Its weights are trained \
+from nothing; the target stays as it was.
+
+- Data: {", ".join(Path(source).name for source in config.data)}; {len(windows):,} windows of {windows.length} tokens, \
+{windows.trained:,} of them trained tokens, hash {windows.digest}.
+- Training: `specdec train kangaroo` with the options below; about {tokens / 1e6:.1f} M tokens in \
+{steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes.
+- Evaluation: {judged.prompts} held-out prompts of up to {judged.prompt} tokens, {judged.new} new tokens each, greedy, \
+eta {own.eta:g}, gamma {own.gamma}. Tokens per step count the bonus token; overlap is the mean of sum(min(p, q)).
+
+| step | tokens per step | first draft accepted | overlap |
+|---:|---:|---:|---:|
+{table}
+```yaml
+{yaml.safe_dump({"labels": config.labels, "top_k": config.top_k, "loop": asdict(loop)}, sort_keys=False).strip()}
+```
+"""
+
+
+def description(config: Config, adapter: Adapter) -> Mapping[str, Any]:
+    """What may not change between a run and its continuation."""
+    free = replace(config.loop, wandb="off", log_every=1, save_every=1)
+    return {
+        "adapter": asdict(adapter.config),
+        "loop": asdict(free),
+        "evaluation": asdict(config.evaluation),
+        "labels": config.labels,
+        "top_k": config.top_k,
+    }

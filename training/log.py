@@ -1,0 +1,90 @@
+"""The log of a training run: a JSON line per step, a plot of the loss, and wandb where it is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import ConfigError
+
+__all__ = ["TrainingLog", "plot"]
+
+
+class TrainingLog:
+    """Lines of ``log.jsonl``; lines after ``step``, of a run that was killed, are dropped.
+
+    Args:
+        folder: where ``log.jsonl`` and ``loss.png`` go.
+        step: steps done so far.
+        wandb: ``off``, ``offline`` (used if installed) or ``online``.
+        config: shown in wandb.
+
+    Raises:
+        ConfigError: wandb is asked for and not installed.
+    """
+
+    def __init__(self, folder: Path, step: int, *, wandb: str = "off", config: Any = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "log.jsonl"
+        self._run = _wandb_run(wandb, folder, config)
+        kept = [line for line in read_log(self.path) if line["step"] <= step]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+    def write(self, **values: Any) -> None:
+        """One line; ``step`` must be among the values."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+        if self._run is not None:
+            self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+
+    def close(self) -> None:
+        """Draw the plot and end the wandb run."""
+        plot(read_log(self.path), self.path.with_name("loss.png"))
+        if self._run is not None:
+            self._run.finish()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; a last one that was cut short by a kill is left out."""
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+def plot(lines: list[dict[str, Any]], path: Path) -> bool:
+    """Draw loss and evaluation over steps; False where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    axes.plot(*zip(*losses, strict=True) if losses else ((), ()), color="tab:blue", linewidth=1)
+    axes.set(xlabel="step", ylabel="training loss, nats per token")
+    scores = [(line["step"], line["tokens_per_step"]) for line in lines if "tokens_per_step" in line]
+    if scores:
+        right = axes.twinx()
+        right.plot(*zip(*scores, strict=True), color="tab:orange", marker="o")
+        right.set_ylabel("held-out tokens per step")
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def _wandb_run(mode: str, folder: Path, config: Any) -> Any:
+    if mode not in ("off", "offline", "online"):
+        raise ConfigError(f"wandb is {mode!r}; it must be off, offline or online")
+    if mode == "off":
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        if mode == "online":
+            raise ConfigError("wandb=online needs the extra: pip install 'specdec[wandb]'") from error
+        return None
+    return wandb.init(project="specdec", dir=str(folder), mode=mode, config=config, resume="allow", id=folder.name)

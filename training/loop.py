@@ -1,0 +1,280 @@
+"""The training loop, for whatever is trainable: batches by number, exact resume, the best checkpoint by its use.
+
+Every batch is a function of (seed, step), and nothing else is random; a checkpoint holds weights, optimizer and step.
+So a run that is killed at any moment and started again ends, on a CPU, with the weights of one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from accelerate import Accelerator
+from torch import nn
+from tqdm import tqdm
+
+from specdec.errors import ConfigError, NumericalError
+from training.checkpoint import load_checkpoint, save_checkpoint
+from training.log import TrainingLog
+from training.packing import Batch, Windows
+
+__all__ = ["LoopConfig", "Trainable", "new_accelerator", "rows_of", "train"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """How the loop runs.
+
+    Attributes:
+        epochs: passes over the data, if ``steps`` is 0.
+        steps: optimizer steps; 0 follows from ``epochs``.
+        batch: windows per process and forward.
+        accumulate: forwards per optimizer step.
+        optimizer: ``adamw``, or ``muon`` for matrices (scaled so that AdamW's rates fit) with AdamW for the rest.
+        lr: peak learning rate.
+        weight_decay: of matrices only.
+        beta2: of AdamW.
+        warmup: share of the steps over which the rate rises linearly.
+        decay: share of the steps over which it falls linearly to zero.
+        clip: largest norm of the gradient; 0 is off.
+        precision: ``no`` or ``bf16``, the computation's; weights stay in float32.
+        seed: of the order of the windows and of the initial weights.
+        eval_every, save_every, log_every: in steps; the last step always does all three.
+        wandb: ``off``, ``offline`` (used where installed) or ``online``.
+    """
+
+    epochs: float = 1.0
+    steps: int = 0
+    batch: int = 8
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    beta2: float = 0.99
+    warmup: float = 0.03
+    decay: float = 0.97
+    clip: float = 1.0
+    precision: str = "no"
+    seed: int = 0
+    eval_every: int = 200
+    save_every: int = 100
+    log_every: int = 10
+    wandb: str = "offline"
+
+    def __post_init__(self) -> None:
+        for name, good, rule in (
+            ("epochs", self.epochs > 0, "> 0"),
+            ("steps", self.steps >= 0, ">= 0, where 0 follows from epochs"),
+            ("batch", self.batch >= 1, "at least 1"),
+            ("accumulate", self.accumulate >= 1, "at least 1"),
+            ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
+            ("lr", self.lr > 0, "> 0"),
+            ("warmup", 0 <= self.warmup <= 1, "in [0, 1]"),
+            ("decay", 0 <= self.decay <= 1, "in [0, 1]"),
+            ("clip", self.clip >= 0, ">= 0, where 0 is off"),
+            ("precision", self.precision in ("no", "bf16"), "no or bf16"),
+            ("eval_every", self.eval_every >= 1, "at least 1"),
+            ("save_every", self.save_every >= 1, "at least 1"),
+            ("log_every", self.log_every >= 1, "at least 1"),
+            ("wandb", self.wandb in ("off", "offline", "online"), "off, offline or online"),
+        ):
+            if not good:
+                raise ConfigError(f"loop.{name} is {getattr(self, name)!r}; it must be {rule}")
+
+
+class Trainable(Protocol):
+    """What a drafter's training file provides; the loop does the rest.
+
+    Attributes:
+        module: what is trained; its parameters that require a gradient.
+        metric: the figure of ``evaluate`` by which the best checkpoint is chosen, larger being better.
+    """
+
+    module: nn.Module
+    metric: str
+
+    def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+        """Loss *summed* over ``batch.targets``; ``module`` is the trained one, perhaps wrapped by accelerate."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures on held-out data."""
+
+    def save(self, folder: Path) -> None:
+        """Write the module for use."""
+
+
+def new_accelerator(config: LoopConfig) -> Accelerator:
+    """accelerate's view of the devices: one CPU or GPU, or as many as ``accelerate launch`` started."""
+    return Accelerator(mixed_precision=config.precision)
+
+
+def train(
+    trainable: Trainable,
+    windows: Windows,
+    config: LoopConfig,
+    accelerator: Accelerator,
+    folder: Path,
+    *,
+    run: Mapping[str, Any],
+) -> dict[str, float]:
+    """Train to the end, from the last checkpoint in ``folder`` if there is one.
+
+    Leaves ``checkpoint.safetensors``, ``log.jsonl``, ``loss.png``, ``best/`` and ``last/`` there.
+
+    Args:
+        run: JSON values that say what this run is; a checkpoint of another is refused.
+
+    Returns:
+        The evaluation of the best checkpoint, and its ``step``.
+
+    Raises:
+        NumericalError: loss or gradient is no number; the batch is named, and the weights are as before it.
+        CheckpointError: a checkpoint that cannot be read or written.
+    """
+    steps = config.steps or math.ceil(
+        config.epochs * len(windows) / (config.batch * config.accumulate * accelerator.num_processes)
+    )
+    run = {**run, "data": windows.digest, "steps": steps, "processes": accelerator.num_processes}
+    path = folder / "checkpoint.safetensors"
+    optimizers = _optimizers(trainable.module, config)
+    state: dict[str, Any] = {"step": 0, "best": None, "seconds": 0.0}
+    trainable.module.to(accelerator.device)
+    if path.exists():
+        state = load_checkpoint(path, trainable.module, optimizers, run=run)
+    module, *prepared = accelerator.prepare(trainable.module, *optimizers)
+    main = accelerator.is_main_process
+    log = TrainingLog(folder, state["step"], wandb=config.wandb, config=dict(run)) if main else None
+    bar = tqdm(total=steps, initial=state["step"], unit="step", disable=not main, mininterval=1.0)
+    began = perf_counter() - state["seconds"]
+    for step in range(state["step"], steps):
+        rate = config.lr * rate_at(step, steps, config)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = rate
+        figures = _step(trainable, module, prepared, windows, config, accelerator, step)
+        done = step + 1
+        last = done == steps
+        state = {"step": done, "best": state["best"], "seconds": perf_counter() - began}
+        bar.update()
+        bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
+        if log is not None and (last or done % config.log_every == 0):
+            log.write(step=done, lr=rate, **figures, seconds=round(state["seconds"], 2))
+        if last or done % config.eval_every == 0:
+            state["best"] = _evaluate(trainable, accelerator, folder, done, state["best"], log, bar)
+        if main and (last or done % config.save_every == 0):
+            save_checkpoint(path, trainable.module, optimizers, state=state, run=run)
+    bar.close()
+    if log is not None:
+        trainable.save(folder / "last")
+        log.close()
+    return dict(state["best"] or {})
+
+
+def rows_of(step: int, config: LoopConfig, windows: int, rank: int, processes: int) -> list[npt.NDArray[np.int64]]:
+    """Window numbers of each forward of a step, for one process.
+
+    Epoch e goes through the windows in the order of a permutation drawn from (seed, e); a step that crosses the end of
+    an epoch takes the rest from the next.
+
+    Example: 5 windows, batch 2, accumulate 1, one process: steps take places 0 1 | 2 3 | 4 0' | 1' 2' | ...
+    """
+    each = config.batch * config.accumulate
+    places = np.arange(step * each * processes + rank, (step + 1) * each * processes, processes)
+    rows = np.empty(each, dtype=np.int64)
+    for epoch in np.unique(places // windows):
+        here = places // windows == epoch
+        order = np.random.default_rng((config.seed, int(epoch))).permutation(windows)
+        rows[here] = order[places[here] % windows]
+    return np.split(rows, config.accumulate)
+
+
+def rate_at(step: int, steps: int, config: LoopConfig) -> float:
+    """Factor on the learning rate: up linearly, flat, down linearly to zero after the last step."""
+    warm = max(config.warmup * steps, 1e-9)
+    cool = max(config.decay * steps, 1e-9)
+    return min(1.0, (step + 1) / warm, (steps - step) / cool)
+
+
+def _optimizers(module: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
+    learnt = [p for p in module.parameters() if p.requires_grad]
+    matrices, rest = [p for p in learnt if p.ndim >= 2], [p for p in learnt if p.ndim < 2]
+    decay, betas = config.weight_decay, (0.9, config.beta2)
+    made: list[torch.optim.Optimizer] = []
+    if matrices and config.optimizer == "muon":
+        made.append(torch.optim.Muon(matrices, lr=config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    elif matrices:
+        made.append(torch.optim.AdamW(matrices, lr=config.lr, betas=betas, weight_decay=decay))
+    if rest:
+        made.append(torch.optim.AdamW(rest, lr=config.lr, betas=betas, weight_decay=0.0))
+    return made
+
+
+def _step(
+    trainable: Trainable,
+    module: nn.Module,
+    optimizers: Sequence[Any],
+    windows: Windows,
+    config: LoopConfig,
+    accelerator: Accelerator,
+    step: int,
+) -> dict[str, float]:
+    """One optimizer step; the loss is the mean over the trained tokens of all its forwards on all processes."""
+    rows = rows_of(step, config, len(windows), accelerator.process_index, accelerator.num_processes)
+    batches = [windows.at(part).to(accelerator.device) for part in rows]
+    counts = torch.tensor(float(sum(len(b.targets) for b in batches)), device=accelerator.device)
+    count = max(float(accelerator.reduce(counts, "sum")), 1.0)
+    total = torch.zeros((), device=accelerator.device)
+    for number, batch in enumerate(batches):
+        waits = number < len(batches) - 1  # gradients travel between processes once, with the last forward
+        with accelerator.no_sync(module) if waits else nullcontext(), accelerator.autocast():
+            loss = trainable.loss(module, batch) / count
+            # Processes average their gradients; the loss is a sum over all.
+            accelerator.backward(loss * accelerator.num_processes)
+        total += loss.detach()
+    value = float(accelerator.reduce(total, "sum"))
+    norm = float(accelerator.clip_grad_norm_(trainable.module.parameters(), config.clip or math.inf))
+    if not math.isfinite(value) or not math.isfinite(norm):
+        _clear(optimizers)
+        raise NumericalError(
+            f"step {step + 1}: loss is {value}, gradient norm {norm}, on windows {np.concatenate(rows).tolist()}; "
+            "the weights are as before this step. Look at these windows, lower loop.lr, or set loop.precision=no"
+        )
+    for optimizer in optimizers:
+        optimizer.step()
+    _clear(optimizers)
+    return {"loss": value, "grad_norm": norm, "tokens": count}
+
+
+def _clear(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _evaluate(
+    trainable: Trainable,
+    accelerator: Accelerator,
+    folder: Path,
+    step: int,
+    best: dict[str, float] | None,
+    log: TrainingLog | None,
+    bar: Any,
+) -> dict[str, float] | None:
+    """Evaluate on the main process, and keep the module if it is the best so far."""
+    if log is not None:
+        trainable.module.eval()
+        figures = trainable.evaluate()
+        trainable.module.train()
+        log.write(step=step, **figures)
+        bar.write(f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
+        if best is None or figures[trainable.metric] > best[trainable.metric]:
+            trainable.save(folder / "best")
+            best = {"step": step, **figures}
+    accelerator.wait_for_everyone()
+    return best

@@ -1,0 +1,297 @@
+"""Training of Medusa's heads on a frozen target: Medusa-1 (Cai et al. 2024, section 2.2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import nn
+from transformers import AutoTokenizer
+
+from drafters.adapter import fingerprint
+from drafters.medusa import Node, check_tree, nodes_of, preset
+from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from specdec.engine import Engine
+from specdec.errors import ConfigError
+from specdec.target import TransformersTarget, embedded_model
+from training.acceptance import Written, greedy_texts
+from training.data import TextConfig
+from training.features import FrozenTarget
+from training.kangaroo import EvalConfig, load_samples
+from training.log import read_log
+from training.loop import LoopConfig, new_accelerator, train
+from training.packing import Batch, Windows, pack
+
+__all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "run", "steps_of"]
+
+LABELS = ("soft", "hard")
+_RANKS = 3  # whose accuracy is logged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewHeads:
+    """The heads to train; see HeadsConfig."""
+
+    heads: int = 3
+    layers: int = 1
+    own_head: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What a training config may hold.
+
+    Attributes:
+        model: ``tiny``, a folder, or a hub id.
+        dtype: of the frozen target; ``auto`` takes the checkpoint's.
+        data: ``stdlib``, conversations (``.json``, ``.jsonl``) or text files.
+        eval_data: the same for evaluation; empty holds out a share of ``data``.
+        out: folder of checkpoint, log and result.
+        labels: ``hard``, the text's tokens as in the paper, or ``soft``, the target's distribution for their places.
+        decay: head k's loss counts ``decay ** k``, k from 1.
+        tree: whose tokens per step choose the best checkpoint; a preset or rank paths.
+        heads, text, loop, evaluation: see their classes.
+    """
+
+    model: str = "tiny"
+    dtype: str = "auto"
+    data: list[str] = field(default_factory=list)
+    eval_data: list[str] = field(default_factory=list)
+    out: str = "runs/medusa"
+    labels: str = "hard"
+    decay: float = 0.8
+    tree: str | list[list[int]] = "small"
+    heads: NewHeads = field(default_factory=NewHeads)
+    text: TextConfig = field(default_factory=TextConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        if self.labels not in LABELS:
+            raise ConfigError(f"labels is {self.labels!r}; it must be one of {', '.join(LABELS)}")
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay is {self.decay}; it must be in (0, 1]")
+        if not self.data:
+            raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
+        check_tree(self.paths, heads=self.heads.heads)
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """The rank paths that ``tree`` means."""
+        return preset(self.tree) if isinstance(self.tree, str) else self.tree
+
+
+class MedusaTraining:
+    """Heads, their frozen target and the texts that they are judged by; see :class:`training.loop.Trainable`."""
+
+    metric = "tokens_per_step"
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        target: TransformersTarget,
+        texts: Sequence[Written],
+        *,
+        tree: Sequence[Sequence[int]],
+        labels: str = "hard",
+        decay: float = 0.8,
+    ) -> None:
+        self.module: nn.Module = heads
+        self.heads = heads
+        self.frozen = FrozenTarget(target, [])
+        self._texts, self._nodes, self._labels, self._decay = texts, nodes_of(tree), labels, decay
+
+    def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+        _, states = self.frozen.read(batch)
+        with torch.no_grad():
+            wanted = torch.softmax(self.frozen.head(states).float(), -1) if self._labels == "soft" else None
+        total = states.new_zeros((), dtype=torch.float32)
+        for number, guess in enumerate(module(states.float()), 1):
+            rows, places = ahead(batch, number)
+            if len(rows) == 0:
+                continue
+            logits = self._logits(guess[rows]).float()
+            text = batch.tokens.flatten()[batch.targets[places] + 1]
+            label = text if wanted is None else wanted[places]
+            total = total + self._decay**number * F.cross_entropy(logits, label, reduction="sum")
+        return total
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Tokens per step with the tree; for each head, how often the text's token has rank 0, 1, ... among its own."""
+        heads, steps, tokens = self.heads.config.heads, 0, 0
+        ranks: list[list[int]] = [[] for _ in range(heads)]
+        for text in self._texts:
+            found = self.judge(text)
+            steps += steps_of(found, self._nodes, text)
+            tokens += len(text.tokens) - text.prompt
+            for own, new in zip(ranks, found, strict=True):
+                own += [rank for rank in new if rank >= 0]
+        figures = {"tokens_per_step": tokens / max(steps, 1)}
+        for number, own in enumerate(ranks, 1):
+            for rank in range(_RANKS):
+                figures[f"head_{number}_rank_{rank}"] = own.count(rank) / max(len(own), 1)
+        return figures
+
+    def judge(self, text: Written) -> list[list[int]]:
+        """For each head k and position i: the rank, for the head reading i's state, of token i + 1 + k.
+
+        -1 before the first position that drafting reads, which is the last but one of the prompt.
+        """
+        size, device = len(text.tokens), self.frozen.target.device
+        tokens = torch.tensor([text.tokens], device=device)
+        places = torch.arange(size, device=device)
+        _, states = self.frozen.read(Batch(tokens, places, places[None], torch.zeros_like(tokens)))
+        first = max(text.prompt - 2, 0)
+        ranks = []
+        like = next(self.heads.parameters())
+        for number, guess in enumerate(self.heads(states.to(like.dtype)), 1):
+            logits = self._logits(guess[first : size - 1 - number]).float()
+            right = logits.gather(1, tokens[0, first + 1 + number :][: len(logits), None])
+            ranks.append([-1] * first + (logits > right).sum(1).tolist())
+        return ranks
+
+    def save(self, folder: Path) -> None:
+        self.heads.save_pretrained(folder)
+
+    def _logits(self, guess: torch.Tensor) -> torch.Tensor:
+        return guess if self.heads.config.own_head else self.frozen.head(guess)
+
+
+def ahead(batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For head ``number`` (from 1): which of ``batch.targets`` have the target ``number`` places on in the same text.
+
+    Returns two lists of indices into ``batch.targets``: the positions that a head reads, and those whose next token it
+    guesses there.
+
+    Example: targets 0 1 2 5 6 of one window, positions 5 and 6 being another text: head 1 reads 0 1 5 (indices 0 1 3)
+    and guesses what follows 1 2 6 (indices 1 2 4).
+    """
+    targets, documents = batch.targets, batch.documents
+    length = documents.shape[1]
+    index = torch.full((documents.numel() + number,), -1, device=targets.device)
+    index[targets] = torch.arange(len(targets), device=targets.device)
+    later = index[targets + number]
+    same_row = targets // length == (targets + number) // length
+    piece = documents.flatten()
+    same = piece[targets] == piece[(targets + number).clamp(max=documents.numel() - 1)]
+    rows = torch.nonzero((later >= 0) & same_row & same)[:, 0]
+    return rows, later[rows]
+
+
+def steps_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Written) -> int:
+    """Steps that the engine takes for a text, from ``MedusaTraining.judge``'s ranks.
+
+    With the root at position r the heads read r - 1, and a node of depth d holds the text's token if its rank is that of
+    token r + d.
+    """
+    root, last, steps = text.prompt - 1, len(text.tokens) - 1, 0
+    while root < last:
+        right = {0: 0}  # row -> depth, of the rows that hold the text
+        for row, node in enumerate(nodes, 1):
+            fits = root >= 1 and node.depth < last - root and node.parent in right
+            if fits and ranks[node.depth - 1][root - 1] == node.rank:
+                right[row] = node.depth
+        root += max(right.values()) + 1
+        steps += 1
+    return steps
+
+
+def new_heads(config: NewHeads, target: TransformersTarget) -> MedusaHeads:
+    """Untrained heads for a target; each repeats its next token."""
+    heads = MedusaHeads(
+        HeadsConfig(
+            **asdict(config),
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            target=fingerprint(target),
+        )
+    )
+    heads.start_from(target)
+    return heads
+
+
+def run(config: Config) -> dict[str, float]:
+    """Train as a config says; returns the best checkpoint's evaluation.
+
+    Raises:
+        SpecdecError: whatever is wrong with config, data, model or disk; see the parts.
+    """
+    accelerator = new_accelerator(config.loop)
+    say = accelerator.print
+    target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model() if config.model == "tiny" else config.model)
+    heads = new_heads(config.heads, target)
+    learnt, held = load_samples(config, tokenizer, say)  # type: ignore[arg-type]
+    windows = pack(learnt, config.text.length)
+    say(
+        f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
+        f"{windows.trained} trained; {config.heads.heads} heads of {sum(p.numel() for p in heads.parameters()):,} "
+        "parameters in all"
+    )
+    judged = config.evaluation
+    texts = greedy_texts(Engine(target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
+    trainable = MedusaTraining(heads, target, texts, tree=config.paths, labels=config.labels, decay=config.decay)
+    out = Path(config.out)
+    best = train(trainable, windows, config.loop, accelerator, out, run=description(config, heads))
+    if accelerator.is_main_process:
+        (out / "best" / "README.md").write_text(model_card(config, heads, windows, read_log(out / "log.jsonl")))
+    say(
+        f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
+        f"--drafter medusa --set medusa.heads={config.out}/best"
+    )
+    return best
+
+
+def model_card(config: Config, heads: MedusaHeads, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
+    """What the heads are, how they were made and how they did, in Markdown."""
+    own, loop, judged = heads.config, config.loop, config.evaluation
+    steps = [line for line in lines if "loss" in line]
+    tokens = sum(line["tokens"] for line in steps) / max(len(steps), 1) * (steps[-1]["step"] if steps else 0)
+    columns = [f"head_{number}_rank_{rank}" for number in range(1, own.heads + 1) for rank in range(_RANKS)]
+    table = "".join(
+        f"| {line['step']} | {line['tokens_per_step']:.3f} | " + " | ".join(f"{line[c]:.3f}" for c in columns) + " |\n"
+        for line in lines
+        if "tokens_per_step" in line
+    )
+    matrix = "each with a matrix of its own" if own.own_head else "sharing the target's own matrix"
+    return f"""# Medusa heads
+
+{own.heads} heads for `{own.target}`, {matrix}: {sum(p.numel() for p in heads.parameters()):,} parameters. The target \
+stays as it was.
+
+- Data: {", ".join(Path(source).name for source in config.data)}; {len(windows):,} windows of {windows.length} tokens, \
+{windows.trained:,} of them trained tokens, hash {windows.digest}.
+- Training: `specdec train medusa` with the options below; about {tokens / 1e6:.1f} M tokens in \
+{steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes.
+- Evaluation: {judged.prompts} held-out prompts of up to {judged.prompt} tokens, {judged.new} new tokens each, greedy. \
+Tokens per step, with the tree below, count the bonus token; `k.r` is how often the token k + 1 places on had rank r \
+with head k.
+
+| step | tokens per step | {" | ".join(f"{n}.{r}" for n in range(1, own.heads + 1) for r in range(_RANKS))} |
+|---:|---:|{"---:|" * len(columns)}
+{table}
+```yaml
+{yaml.safe_dump(_options(config), sort_keys=False).strip()}
+```
+"""
+
+
+def description(config: Config, heads: MedusaHeads) -> Mapping[str, Any]:
+    """What may not change between a run and its continuation."""
+    free = replace(config.loop, wandb="off", log_every=1, save_every=1)
+    return {
+        **_options(config),
+        "loop": asdict(free),
+        "heads": asdict(heads.config),
+        "evaluation": asdict(config.evaluation),
+    }
+
+
+def _options(config: Config) -> dict[str, Any]:
+    return {"labels": config.labels, "decay": config.decay, "tree": config.tree, "loop": asdict(config.loop)}

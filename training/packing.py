@@ -1,0 +1,112 @@
+"""Packing: samples laid end to end into windows of one length, so that nothing but the very last window is padded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from training.data import Sample
+
+__all__ = ["Batch", "Windows", "pack"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """B windows of L tokens.
+
+    Attributes:
+        tokens: [B, L] int64.
+        targets: [N] int64, rows of the flattened [B * L] whose *next* token is trained, ascending.
+        positions: [B, L] int64, each token's place in its own piece of text.
+        documents: [B, L] int64, number of the piece; tokens see only their own.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """[B, 1, L, L] bool, which tokens see which; None where every window is one piece (plainly causal)."""
+        if not bool((self.documents != self.documents[:, :1]).any()):
+            return None
+        same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
+        return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(t.to(device) for t in (self.tokens, self.targets, self.positions, self.documents)))
+
+
+class Windows:
+    """All windows of a data set, in memory: 7 bytes a token.
+
+    ``at`` makes a batch of chosen windows, so that the order of training is a function of the caller's numbers alone.
+    """
+
+    def __init__(self, tokens: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_], starts: npt.NDArray[np.bool_]):
+        self._tokens, self._trained, self._starts = tokens, trained, starts  # [N, L] each
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def length(self) -> int:
+        """L, tokens of a window."""
+        return int(self._tokens.shape[1])
+
+    @property
+    def trained(self) -> int:
+        """Trained tokens in all."""
+        return int(self._trained.sum())
+
+    @property
+    def digest(self) -> str:
+        """A hash of tokens and masks: the same data, packed alike."""
+        hashed = hashlib.sha256(self._tokens.tobytes())
+        hashed.update(np.packbits(self._trained).tobytes())
+        return hashed.hexdigest()[:16]
+
+    def at(self, rows: npt.NDArray[np.int64]) -> Batch:
+        """The batch of these windows."""
+        starts = self._starts[rows]
+        documents = np.cumsum(starts, 1)
+        places = np.arange(self.length)
+        begins = np.maximum.accumulate(np.where(starts, places, 0), 1)
+        # Position i predicts token i + 1, of the same piece, if that one is trained.
+        follows = np.zeros(starts.shape, dtype=bool)
+        follows[:, :-1] = self._trained[rows][:, 1:] & ~starts[:, 1:]
+        return Batch(
+            torch.from_numpy(self._tokens[rows].astype(np.int64)),
+            torch.from_numpy(np.flatnonzero(follows)),
+            torch.from_numpy(places - begins),
+            torch.from_numpy(documents),
+        )
+
+
+def pack(samples: Iterable[Sample], length: int, *, pad: int = 0) -> Windows:
+    """Lay samples end to end; a piece that is cut by a window's edge goes on as a piece of its own.
+
+    The last window is filled with ``pad``, untrained. Windows without a trained token are left out.
+
+    Example: samples of 3 and 4 tokens at length 5 become a a a b b | b b . . .
+    """
+    tokens: list[int] = []
+    trained: list[bool] = []
+    starts: list[bool] = []
+    for sample in samples:
+        tokens += sample.tokens
+        trained += sample.trained
+        starts += [True, *[False] * (len(sample.tokens) - 1)] if sample.tokens else []
+    fill = -len(tokens) % length
+    rows = np.array(tokens + [pad] * fill, dtype=np.int32).reshape(-1, length)
+    learnt = np.array(trained + [False] * fill, dtype=bool).reshape(-1, length)
+    begins = np.array(starts + [True] * min(fill, 1) + [False] * max(fill - 1, 0), dtype=bool).reshape(-1, length)
+    begins[:, 0] = True
+    useful = learnt[:, 1:].any(1)
+    return Windows(rows[useful], learnt[useful], begins[useful])
