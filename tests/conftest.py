@@ -1,0 +1,48 @@
+"""What all tests share: one thread per worker, fixed seeds, quiet libraries, and the models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, settings
+
+from specdec import Engine
+from specdec.target import TransformersTarget
+from tests import models
+
+torch.set_num_threads(1)  # the workers are the parallelism
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+settings.register_profile(
+    "specdec",
+    deadline=None,  # a busy machine is no defect
+    derandomize=True,  # the same examples on every machine
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("specdec")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_engine() -> Engine:
+    """The embedded model with plain decoding; ``with_drafter`` gives the others.
+
+    In float64, because equality of texts is only promised up to rounding.
+    """
+    return Engine.from_pretrained("tiny", dtype=torch.float64)
+
+
+@pytest.fixture(scope="session")
+def target_of() -> Callable[..., TransformersTarget]:
+    """``target_of(family, dtype=torch.float64, attention="sdpa", optimize="off")``, see :mod:`tests.models`."""
+    return models.target_of

@@ -1,0 +1,75 @@
+"""End to end: sampled drafts through the engine on a five-token model, three tokens against the model's enumeration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from specdec import Engine, SamplingParams
+from tests.fakes import Drawing, Spy
+from tests.joint import assert_joint, five_token_target, joint_of
+
+PROMPT = [4, 2, 0, 1]
+TEXTS = 2000
+
+
+def bigrams() -> torch.Tensor:
+    """[5, 5] a drafter's smooth and wrong idea of the next token."""
+    generator = torch.Generator().manual_seed(9)
+    return torch.softmax(torch.randn(5, 5, generator=generator, dtype=torch.float64), -1)
+
+
+def sample(drafter: Drawing | str, acceptance: str, *, temperature: float = 1.0, texts: int = TEXTS) -> list[list[int]]:
+    engine = Engine(five_token_target()[0], None, drafter, max_rows=16)
+    params = [SamplingParams(temperature=temperature, seed=seed, acceptance=acceptance) for seed in range(texts)]
+    return [engine.generate(PROMPT, 3, p).token_ids for p in params]
+
+
+@pytest.mark.parametrize(
+    ("widths", "chosen"), [((1, 1), False), ((2, 2), False), ((3, 1), True)], ids=["chain", "tree", "mixed"]
+)
+def test_drawn_drafts_keep_the_joint_distribution(widths: Sequence[int], chosen: bool) -> None:
+    drafter = Drawing(bigrams(), widths, chosen=chosen)
+    assert_joint(sample(drafter, "auto"), joint_of(five_token_target()[1], PROMPT, 3))
+
+
+def test_temperature_reaches_the_rule() -> None:
+    texts = sample(Drawing(bigrams(), (2, 1)), "reject", temperature=1.6, texts=1500)
+    model = five_token_target()[1]
+    assert_joint(texts, joint_of(model, PROMPT, 3, temperature=1.6))
+    with pytest.raises(AssertionError, match="chi-square"):  # and the test sees such a difference
+        assert_joint(texts, joint_of(model, PROMPT, 3, temperature=1.0))
+
+
+def test_processors_act_on_each_drafted_prefix() -> None:
+    """A penalty on what the draft itself holds; rejected siblings must leave no trace."""
+    engine = Engine(five_token_target()[0], None, Drawing(bigrams(), (2, 2)), max_rows=16)
+    params = [SamplingParams(temperature=1.0, seed=seed, repetition_penalty=3.0) for seed in range(TEXTS)]
+    texts = [engine.generate(PROMPT[:2], 3, p).token_ids for p in params]
+    model = five_token_target()[1]
+    penalty = RepetitionPenaltyLogitsProcessor(3.0)
+    assert_joint(texts, joint_of(model, PROMPT[:2], 3, processors=[penalty]))
+    with pytest.raises(AssertionError, match="chi-square"):
+        assert_joint(texts, joint_of(model, PROMPT[:2], 3))
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (2, 2)])
+def test_match_keeps_the_draws_of_plain_sampling(widths: Sequence[int]) -> None:
+    plain = sample("none", "match", texts=300)
+    assert sample(Drawing(bigrams(), widths), "match", texts=300) == plain
+
+
+def test_plain_sampling_has_the_models_distribution() -> None:
+    assert_joint(sample("none", "auto"), joint_of(five_token_target()[1], PROMPT, 3))
+
+
+def test_drawn_drafts_are_accepted_and_rejected() -> None:
+    """Neither all nor none, or the rule was not at work."""
+    lengths: list[int] = []
+    drafter = Spy(Drawing(bigrams(), (1, 1, 1)), on_seen=lambda context, seen: lengths.append(len(seen.tokens)))
+    for seed in range(60):
+        Engine(five_token_target()[0], None, drafter).generate(PROMPT, 12, SamplingParams(temperature=1.0, seed=seed))
+    assert set(lengths) == {1, 2, 3, 4}

@@ -1,0 +1,75 @@
+"""Every registered drafter, on every family, emits greedy decoding's own tokens: in float64 not one differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specdec import Context, Engine, Observation
+from specdec.registry import drafter_names
+from tests.fakes import Oracle, Spy
+from tests.models import FAMILIES, WINDOWS, greedy, prompt_of, settings_of, target_of
+
+PROMPTS = [prompt_of(1), prompt_of(2), prompt_of(7), prompt_of(40)]
+NEW = 50
+# Few rows make small rings: a window's slots are used three times over in these texts.
+SIZES = {"max_rows": 24, "prefill_chunk": 16}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_are_read_off_the_model(family: str) -> None:
+    assert [spec.window for spec in target_of(family).specs] == WINDOWS[family]
+
+
+@pytest.mark.parametrize(("attention", "optimize"), [("sdpa", "off"), ("split", "auto")])
+@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafter_changes_no_token(family: str, drafter: str, attention: str, optimize: str, tmp_path: Path) -> None:
+    target = target_of(family, attention=attention, optimize=optimize)
+    steps = tokens = 0
+    for number, settings in enumerate(settings_of(drafter, target, tmp_path)):
+        engine = Engine(target, None, settings, **SIZES)
+        for prompt in PROMPTS if number == 0 else PROMPTS[2 + number % 2 :][:1]:
+            out = engine.generate(prompt, NEW)
+            assert out.token_ids == greedy(family, prompt, NEW), f"{settings} on a prompt of {len(prompt)}"
+            assert out.stats.new_tokens == NEW
+            assert out.finish_reason == "length"
+            steps, tokens = steps + out.stats.steps, tokens + NEW
+    if drafter == "none":
+        assert steps == tokens
+    if drafter in ("prompt_lookup", "lookahead"):
+        assert tokens / steps > 1.05, "hardly a draft was accepted, so this test shows nothing"
+
+
+@pytest.mark.parametrize("optimize", ["off", "auto"])
+@pytest.mark.parametrize("attention", ["sdpa", "split"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_around_the_truth(family: str, attention: str, optimize: str) -> None:
+    """A drafter that knows the answer makes the engine accept blocks of every length out of scattered rows."""
+    target = target_of(family, attention=attention, optimize=optimize)
+    gathered, lengths = 0, set[int]()
+
+    def note(context: Context, seen: Observation) -> None:
+        nonlocal gathered
+        assert len(seen.path) == len(seen.tokens)
+        assert context.cache.length == len(context.tokens) - 1
+        gathered += list(seen.path) != list(range(len(seen.path)))
+
+    for prompt in PROMPTS:
+        truth = greedy(family, prompt, NEW)
+        oracle = Spy(Oracle([*prompt, *truth], target.vocab_size), on_seen=note)
+        out = Engine(target, None, oracle, **SIZES).generate(prompt, NEW)
+        assert out.token_ids == truth
+        lengths.update(out.stats.acceptance_lengths)
+    assert gathered > 20
+    assert lengths == {1, 2, 3, 4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("drafter", drafter_names())
+def test_no_room_is_plain_decoding(drafter: str, tmp_path: Path) -> None:
+    target = target_of("mistral")
+    for settings in settings_of(drafter, target, tmp_path):
+        out = Engine(target, None, settings, max_rows=1).generate(PROMPTS[2], 12)
+        assert out.token_ids == greedy("mistral", PROMPTS[2], NEW)[:12]
+        assert out.stats.rows == [1] * 12

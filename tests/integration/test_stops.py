@@ -1,0 +1,218 @@
+"""Every end cuts a block exactly where plain decoding would have stopped: EOS, stop strings, budget, context."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+
+import pytest
+
+from specdec import Drafter, Engine, SamplingParams, Step
+from specdec.registry import drafter_names
+from specdec.target import TransformersTarget
+from tests.fakes import Oracle, Spy
+from tests.models import greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
+
+FAMILY = "mistral"
+PROMPT = prompt_of(7)
+NEW = 40
+BLOCK = 5  # offsets 0 .. 2 * BLOCK meet every place in a block of a steady oracle
+TEXT_PROMPT = 'def read(path):\n    """Read a file."""\n    with open(path) as file:\n'
+VARIED = SamplingParams(repetition_penalty=1.3)  # greedy without loops: every stop string has one place
+
+
+def oracle(steady: bool = True) -> Drafter:
+    """A drafter whose every draft is right, so that nothing but the end cuts a block."""
+    return Oracle([*PROMPT, *greedy(FAMILY, PROMPT, NEW)], 32, deepest=BLOCK - 1, steady=steady)
+
+
+def ending_with(*eos: int) -> TransformersTarget:
+    """The family's target with other end tokens."""
+    target = copy.copy(target_of(FAMILY))
+    target.eos_ids = frozenset(eos)
+    return target
+
+
+def test_oracle_fills_its_blocks() -> None:
+    out = Engine(target_of(FAMILY), None, oracle()).generate(PROMPT, NEW)
+    assert out.stats.acceptance_lengths == [BLOCK] * (NEW // BLOCK)
+
+
+@pytest.mark.parametrize("at", range(2 * BLOCK + 1))
+def test_eos_at_every_offset(at: int) -> None:
+    text = greedy(FAMILY, PROMPT, NEW)
+    expected = reference(model_of(FAMILY), PROMPT, NEW, eos_token_id=text[at])
+    assert expected == text[: text.index(text[at]) + 1]
+    for drafter in (oracle(), oracle(steady=False)):
+        out = Engine(ending_with(text[at]), None, drafter).generate(PROMPT, NEW)
+        assert out.token_ids == expected
+        assert out.finish_reason == "eos"
+        assert sum(out.stats.acceptance_lengths) == len(expected)
+
+
+@pytest.mark.parametrize("drafter", drafter_names())
+def test_eos_under_every_drafter(drafter: str, tmp_path: Path) -> None:
+    text = greedy(FAMILY, PROMPT, NEW)
+    for first, second in ((3, 9), (12, 11), (25, 30)):
+        eos = [text[first], text[second]]
+        expected = reference(model_of(FAMILY), PROMPT, NEW, eos_token_id=eos)
+        target = ending_with(*eos)
+        for settings in settings_of(drafter, target, tmp_path):
+            out = Engine(target, None, settings).generate(PROMPT, NEW)
+            assert out.token_ids == expected, settings
+            assert out.finish_reason == "eos"
+
+
+def test_eos_ids_of_config_and_generation_config() -> None:
+    model = new_model(FAMILY, eos_token_id=[3, 4])
+    assert TransformersTarget(model).eos_ids == {3, 4}
+    model.generation_config.eos_token_id = 5
+    assert TransformersTarget(model).eos_ids == {5}
+    model.generation_config.eos_token_id = None
+    assert TransformersTarget(model).eos_ids == {3, 4}
+    assert target_of(FAMILY).eos_ids == frozenset()
+
+
+def test_budget_at_every_offset(tmp_path: Path) -> None:
+    text = greedy(FAMILY, PROMPT, NEW)
+    target = target_of(FAMILY)
+    known = [settings for name in drafter_names() for settings in settings_of(name, target, tmp_path)]
+    for drafter in (oracle(), oracle(steady=False), *known):
+        engine = Engine(target, None, drafter)
+        for budget in range(1, 2 * BLOCK + 2):
+            out = engine.generate(PROMPT, budget)
+            assert out.token_ids == text[:budget]
+            assert out.finish_reason == "length"
+            assert out.stats.new_tokens == budget
+
+
+@pytest.mark.parametrize("family", ["llama", FAMILY])
+def test_context_ends_inside_a_block(family: str, tmp_path: Path) -> None:
+    text = greedy(family, PROMPT, NEW)
+    for context in range(len(PROMPT) + 1, len(PROMPT) + 2 * BLOCK + 2):
+        target = copy.copy(target_of(family))
+        target.context_length = context
+        drafters = [oracle() if family == FAMILY else "none"]
+        if context % BLOCK == 0:
+            drafters += [settings for name in drafter_names() for settings in settings_of(name, target, tmp_path)]
+        for drafter in drafters:
+            out = Engine(target, None, drafter).generate(PROMPT, NEW)
+            assert out.token_ids == text[: context - len(PROMPT)]
+            assert out.finish_reason == "context"
+
+
+def test_context_length_is_the_models() -> None:
+    assert target_of(FAMILY).context_length == 256
+    small = TransformersTarget(new_model(FAMILY, max_position_embeddings=48))
+    out = Engine(small, None, "lookahead").generate(prompt_of(40), 100)
+    assert len(out.token_ids) == 8
+    assert out.token_ids == greedy(FAMILY, prompt_of(40), NEW)[:8]
+    assert out.finish_reason == "context"
+
+
+def test_budget_that_ends_with_the_context_is_the_budget() -> None:
+    target = copy.copy(target_of(FAMILY))
+    target.context_length = len(PROMPT) + 9
+    assert Engine(target).generate(PROMPT, 9).finish_reason == "length"
+
+
+def cut_by_hand(engine: Engine, tokens: list[int], stop: str) -> tuple[list[int], str]:
+    """The tokens up to the one that completes ``stop``, and the text before it."""
+    assert engine.tokenizer is not None
+    for count in range(1, len(tokens) + 1):
+        text = engine.tokenizer.decode(tokens[:count])
+        if stop in text:
+            return tokens[:count], text[: text.index(stop)]
+    raise AssertionError(f"{stop!r} is not in the text")
+
+
+def stops_in(text: str) -> list[str]:
+    """Distinct strings of 1 to 9 characters from all over the text."""
+    sizes = itertools.cycle((1, 4, 2, 9, 3))
+    return list(
+        dict.fromkeys(text[at : at + size] for at, size in zip(range(0, len(text) - 9, 3), sizes, strict=False))
+    )
+
+
+def test_stop_strings_at_every_offset(tiny_engine: Engine, tmp_path: Path) -> None:
+    plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
+    prompt = tiny_engine.encode(TEXT_PROMPT)
+    steady = Oracle([*prompt, *plain.token_ids], 4096, deepest=BLOCK - 1, steady=True)
+    scattered = Oracle([*prompt, *plain.token_ids], 4096, deepest=BLOCK)
+    offsets = set[int]()
+    for stop in stops_in(plain.text):
+        tokens, text = cut_by_hand(tiny_engine, plain.token_ids, stop)
+        for drafter in (steady, scattered):
+            lengths: list[int] = []
+
+            def note(step: Step, lengths: list[int] = lengths) -> None:
+                lengths.append(len(step.tokens))
+
+            out = tiny_engine.with_drafter(drafter).generate(TEXT_PROMPT, NEW, VARIED, stop=stop, on_step=note)
+            assert out.token_ids == tokens, stop
+            assert out.text == text
+            assert out.finish_reason == "stop"
+            assert sum(lengths) == len(tokens)
+        offsets.add(len(tokens) % BLOCK)
+    assert offsets == set(range(BLOCK)), "some offset in a block was not met"
+
+
+@pytest.mark.parametrize("drafter", drafter_names())
+def test_stop_strings_under_every_drafter(tiny_engine: Engine, drafter: str, tmp_path: Path) -> None:
+    plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
+    for settings in settings_of(drafter, tiny_engine.target, tmp_path)[:2]:
+        engine = tiny_engine.with_drafter(settings)
+        for stop in stops_in(plain.text)[2::14]:
+            tokens, text = cut_by_hand(tiny_engine, plain.token_ids, stop)
+            out = engine.generate(TEXT_PROMPT, NEW, VARIED, stop=["\0", stop])
+            assert (out.token_ids, out.text, out.finish_reason) == (tokens, text, "stop")
+
+
+def test_stop_strings_as_transformers(tiny_engine: Engine) -> None:
+    assert isinstance(tiny_engine.target, TransformersTarget)
+    plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
+    prompt = tiny_engine.encode(TEXT_PROMPT)
+    for stop in stops_in(plain.text)[::6]:
+        expected = reference(
+            tiny_engine.target.model,
+            prompt,
+            NEW,
+            stop_strings=[stop],
+            tokenizer=tiny_engine.tokenizer,
+            repetition_penalty=VARIED.repetition_penalty,
+        )
+        out = tiny_engine.with_drafter("prompt_lookup").generate(TEXT_PROMPT, NEW, VARIED, stop=stop)
+        assert out.token_ids == expected
+
+
+def test_earliest_of_several_stop_strings(tiny_engine: Engine) -> None:
+    plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
+    middle, late = plain.text[20:24], plain.text[50:58]
+    _, text = cut_by_hand(tiny_engine, plain.token_ids, middle)
+    assert late not in text
+    assert tiny_engine.generate(TEXT_PROMPT, NEW, VARIED, stop=[late, middle]).text == text
+
+
+def test_stop_string_that_never_comes(tiny_engine: Engine) -> None:
+    plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
+    out = tiny_engine.with_drafter("lookahead").generate(TEXT_PROMPT, NEW, VARIED, stop="\0never")
+    assert (out.token_ids, out.text, out.finish_reason) == (plain.token_ids, plain.text, "length")
+
+
+def test_stop_strings_do_not_look_at_the_prompt(tiny_engine: Engine) -> None:
+    plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
+    stop = TEXT_PROMPT[-8:]
+    assert stop not in plain.text
+    assert tiny_engine.generate(TEXT_PROMPT, NEW, VARIED, stop=stop).token_ids == plain.token_ids
+
+
+def test_cache_and_text_agree_after_a_cut() -> None:
+    """A cut block commits the rows before the cut and no more, so the sequence could go on."""
+    text = greedy(FAMILY, PROMPT, NEW)
+    target = target_of(FAMILY)
+    for budget in range(1, 2 * BLOCK):
+        spy = Spy(oracle(steady=False))
+        Engine(target, None, spy).generate(PROMPT, budget)
+        assert spy.context.tokens == [*PROMPT, *text[:budget]]
+        assert spy.context.cache.length == len(spy.context.tokens) - 1

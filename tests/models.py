@@ -1,0 +1,252 @@
+"""Tiny models with random weights, one per family, and what each registered drafter needs to run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from drafters.adapter import random_adapter
+from drafters.datastore import build_datastore
+from specdec.target import Target, TransformersTarget
+
+WINDOW = 8
+VOCAB = 32
+BOS, PAD = 1, 0
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": BOS,
+    "eos_token_id": None,  # tests of the end choose their own
+    "pad_token_id": PAD,
+}
+# Untied: a random tied model repeats its last token for ever.
+_GEMMA = {**_BASE, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# Family -> prefix of its transformers classes, and its config. All have grouped heads, but GPT-NeoX.
+_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "LlamaConfig", _BASE),
+    "mistral": ("Mistral", "MistralConfig", {**_BASE, "sliding_window": WINDOW}),
+    "qwen2": (
+        "Qwen2",
+        "Qwen2Config",
+        {**_BASE, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", "Qwen3Config", {**_BASE, "head_dim": 16}),
+    "gemma2": ("Gemma2", "Gemma2Config", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma3": ("Gemma3", "Gemma3TextConfig", {**_GEMMA, "layer_types": _MIXED}),
+    "phi3": ("Phi3", "Phi3Config", {**_BASE, "sliding_window": WINDOW}),
+    "olmo2": ("Olmo2", "Olmo2Config", _BASE),
+    "starcoder2": ("Starcoder2", "Starcoder2Config", {**_BASE, "sliding_window": WINDOW}),
+    "neox": ("GPTNeoX", "GPTNeoXConfig", {k: v for k, v in _BASE.items() if k != "num_key_value_heads"}),
+}
+FAMILIES = tuple(_FAMILIES)
+
+WINDOWS = {
+    "llama": [None, None, None],
+    "mistral": [WINDOW] * 3,
+    "qwen2": [None, WINDOW, WINDOW],
+    "qwen3": [None, None, None],
+    "gemma2": [WINDOW, None, WINDOW],
+    "gemma3": [WINDOW, None, WINDOW],
+    "phi3": [WINDOW] * 3,
+    "olmo2": [None, None, None],
+    "starcoder2": [WINDOW] * 3,
+    "neox": [None, None, None],
+}
+"""Family -> the sliding window of each layer."""
+
+
+def new_model(family: str, dtype: torch.dtype = torch.float64, *, seed: int = 1, **changes: Any) -> PreTrainedModel:
+    """A fresh model of a family; ``changes`` go into its config.
+
+    Large weights make the next token depend sharply on the text, and greedy text fall into loops that n-gram drafters
+    can follow.
+    """
+    name, config_name, values = _FAMILIES[family]
+    config = getattr(transformers, config_name)(**{**values, **changes})
+    torch.manual_seed(seed)
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """The family's model, made once; do not change it."""
+    return _model_of(family, dtype)
+
+
+def target_of(
+    family: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa", optimize: str = "off"
+) -> TransformersTarget:
+    """The family's target, made once and, unless optimized, around the family's one model; do not change it."""
+    return _target_of(family, dtype, attention, optimize)
+
+
+@cache  # which takes f(x) and f(x, default) for two calls, hence the functions above
+def _model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    return new_model(family, dtype)
+
+
+@cache
+def _target_of(family: str, dtype: torch.dtype, attention: str, optimize: str) -> TransformersTarget:
+    model = _model_of(family, dtype) if optimize == "off" else new_model(family, dtype)
+    return TransformersTarget(model, attention=attention, optimize=optimize)
+
+
+@cache
+def prompt_of(size: int, seed: int = 0) -> tuple[int, ...]:
+    """``size`` random tokens, none of them special."""
+    generator = torch.Generator().manual_seed(1000 * seed + size)
+    return tuple(torch.randint(BOS + 1, VOCAB, (size,), generator=generator).tolist())
+
+
+def reference(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
+    """The new tokens of the model's own ``generate``, greedy unless told otherwise.
+
+    The mask has to be given: without one, ``generate`` hides prompt tokens that equal the padding token.
+    """
+    ids = torch.tensor([list(prompt)], device=model.device)
+    options = {"do_sample": False, **options}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **options)
+    new: list[int] = output[0, len(prompt) :].tolist()
+    return new
+
+
+@cache
+def greedy(family: str, prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
+    """``reference`` of the family's own model, computed once."""
+    return reference(model_of(family), prompt, max_new_tokens)
+
+
+Options = Mapping[str, Any]
+
+
+def _kangaroo(target: Target, tmp: Path) -> list[Options]:
+    """Untrained adapters of every variant; ``branch`` verifies siblings, ``eta`` 1 ends rounds at their first guess."""
+    made: list[Options] = []
+    for layer, variant, options in (
+        (1, "attention", {}),
+        (2, "layer", {"branch": 3, "eta": 0.3}),
+        (2, "mlp", {"branch": 2, "eta": 1.0}),
+        (1, "head", {"eta": 0.0, "gamma": 3}),
+    ):
+        folder = tmp / f"kangaroo-{variant}"
+        random_adapter(target, folder, exit_layer=layer, variant=variant)
+        made.append({"adapter": str(folder), **options})
+    return made
+
+
+def _draft_model(target: Target, tmp: Path) -> list[Options]:
+    """A stranger, who is mostly wrong, and the target itself, all of whose drafts are right."""
+    assert isinstance(target, TransformersTarget)
+    for name, model in (
+        ("stranger", new_model("llama", target.dtype, seed=2, vocab_size=target.vocab_size)),
+        ("itself", target.model),
+    ):
+        model.save_pretrained(tmp / name)
+    return [
+        {"model": str(tmp / "stranger"), "widths": [3, 2], "min_confidence": 0.1},
+        {"model": str(tmp / "itself"), "tokens": 5, "min_confidence": 0.0},
+        {"model": str(tmp / "itself"), "tokens": 3, "widths": [2, 2, 2], "min_confidence": 0.0},
+    ]
+
+
+class Numerals:
+    """A tokenizer for texts such as ``"3 1 4"``."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._size = vocab_size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(self._size)}
+
+
+def _corpus(target: Target, tmp: Path) -> str:
+    """A datastore of random tokens, few of them, so that every pair occurs."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(3):
+        tokens = torch.randint(min(target.vocab_size, VOCAB), (1500,), generator=generator).tolist()
+        (tmp / f"{number}.txt").write_text(" ".join(map(str, tokens)), encoding="utf-8")
+    sources = [tmp / f"{number}.txt" for number in range(3)]
+    return str(build_datastore(sources, Numerals(target.vocab_size), tmp / "datastore").path)
+
+
+def _suffix_automaton(target: Target, tmp: Path) -> list[Options]:
+    return [{}, {"min_match": 1, "max_tokens": 12, "factor": 3.0, "corpus": _corpus(target, tmp)}]
+
+
+def _rest(target: Target, tmp: Path) -> list[Options]:
+    datastore = _corpus(target, tmp)
+    return [{"datastore": datastore}, {"datastore": datastore, "min_suffix": 1, "rows": 20, "tokens": 4}]
+
+
+def _union(target: Target, tmp: Path) -> list[Options]:
+    """The default; and parts with every habit: probes, drafts of a model, taking up and forgetting rows."""
+    model = {"name": "draft_model", **_draft_model(target, tmp)[2]}
+    return [
+        {},
+        {
+            "parts": ["jacobi", {"name": "lookahead", "window": 4, "verify_window": "none"}, model, "token_recycling"],
+            "rows": 23,
+        },
+        {"parts": ["lookahead", {"name": "union", "parts": ["prompt_lookup", "jacobi"]}], "rows": 7, "memory": 0.0},
+    ]
+
+
+DRAFTER_OPTIONS: dict[str, Callable[[Target, Path], Sequence[Options]]] = {
+    "draft_model": _draft_model,
+    "jacobi": lambda target, tmp: [{"guesses": 1}, {"guesses": 7}],
+    "kangaroo": _kangaroo,
+    "lookahead": lambda target, tmp: [
+        {},
+        {"window": 5, "ngram": 5, "guesses": 5},
+        {"window": 1, "ngram": 2},
+        {"window": 3, "ngram": 3, "guesses": 3, "verify_window": "none", "pool_from_prompt": False},
+        {"window": 4, "ngram": 4, "verify": False, "verify_window": "column"},
+    ],
+    "prompt_lookup": lambda target, tmp: [
+        {},
+        {"matches": 3, "max_ngram": 1, "tokens": 4},
+        {"max_ngram": 2, "match": "leftmost", "overlap": False, "tokens": 10},
+    ],
+    "rest": _rest,
+    "suffix_automaton": _suffix_automaton,
+    "token_recycling": lambda target, tmp: [
+        {},
+        {"rows": 25, "persistent": True},
+        {"successors": 2, "from_prompt": False},
+    ],
+    "union": _union,
+}
+"""Drafter -> the settings that the suites run it with; a drafter without an entry runs with its defaults.
+
+A drafter that needs weights or a datastore gets an entry that writes them for this target into the folder.
+"""
+
+
+def settings_of(drafter: str, target: Target, tmp: Path) -> list[Options]:
+    """Specs of a registered drafter, as ``Engine`` takes them."""
+    options = DRAFTER_OPTIONS.get(drafter, lambda target, tmp: [{}])(target, tmp)
+    return [{"name": drafter, **chosen} for chosen in options]

@@ -1,0 +1,148 @@
+"""Tree attention on random trees, caches and windows: every backend against a softmax over a list of seen keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.attention import attend, check_backend
+from specdec.block import Block
+from specdec.cache import KVCache, LayerSpec
+from specdec.draft import Draft
+from specdec.errors import ConfigError
+from tests.property.trees import parent_lists
+
+HEADS, GROUPS, WIDTH, VALUE_WIDTH = 4, 2, 8, 8
+MOST = 12  # rows of a tree
+
+
+@dataclass(frozen=True)
+class Case:
+    """A text of ``length`` committed tokens and a tree below it; ``first``: the tree runs in two pieces, cut there."""
+
+    length: int
+    parents: list[int]
+    first: int
+    window: int | None
+    softcap: float | None
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    parents = draw(parent_lists(MOST))
+    return Case(
+        length=draw(st.integers(0, 40)),
+        parents=parents,
+        first=draw(st.integers(0, len(parents) - 1)),
+        window=draw(st.sampled_from([None, 1, 2, 4, 9])),
+        softcap=draw(st.sampled_from([None, 1.5])),
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+class World:
+    """Keys, values and queries of a case, and the attention of its rows both ways."""
+
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(case.seed)
+        total = case.length + len(case.parents)
+
+        def uniform(heads: int, rows: int, width: int) -> torch.Tensor:
+            return torch.rand(1, heads, rows, width, generator=generator, dtype=dtype) * 2 - 1
+
+        self.keys, self.values = uniform(GROUPS, total, WIDTH), uniform(GROUPS, total, VALUE_WIDTH)
+        self.query = uniform(HEADS, len(case.parents), WIDTH) * 3
+        self.draft = Draft([0] * len(case.parents), case.parents)
+
+    def naive(self) -> torch.Tensor:
+        """[1, HEADS, T, VALUE_WIDTH] one softmax per row and head, over an explicit list of the keys it sees."""
+        case, depths = self.case, self.draft.depths
+        output = torch.empty(1, HEADS, len(case.parents), VALUE_WIDTH, dtype=torch.float64)
+        for row in range(len(case.parents)):
+            position = case.length + depths[row]
+            seen = [p for p in range(case.length) if case.window is None or position - p < case.window]
+            above = row
+            while above >= 0:
+                if case.window is None or depths[row] - depths[above] < case.window:
+                    seen.append(case.length + above)
+                above = case.parents[above]
+            for head in range(HEADS):
+                keys = self.keys[0, head * GROUPS // HEADS, seen].double()
+                scores = keys @ self.query[0, head, row].double() * WIDTH**-0.5
+                if case.softcap is not None:
+                    scores = torch.tanh(scores / case.softcap) * case.softcap
+                output[0, head, row] = torch.softmax(scores, 0) @ self.values[0, head * GROUPS // HEADS, seen].double()
+        return output
+
+    def attended(self, backend: str, *, pieces: bool) -> torch.Tensor:
+        """The same by specdec: the text committed in chunks, then the tree in one piece or two."""
+        case = self.case
+        spec = LayerSpec(GROUPS, WIDTH, VALUE_WIDTH, case.window, torch.device("cpu"), self.keys.dtype)
+        cache = KVCache([spec], capacity=case.length + 1, rows=MOST)
+        for array in (*cache.keys, *cache.values):
+            array.fill_(torch.nan)  # a slot that is read before it was written shows
+        for start in range(0, case.length, 5):
+            rows = min(5, case.length - start)
+            cache.write(0, *self.rows(start, start + rows), start)
+            cache.commit(range(rows))
+        cuts = [0, case.first, len(case.parents)] if pieces and case.first else [0, len(case.parents)]
+        outputs = []
+        for first, last in pairwise(cuts):
+            block = Block(
+                cache,
+                [0] * (last - first),
+                parents=None if self.draft.is_chain else case.parents[:last],
+                depths=None if self.draft.is_chain else self.draft.depths[:last],
+                first=first,
+                backend=backend,
+            )
+            block.update(*self.rows(case.length + first, case.length + last), 0)
+            query = self.query[:, :, first:last]
+            outputs.append(attend(query, block, 0, WIDTH**-0.5, case.softcap))
+        return torch.cat(outputs, 2)
+
+    def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[:, :, first:last], self.values[:, :, first:last]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "split", "auto"])
+@given(case=cases())
+@settings(max_examples=150)
+def test_rows_see_their_ancestors_and_the_window(backend: str, case: Case) -> None:
+    world = World(case)
+    expected = world.naive()
+    whole = world.attended(backend, pieces=False)
+    assert whole.shape == expected.shape
+    assert (whole.double() - expected).abs().max() < 1e-6
+    pieces = world.attended(backend, pieces=True)
+    assert (pieces.double() - expected).abs().max() < 1e-6
+
+
+@given(case=cases())
+@settings(max_examples=60)
+def test_split_equals_the_reference_in_float64(case: Case) -> None:
+    world = World(case, torch.float64)
+    sdpa, split = (world.attended(backend, pieces=False) for backend in ("sdpa", "split"))
+    assert (sdpa - split).abs().max() < 1e-13
+
+
+def test_auto_splits_large_masks() -> None:
+    """``auto`` takes the split where the mask would be large, and both give the same."""
+    case = Case(length=6000, parents=list(range(-1, MOST - 1)), first=0, window=None, softcap=None, seed=0)
+    world = World(case)
+    sdpa, split, auto = (world.attended(backend, pieces=False) for backend in ("sdpa", "split", "auto"))
+    assert torch.equal(auto, split)
+    assert not torch.equal(auto, sdpa)  # else this shows nothing
+    assert (sdpa - split).abs().max() < 1e-6
+
+
+def test_unknown_backend_is_named() -> None:
+    with pytest.raises(ConfigError, match="attention='flash' is unknown; choose one of auto, sdpa, split"):
+        check_backend("flash")

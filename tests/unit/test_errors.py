@@ -1,0 +1,472 @@
+"""Bad input: every one is a SpecdecError that says what is wrong, with the values, and what to do about it."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+import specdec
+from specdec import Context, Draft, Engine, Observation, SamplingParams, TransformersTarget
+from specdec.draft import Entry
+from specdec.errors import (
+    CheckpointError,
+    ConfigError,
+    DraftError,
+    NumericalError,
+    PromptError,
+    SpecdecError,
+    TargetError,
+    unknown,
+)
+from tests.fakes import Oracle
+from tests.models import VOCAB, greedy, new_model, prompt_of, target_of
+
+PROMPT = prompt_of(7)
+NAN = float("nan")
+
+
+def test_the_tree_of_errors() -> None:
+    kinds = (ConfigError, PromptError, TargetError, CheckpointError, DraftError, NumericalError)
+    assert all(issubclass(kind, SpecdecError) for kind in kinds)
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(PromptError, ValueError)
+    assert not issubclass(SpecdecError, ValueError)
+
+
+def test_unknown_names_the_nearest() -> None:
+    assert unknown("drafter", "lokahead", ["none", "lookahead"]) == (
+        "unknown drafter 'lokahead'; did you mean 'lookahead'? known: lookahead, none"
+    )
+    assert unknown("drafter", "xyz", ["none"]) == "unknown drafter 'xyz'; known: none"
+    assert unknown("drafter", "xyz", []).endswith("known: none")
+
+
+# -- Prompts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty; give at least one token"),
+        (torch.zeros(1, 0, dtype=torch.long), "the prompt is empty"),
+        ([3, VOCAB], rf"token {VOCAB} is outside the vocabulary \[0, {VOCAB}\); the ids come from another tokenizer"),
+        ([3, -1], "token -1 is outside the vocabulary"),
+        (
+            prompt_of(256),
+            "has 256 tokens, and the model's context holds 256 with at least one new .*shorten the prompt",
+        ),
+        (prompt_of(300), "has 300 tokens"),
+        (torch.zeros(2, 4, dtype=torch.long), r"shape \[2, 4\]; give one sequence, \[n\] or \[1, n\]"),
+        ("text", "no tokenizer; give token ids"),
+        ([{"role": "user", "content": "hello"}], "no tokenizer; give token ids"),
+    ],
+)
+def test_prompt(prompt: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        Engine(target_of("llama")).generate(prompt, 4)
+
+
+def test_longest_prompt_yields_one_token() -> None:
+    out = Engine(target_of("llama"), None, "prompt_lookup").generate(prompt_of(255), 50)
+    assert len(out.token_ids) == 1
+    assert out.finish_reason == "context"
+
+
+def test_chat_without_a_template(tiny_engine: Engine) -> None:
+    class Plain:
+        chat_template = None
+
+    with pytest.raises(PromptError, match=r"no chat template; give text, or set tokenizer.chat_template"):
+        Engine(tiny_engine.target, Plain()).generate([{"role": "user", "content": "hello"}])
+
+
+# -- Options of the engine ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_rows": 0}, "max_rows is 0; it must be at least 1"),
+        ({"max_rows": -3}, "max_rows is -3"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0; it must be at least 1"),
+        ({"drafter": 7}, "drafter is 7; give a name"),
+        ({"drafter": {"window": 3}}, "has no name; choose one of .*lookahead"),
+        ({"drafter": "lookahed"}, "unknown drafter 'lookahed'; did you mean 'lookahead'"),
+        ({"drafter": {"name": "lookahead", "windw": 3}}, "'windw'; did you mean 'window'"),
+        ({"drafter": {"name": "lookahead", "window": 0}}, "lookahead.window is 0; it must be at least 1"),
+        ({"drafter": {"name": "lookahead", "ngram": 1}}, "lookahead.ngram is 1; it must be at least 2"),
+        ({"drafter": {"name": "lookahead", "guesses": -2}}, "lookahead.guesses is -2"),
+        ({"drafter": {"name": "lookahead", "window": "wide"}}, "lookahead.window is 'wide', of type str"),
+        ({"drafter": {"name": "jacobi", "guesses": 0}}, "jacobi.guesses is 0; it must be at least 1"),
+        ({"drafter": {"name": "prompt_lookup", "tokens": 0}}, "prompt_lookup.tokens is 0"),
+        ({"drafter": {"name": "prompt_lookup", "min_ngram": 4}}, "min_ngram is 4 and max_ngram 3"),
+    ],
+)
+def test_engine_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(target_of("llama"), None, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"stop": "x"}, "need a tokenizer; the engine has none"),
+        ({"stop": ["x", ""]}, "stop holds ''; stop strings are non-empty text"),
+        ({"stop": [3]}, "stop holds 3"),
+    ],
+)
+def test_generate_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(target_of("llama")).generate(PROMPT, **{"max_new_tokens": 4, **options})
+
+
+def test_stream_needs_a_tokenizer() -> None:
+    with pytest.raises(ConfigError, match="stop strings and streams need a tokenizer"):
+        Engine(target_of("llama")).stream(PROMPT, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0; it must be a finite number >= 0"),
+        ({"temperature": NAN}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": -1}, "top_k is -1; it must be >= 0, where 0 is off"),
+        ({"top_p": 0.0}, r"top_p is 0.0; it must be in \(0, 1\], where 1 is off"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": 1.0}, r"min_p is 1.0; it must be in \[0, 1\)"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be > 0"),
+        ({"acceptance": "always"}, "acceptance is 'always'; it must be one of auto, match, reject, typical"),
+        ({"typical_epsilon": 0.0}, "typical_epsilon is 0.0"),
+        ({"typical_delta": 2.0}, "typical_delta is 2.0"),
+    ],
+)
+def test_sampling_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**options)
+
+
+# -- Numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned() -> TransformersTarget:
+    """A target whose logits have been NaN for one token since it was loaded."""
+    target = TransformersTarget(new_model("llama"))
+    with torch.no_grad():
+        target.lm_head.weight[9] = NAN
+    return target
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.2),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_k=4),
+        SamplingParams(temperature=1.0, acceptance="reject"),
+    ],
+)
+def test_nan_logits(poisoned: TransformersTarget, sampling: SamplingParams) -> None:
+    with pytest.raises(NumericalError, match=r"no distribution: \d+ of \d+ are NaN.* check the weights, use float32"):
+        Engine(poisoned, None, "prompt_lookup").generate(PROMPT, 4, sampling)
+
+
+def test_model_is_as_it_was_after_an_error(poisoned: TransformersTarget) -> None:
+    implementation = poisoned.model.config._attn_implementation
+    with pytest.raises(NumericalError):
+        Engine(poisoned).generate(PROMPT, 4)
+    assert poisoned.model.config._attn_implementation == implementation == "sdpa"
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0)])
+@pytest.mark.parametrize("value", [-torch.inf, torch.inf, NAN])
+def test_processor_that_leaves_no_distribution(value: float, sampling: SamplingParams) -> None:
+    def wipe(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, value)
+
+    for acceptance in ("match", "reject"):
+        params = SamplingParams(temperature=sampling.temperature, acceptance=acceptance)
+        with pytest.raises(NumericalError, match="look at the logits processors"):
+            Engine(target_of("llama")).generate(PROMPT, 4, params, logits_processor=[wipe])
+
+
+def test_model_of_nan_is_refused_at_load() -> None:
+    model = new_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = NAN
+    with pytest.raises(NumericalError, match=r"LlamaForCausalLM: the model's own logits are nan.*weights are broken"):
+        TransformersTarget(model)
+
+
+# -- Drafts that break the rules ---------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A drafter whose every draft is what the function says."""
+
+    name = "scripted"
+    taps: frozenset[int] = frozenset()
+
+    def __init__(self, draft: Callable[[Context, int], Draft]) -> None:
+        self.draft = draft
+
+    def start(self, context: Context) -> Scripted:
+        self.context = context
+        return self
+
+    def propose(self, room: int) -> Draft:
+        return self.draft(self.context, room)
+
+    def observe(self, seen: Observation) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (
+            lambda context, room: Draft.chain([context.root] * (room + 1)),
+            r"draft has 9 rows but 8 slots are free; propose at most `room` rows \(drafter 'scripted'\).*max_rows",
+        ),
+        (
+            lambda context, room: Draft.chain([(context.root + 1) % VOCAB]),
+            r"root is token \d+, the last emitted token is \d+; row 0 must be context.root \(drafter 'scripted'\)",
+        ),
+        (lambda context, room: Draft.chain([context.root, VOCAB]), r"a token outside the vocabulary \[0, 32\)"),
+        (lambda context, room: Draft.chain([context.root, -1]), "a token outside the vocabulary"),
+        (
+            lambda context, room: Draft([context.root, 1], [-1, 0], entry=Entry(1, torch.zeros(1, 32))),
+            r"entry.hidden has shape \[1, 32\], the draft needs \[2, 32\]: one row per draft row",
+        ),
+    ],
+)
+def test_draft(draft: Callable[[Context, int], Draft], message: str) -> None:
+    with pytest.raises(DraftError, match=message):
+        Engine(target_of("llama"), None, Scripted(draft), max_rows=8).generate(PROMPT, 20)
+
+
+def test_room_at_the_end_of_the_context() -> None:
+    """The last slots of a context hold as large a tree as the first, so no draft is refused there."""
+    prompt = prompt_of(7)
+    text = greedy("llama", prompt, 249)
+    out = Engine(target_of("llama"), None, Oracle([*prompt, *text], VOCAB), max_rows=24).generate(prompt, 400)
+    assert out.token_ids == text
+    assert out.finish_reason == "context"
+
+
+def test_draft_with_a_q_of_other_tokens() -> None:
+    q = torch.zeros(VOCAB)
+    q[3] = 1.0
+    drafter = Scripted(lambda context, room: Draft.chain([context.root, 4], q={0: q}))
+    with pytest.raises(
+        DraftError, match=r"row 1 holds token 4, to which the q of row 0 gives probability 0.0; set q only"
+    ):
+        Engine(target_of("llama"), None, drafter).generate(PROMPT, 8, SamplingParams(temperature=1.0))
+
+
+# -- Checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "good"
+    new_model("llama", torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def rewrite(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_good_checkpoint(saved: Path) -> None:
+    assert TransformersTarget.from_pretrained(saved).dtype == torch.float32
+    assert TransformersTarget.from_pretrained(saved, dtype=torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop(UP), rf"1 missing, such as {UP}; .*incomplete"),
+        (lambda tensors: tensors.update({"model.layers.9.x": torch.zeros(2)}), "1 extra, such as model.layers.9.x"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}),
+            r"1 misshapen, such as .*model.norm.weight.*\[7\].*\[32\]",
+        ),
+        (
+            lambda tensors: (tensors.pop(UP), tensors.update(x=torch.zeros(2))),
+            "1 missing, such as .*; 1 extra, such as x",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(copied: Path, edit: Callable[[dict[str, torch.Tensor]], object], message: str) -> None:
+    rewrite(copied, edit)
+    with pytest.raises(CheckpointError, match=f"does not fit LlamaForCausalLM: .*{message}") as caught:
+        TransformersTarget.from_pretrained(copied)
+    assert str(copied) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"this is no such file" * 99, None])
+def test_file_that_is_no_safetensors(copied: Path, content: bytes | None) -> None:
+    weights = copied / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(
+        CheckpointError, match=r"cannot load a causal language model from .*header.*; give 'tiny', a folder"
+    ):
+        TransformersTarget.from_pretrained(copied)
+
+
+def test_pickled_weights_are_not_read(copied: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    (copied / "model.safetensors").unlink()
+    torch.save(tensors, copied / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no file named model.safetensors .*\*\.safetensors"):
+        TransformersTarget.from_pretrained(copied)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"), [("{", "not a valid JSON"), ('{"model_type": "nosuch"}', "model type `nosuch`")]
+)
+def test_config_that_says_nothing(copied: Path, config: str, message: str) -> None:
+    (copied / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=f"cannot load .*{message}"):
+        TransformersTarget.from_pretrained(copied)
+
+
+def test_no_folder_and_no_tokenizer(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot load .*nowhere.*give 'tiny', a folder with config.json"):
+        Engine.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"(?s)no tokenizer at .*save one beside the weights"):
+        Engine.from_pretrained(saved)
+
+
+# -- Models that cannot be driven --------------------------------------------------------------------------------------
+
+SMALL = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 3, "pad_token_id": 0}
+DECODER = {**SMALL, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def model_of_kind(kind: str, **options: Any) -> PreTrainedModel:
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model: PreTrainedModel = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Mamba", {**SMALL, "state_size": 4}),
+        ("Mamba2", {**SMALL, "state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1}),
+        ("RecurrentGemma", {**DECODER, "lru_width": 32, "attention_window_size": 8}),
+        ("Jamba", {**DECODER, "num_experts": 2, "use_mamba_kernels": False}),
+        ("FalconH1", DECODER),
+        ("Qwen3Next", DECODER),
+    ],
+)
+def test_recurrent_models_are_refused_by_name(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = model_of_kind(kind, **options)
+    remedy = "cannot roll back .*recurrent.*Use a decoder with full or sliding-window attention"
+    with pytest.raises(TargetError, match=f"{kind}ForCausalLM has layers that specdec {remedy}"):
+        TransformersTarget(model)
+    model.config.save_pretrained(tmp_path)  # by its config alone, before any weights are read
+    with pytest.raises(TargetError, match=f"{kind} has layers that specdec {remedy}"):
+        TransformersTarget.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Granite", {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
+        ("Cohere", {"logit_scale": 0.25}),
+    ],
+)
+def test_models_with_more_than_layers_are_refused(kind: str, options: dict[str, Any]) -> None:
+    """They scale embeddings or logits outside their layers; the self-check finds it."""
+    with pytest.raises(TargetError, match=f"{kind}ForCausalLM: the layer walk differs .*between the layers.*refused"):
+        TransformersTarget(model_of_kind(kind, **DECODER, **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("OPT", {**SMALL, "ffn_dim": 48, "num_attention_heads": 4, "word_embed_proj_dim": 32}, "has no rotary_emb"),
+        ("Bloom", {"vocab_size": 32, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "has no `layers` and last `norm`"),
+        ("StableLm", DECODER, "cannot be walked layer by layer"),
+        ("GptOss", {**DECODER, "num_local_experts": 4}, "attention sinks, which specdec does not compute"),
+    ],
+)
+def test_other_models_are_refused(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TargetError, match=f"{kind}.*{message}"):
+        TransformersTarget(model_of_kind(kind, **options))
+
+
+def test_windowed_models_keep_working_after_a_refusal() -> None:
+    """A refused model keeps its own attention."""
+    model = model_of_kind("Cohere", **DECODER)
+    with pytest.raises(TargetError):
+        TransformersTarget(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+# -- custom_generate ---------------------------------------------------------------------------------------------------
+
+
+def custom(prompt: Sequence[Sequence[int]], *, mask: torch.Tensor | None = None, **options: Any) -> Any:
+    model = target_of("llama").model
+    ids = torch.tensor(prompt)
+    mask = torch.ones_like(ids) if mask is None else mask
+    ours = {"target": target_of("llama"), **options.pop("ours", {})}
+    generate: Any = functools.partial(specdec.custom_generate, **ours)
+    return model.generate(ids, attention_mask=mask, custom_generate=generate, **{"max_new_tokens": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams is 2; specdec decodes one sequence per call, without beams: set it to 1"),
+        ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences is 3; specdec decodes one sequence"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True: .*does not keep them; unset"),
+        ({"mask": torch.tensor([[0, 1, 1]])}, "attention_mask holds zeros; .*drop the padding"),
+        ({"ours": {"synced_gpus": True}}, "synced_gpus=True .*specdec's steps differ"),
+        ({"ours": {"stop": "x"}}, "stop strings and streams need a tokenizer"),
+        ({"ours": {"drafter": "jacoby"}}, "unknown drafter 'jacoby'; did you mean 'jacobi'"),
+    ],
+)
+def test_custom_generate(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        custom([[3, 4, 5]], **options)
+
+
+def test_custom_generate_of_a_batch() -> None:
+    with pytest.raises(ConfigError, match="the batch size is 2; specdec decodes one sequence per call"):
+        custom([[3, 4, 5], [6, 7, 8]])
+
+
+def test_custom_generate_with_anothers_target() -> None:
+    with pytest.raises(
+        ConfigError, match="target wraps another LlamaForCausalLM than the one whose generate was called"
+    ):
+        custom([[3, 4, 5]], ours={"target": TransformersTarget(new_model("llama", seed=2))})

@@ -1,0 +1,106 @@
+"""The noise: a function of seed, stream, position, index and token; Gumbel and uniform by law, and uncorrelated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from scipy.stats import kstest
+
+from specdec.sampling import Noise
+
+CPU = torch.device("cpu")
+SIZE = 4096
+ALARM = 1e-3  # p-value; the numbers are fixed, so this never flickers
+
+
+def gumbel(seed: int, position: int, stream: int = Noise.TARGET, index: int = 0) -> npt.NDArray[np.float64]:
+    return Noise(seed, SIZE, CPU).gumbel(position, stream, index).numpy()
+
+
+def correlation(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
+    """In standard errors: of independent numbers it is about a standard normal one."""
+    return float(np.corrcoef(one, other)[0, 1] * math.sqrt(len(one)))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**63 - 1, 2**64 - 1, -1, -12345])
+@pytest.mark.parametrize("stream", [Noise.TARGET, Noise.DRAFT, Noise.COIN])
+def test_gumbel_law(seed: int, stream: int) -> None:
+    for position in (0, 1, 2047, 10**6):
+        numbers = gumbel(seed, position, stream)
+        assert np.isfinite(numbers).all()
+        assert kstest(numbers, "gumbel_r").pvalue > ALARM
+
+
+def test_gumbel_law_over_positions_and_seeds() -> None:
+    """One token's numbers are as good as one position's."""
+    noise = Noise(3, 2, CPU)
+    assert kstest([float(noise.gumbel(p)[1]) for p in range(2000)], "gumbel_r").pvalue > ALARM
+    assert kstest([float(Noise(seed, 2, CPU).gumbel(5)[1]) for seed in range(2000)], "gumbel_r").pvalue > ALARM
+    assert kstest([float(noise.gumbel(5, Noise.COIN, i)[1]) for i in range(2000)], "gumbel_r").pvalue > ALARM
+
+
+def test_uniform_law() -> None:
+    noise = Noise(7, 1, CPU)
+    for numbers in (
+        [noise.uniform(position, Noise.COIN) for position in range(3000)],
+        [noise.uniform(5, Noise.COIN, index) for index in range(3000)],
+        [noise.uniform(5, stream) for stream in range(3000)],
+        [Noise(seed, 1, CPU).uniform(5, Noise.COIN) for seed in range(3000)],
+    ):
+        assert 0 < min(numbers) < max(numbers) < 1
+        assert kstest(numbers, "uniform").pvalue > ALARM
+        assert abs(correlation(np.array(numbers[1:]), np.array(numbers[:-1]))) < 4
+
+
+def test_nothing_is_correlated() -> None:
+    """Neighbours in every direction: the next position, seed, stream, index and token."""
+    base = gumbel(5, 100)
+    others = {
+        "positions": gumbel(5, 101),
+        "seeds": gumbel(6, 100),
+        "opposite seeds": gumbel(-5, 100),
+        "streams": gumbel(5, 100, Noise.DRAFT),
+        "indices": gumbel(5, 100, index=1),
+    }
+    for what, other in others.items():
+        for shift in (-2, -1, 0, 1, 2):  # a counter hash may repeat its neighbour's numbers one token late
+            assert abs(correlation(base, np.roll(other, shift))) < 4, (what, shift)
+    for shift in (1, 2, 3):
+        assert abs(correlation(base, np.roll(base, shift))) < 4
+
+
+def test_no_number_comes_twice() -> None:
+    keys = itertools.product((0, 1), range(4), (Noise.TARGET, Noise.DRAFT, Noise.COIN), range(3))
+    numbers = np.concatenate([gumbel(seed, position, stream, index)[:256] for seed, position, stream, index in keys])
+    assert len(np.unique(numbers)) == len(numbers)
+
+
+def test_uniform_and_gumbel_are_one_hash() -> None:
+    """The Python integers and the tensor's wrapped ones agree: ``uniform`` is the number below token 0's Gumbel."""
+    for seed, position, stream, index in itertools.product((0, -1, 2**63), (0, 1, 999), (0, 1, 2), (0, 5)):
+        noise = Noise(seed, 4, CPU)
+        number = float(torch.exp(-torch.exp(-noise.gumbel(position, stream, index)[0])))
+        assert number == pytest.approx(noise.uniform(position, stream, index), rel=1e-12, abs=1e-15)
+
+
+def test_noise_has_no_state() -> None:
+    noise = Noise(11, SIZE, CPU)
+    first = noise.gumbel(4)
+    noise.gumbel(9)
+    noise.uniform(4, Noise.COIN)
+    assert torch.equal(noise.gumbel(4), first)
+    assert torch.equal(Noise(11, 64, CPU).gumbel(4), first[:64]), "a token's number must not depend on the vocabulary"
+
+
+def test_draw_follows_the_probabilities() -> None:
+    probabilities = torch.tensor([0.0, 2.0, 1.0, 1.0])  # unnormalised
+    counts = torch.zeros(4)
+    for seed in range(4000):
+        counts[Noise(seed, 4, CPU).draw(probabilities, 3, Noise.DRAFT)] += 1
+    assert counts[0] == 0
+    assert ((counts / 4000 - probabilities / 4).abs() < 4 * math.sqrt(0.25 / 4000)).all()

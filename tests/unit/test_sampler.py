@@ -1,0 +1,106 @@
+"""The sampler: each node's processors see the node's own prefix, and leave the logits as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec import SamplingParams
+from specdec.errors import NumericalError
+from specdec.sampling import Sampler, Scores
+from tests.models import VOCAB, model_of, prompt_of
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """A processor that notes the prefixes it is shown, and writes over the scores in place."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert input_ids.shape[0] == scores.shape[0] == 1
+        self.seen.append(input_ids[0].tolist())
+        return scores.fill_(1.0)
+
+
+@given(
+    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=300),
+    steps=st.lists(st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=4), max_size=8),
+    kept=st.lists(st.integers(0, 6), min_size=8, max_size=8),
+)
+@settings(max_examples=80)
+def test_processors_see_each_nodes_own_prefix(prompt: list[int], steps: list[Any], kept: list[int]) -> None:
+    """Siblings are looked at one after the other, and what was rejected leaves nothing behind."""
+    tokens = list(prompt)
+    recorder = Recorder()
+    sampler = Sampler(SamplingParams(temperature=1.0), tokens, 10, CPU, [recorder])
+    scores = Scores(torch.zeros(1, 10))
+    expected = []
+    for paths, keep in zip(steps, kept, strict=False):
+        for path in paths:
+            sampler.distribution(scores, 0, path)
+            expected.append([*tokens, *path])
+        tokens.extend([*paths[-1][:keep], 9])
+    assert recorder.seen == expected
+    assert torch.equal(scores.logits, torch.zeros(1, 10)), "the drafter gets to see what a processor wrote"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.3),
+        SamplingParams(temperature=1.0, top_p=0.5),
+        SamplingParams(temperature=2.0, min_p=0.2),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    ],
+)
+def test_processors_are_those_of_generate(params: SamplingParams) -> None:
+    """The same logits as transformers prepares from the same options, in its own order."""
+    prompt = prompt_of(12)
+    ids = torch.tensor([prompt])
+    warp = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+    out = model_of("llama").generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=1,
+        repetition_penalty=params.repetition_penalty,
+        do_sample=params.temperature > 0,
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **(warp if params.temperature > 0 else {}),
+    )
+    # Scores are kept in float32 there.
+    ours = Sampler(params, list(prompt), VOCAB, CPU).processed(Scores(out.logits[0].float()), 0, ())
+    torch.testing.assert_close(ours, out.scores[0][0].float(), rtol=1e-6, atol=1e-6)
+    if params.top_k or params.top_p < 1 or params.min_p:
+        assert torch.isinf(ours).any()
+
+
+def test_scores_by_row() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 2.0, 1.0], [0.0, 0.0, 7.0]])
+    scores = Scores(logits, rows=(0, 4, 6))
+    assert [scores.argmax(row) for row in (6, 0, 4)] == [2, 1, 0]
+    assert torch.equal(scores.of(4), logits[1])
+    assert Scores(logits).argmax(2) == 2
+
+
+def test_half_precision_is_sampled_in_float64() -> None:
+    """Probabilities of a bfloat16 row sum to one, not to what bfloat16 makes of it."""
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.9), [1], 1000, CPU)
+    p = sampler.distribution(Scores(logits), 0, ())
+    assert p.dtype == torch.float64
+    assert abs(float(p.sum()) - 1) < 1e-12
+
+
+def test_greedy_reads_no_nan() -> None:
+    logits = torch.tensor([[0.0, 1.0], [0.0, torch.nan]])
+    with pytest.raises(NumericalError, match="1 of 4 are NaN"):
+        Scores(logits).argmax(0)
