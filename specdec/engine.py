@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -222,8 +223,10 @@ class Engine:
                 prompt = prompt[0]
             if prompt.ndim != 1:
                 raise PromptError(f"the prompt has shape {list(prompt.shape)}; give one sequence, [n] or [1, n]")
+            if prompt.dtype.is_floating_point or prompt.dtype is torch.bool:
+                raise PromptError(f"the prompt is of {prompt.dtype}; token ids are integers")
             return [int(token) for token in prompt.tolist()]
-        tokens = [] if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
+        tokens = [] if isinstance(prompt, str) else [int(token) for token in prompt if isinstance(token, Integral)]
         if not isinstance(prompt, str) and len(tokens) == len(prompt):
             return tokens
         if self.tokenizer is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -66,6 +67,7 @@ def test_unknown_names_the_nearest() -> None:
         ),
         (prompt_of(300), "has 300 tokens"),
         (torch.zeros(2, 4, dtype=torch.long), r"shape \[2, 4\]; give one sequence, \[n\] or \[1, n\]"),
+        (torch.tensor([3.5, 4.0]), "the prompt is of torch.float32; token ids are integers"),
         ("text", "no tokenizer; give token ids"),
         ([{"role": "user", "content": "hello"}], "no tokenizer; give token ids"),
     ],
@@ -73,6 +75,18 @@ def test_unknown_names_the_nearest() -> None:
 def test_prompt(prompt: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         Engine(target_of("llama")).generate(prompt, 4)
+
+
+def test_token_ids_of_any_integer_kind() -> None:
+    engine, ids = Engine(target_of("llama")), [3, 4, 5]
+    for prompt in (
+        tuple(ids),
+        torch.tensor(ids),
+        torch.tensor([ids], dtype=torch.int32),
+        np.array(ids),
+        list(np.array(ids)),
+    ):
+        assert engine.encode(prompt) == ids
 
 
 def test_longest_prompt_yields_one_token() -> None:

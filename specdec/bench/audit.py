@@ -1,0 +1,263 @@
+"""Audit: every answer compared with plain decoding, token by token.
+
+Where an answer differs, the logits after the common text are computed once more, by the unmodified model in one
+forward, and the two tokens are compared there. Tokens whose scores are nearer than rounding are a tie that two kernels
+may break either way. A wider gap is a bug, of the system or of plain decoding itself; the fresh logits tell which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from specdec.bench.plan import BASELINE
+from specdec.bench.questions import QuestionId
+from specdec.bench.records import Record, Turn, repeats_of
+from specdec.errors import ConfigError
+from specdec.sampling import Sampler, SamplingParams, Scores
+from specdec.target import TransformersTarget
+
+__all__ = ["Audit", "Divergence", "audit", "rounding_bound"]
+
+# Logits of two kernels differ by a few units in the last place of the largest; measured, and with room. Transformers
+# computes some softmaxes and norms in float32 whatever the dtype, so float64 is held to float32's rounding.
+_UNITS = {torch.float64: 64.0, torch.float32: 64.0, torch.float16: 8.0, torch.bfloat16: 4.0}
+
+BUG, ROUNDING = "BUG", "rounding"
+
+
+def rounding_bound(dtype: torch.dtype, scale: float) -> float:
+    """Largest gap of two logits that rounding may close, where the largest logit has magnitude ``scale``."""
+    precision = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
+    return _UNITS[dtype] * precision * max(scale, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first difference of an answer from plain decoding's.
+
+    Attributes:
+        system, question_id, repeat, turn, position: where; the position counts new tokens from 0.
+        expected, found: plain decoding's token and the system's; None where the text had ended.
+        gap: of the two best scores there; ``between``: of the two tokens' own. Scores are logits, and with a
+            temperature the processed logits and the noise of that position.
+        bound: the largest gap that is rounding at this dtype.
+        dtype: of the model.
+        verdict: ``rounding`` or ``BUG``.
+        culprit: the system that is off the fresh logits, where the verdict is BUG.
+    """
+
+    system: str
+    question_id: QuestionId
+    repeat: int
+    turn: int
+    position: int
+    expected: int | None
+    found: int | None
+    gap: float | None
+    between: float | None
+    bound: float | None
+    dtype: str
+    verdict: str
+    culprit: str | None = None
+
+    def __str__(self) -> str:
+        place = f"{self.system}, question {self.question_id}, turn {self.turn + 1}, repeat {self.repeat + 1}"
+        if self.gap is None:
+            return f"{self.verdict}: {place}: one text ends at token {self.position}, and the other goes on"
+        return (
+            f"{self.verdict}: {place}: token {self.position} is {self.found}, plain decoding's {self.expected}; their "
+            f"scores are {self.between:.3g} apart, the best two {self.gap:.3g}; rounding in {self.dtype} is below "
+            f"{self.bound:.3g}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """One system: answers by outcome. ``uncompared``: why its tokens need not be plain decoding's."""
+
+    answers: int = 0
+    identical: int = 0
+    failed: int = 0
+    uncompared: str | None = None
+    divergences: list[Divergence]
+
+    @property
+    def bugs(self) -> int:
+        return sum(d.verdict == BUG for d in self.divergences)
+
+    @property
+    def brief(self) -> str:
+        """One word for a table."""
+        if self.bugs:
+            return BUG
+        return "other" if self.uncompared else ROUNDING if self.divergences else "same"
+
+    def __str__(self) -> str:
+        if self.uncompared:
+            return f"not compared: {self.uncompared}"
+        if self.answers and self.identical == self.answers:
+            return "identical"
+        rounding = len(self.divergences) - self.bugs
+        parts = [f"{self.identical} of {self.answers} identical"]
+        parts += [f"{rounding} apart by rounding"] if rounding else []
+        parts += [f"{self.bugs} BUGS"] if self.bugs else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """All systems' verdicts. ``passed`` unless one of ours has a bug."""
+
+    systems: dict[str, Verdict]
+    ours: frozenset[str]
+
+    @property
+    def bugs(self) -> list[Divergence]:
+        """Those that this package answers for: of its drafters, or of plain decoding against anyone."""
+        return [
+            divergence
+            for verdict in self.systems.values()
+            for divergence in verdict.divergences
+            if divergence.verdict == BUG and divergence.culprit in self.ours
+        ]
+
+    @property
+    def passed(self) -> bool:
+        return not self.bugs
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "systems": {label: asdict(verdict) | {"bugs": verdict.bugs} for label, verdict in self.systems.items()},
+        }
+
+
+def audit(
+    records: Sequence[Record],
+    systems: Mapping[str, Mapping[str, Any]],
+    target: TransformersTarget,
+    sampling: SamplingParams,
+) -> Audit:
+    """Compare all answers.
+
+    Args:
+        records: of a run.
+        systems: the manifest's: label -> ``ours``, ``lossy``, ``comparable``.
+        target: the run's model.
+        sampling: the run's.
+
+    Raises:
+        ConfigError: answers are missing.
+    """
+    _check_complete(records, systems)
+    answers = repeats_of(records)
+    verdicts: dict[str, Verdict] = {}
+    for label, about in systems.items():
+        verdict = Verdict(divergences=[], uncompared=_excuse(about, sampling))
+        verdict.failed = sum(record.system == label and record.error is not None for record in records)
+        for (system, question), repeats in answers.items():
+            plain = answers.get((BASELINE, question))
+            if system != label or plain is None:
+                continue
+            for record in repeats:
+                verdict.answers += 1
+                found = None if verdict.uncompared else _first_divergence(record, plain[0], target, sampling)
+                if found is not None:
+                    verdict.divergences.append(found)
+                else:
+                    verdict.identical += not verdict.uncompared
+        verdicts[label] = verdict
+    return Audit(verdicts, frozenset(label for label, about in systems.items() if about["ours"]))
+
+
+def _excuse(about: Mapping[str, Any], sampling: SamplingParams) -> str | None:
+    if about["lossy"]:
+        return "lossy: it may change the distribution, and was asked to"
+    if about["comparable"]:
+        return None
+    if about["ours"]:
+        return f"acceptance {sampling.acceptance!r} keeps the distribution, not the tokens of a seed"
+    return "its random numbers are its own"
+
+
+def _check_complete(records: Sequence[Record], systems: Mapping[str, Any]) -> None:
+    keys = {(record.question_id, record.repeat) for record in records}
+    there = {record.key for record in records}
+    for label in systems:
+        missing = [(question, repeat) for question, repeat in keys if (question, label, repeat) not in there]
+        if missing or not keys:
+            example = f", such as question {missing[0][0]}" if missing else ""
+            raise ConfigError(
+                f"{len(missing)} of {len(keys)} answers of {label!r} are missing{example}; run `specdec bench` with "
+                "the same options and --out again, and it goes on where it stopped"
+            )
+
+
+def _first_divergence(
+    record: Record, plain: Record, target: TransformersTarget, sampling: SamplingParams
+) -> Divergence | None:
+    for number, (mine, base) in enumerate(zip(record.turns, plain.turns, strict=True)):
+        # Up to the first difference the answers, and so the prompts, are the same.
+        if mine.token_ids != base.token_ids:
+            return _judge(record, number, mine, base, target, sampling)
+    return None
+
+
+def _judge(
+    record: Record, number: int, mine: Turn, base: Turn, target: TransformersTarget, sampling: SamplingParams
+) -> Divergence:
+    pairs = zip(mine.token_ids, base.token_ids, strict=False)
+    shortest = min(len(mine.token_ids), len(base.token_ids))
+    position = next((place for place, (a, b) in enumerate(pairs) if a != b), shortest)
+    found = mine.token_ids[position] if position < len(mine.token_ids) else None
+    expected = base.token_ids[position] if position < len(base.token_ids) else None
+    gap = between = bound = None
+    verdict = BUG
+    culprit: str | None = record.system
+    if found is not None and expected is not None:
+        text = [*base.prompt_ids, *base.token_ids[:position]]
+        scores, scale = _fresh_scores(text, target, sampling)
+        best = torch.topk(scores, 2).values
+        gap, between = float(best[0] - best[1]), abs(float(scores[found] - scores[expected]))
+        bound = rounding_bound(target.dtype, scale) / (sampling.temperature or 1.0)
+        if float(best[0] - min(scores[found], scores[expected])) <= bound:
+            verdict, culprit = ROUNDING, None
+        elif scores[expected] < scores[found]:
+            culprit = BASELINE
+    return Divergence(
+        system=record.system,
+        question_id=record.question_id,
+        repeat=record.repeat,
+        turn=number,
+        position=position,
+        expected=expected,
+        found=found,
+        gap=gap,
+        between=between,
+        bound=bound,
+        dtype=str(target.dtype).removeprefix("torch."),
+        verdict=verdict,
+        culprit=culprit,
+    )
+
+
+def _fresh_scores(
+    text: Sequence[int], target: TransformersTarget, sampling: SamplingParams
+) -> tuple[torch.Tensor, float]:
+    """[V] scores after ``text`` by the model's own forward, and the magnitude of the largest logit.
+
+    The token is their argmax: logits for greedy decoding, else processed logits with the position's noise.
+    """
+    ids = torch.tensor([list(text)], device=target.device)
+    with torch.inference_mode():
+        logits = target.model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1).logits[:, -1]
+        scale = float(logits.abs().max())
+        sampler = Sampler(sampling, list(text), target.vocab_size, logits.device)
+        scores = sampler.processed(Scores(logits), 0, ()).double()
+        if sampler.sample:
+            scores = scores + sampler.noise.gumbel(len(text))
+    return scores, scale

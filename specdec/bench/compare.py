@@ -1,0 +1,140 @@
+"""Compare: two runs side by side, and what moved beyond noise.
+
+A system's speedup is a ratio inside of one run, so a machine that is slower on another day moves both of its parts. The
+ratio of the two runs' speedups is bootstrapped over the questions, drawn together for both runs; it has moved where its
+99 % interval leaves out 1 (99 and not 95, as a comparison looks at many pairs at once).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specdec.bench.metrics import OVERALL, Interval, bootstrap
+from specdec.bench.plan import BASELINE
+from specdec.bench.questions import QuestionId, group_of
+from specdec.bench.records import Record, RunFolder, repeats_of
+from specdec.errors import ConfigError
+
+__all__ = ["Change", "Comparison", "compare_runs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure of one system in both runs, and B by A with its 99 % interval."""
+
+    system: str
+    group: str
+    figure: str
+    before: float
+    after: float
+    ratio: Interval
+
+    @property
+    def moved(self) -> bool:
+        return self.ratio.low > 1 or self.ratio.high < 1
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All changes; ``notes``: what is not the same in the two runs."""
+
+    changes: list[Change]
+    notes: list[str]
+
+
+def compare_runs(a: RunFolder, b: RunFolder) -> Comparison:
+    """Compare the systems that both runs have, on the questions that both answered.
+
+    Raises:
+        ConfigError: no runs, another model or other questions, nothing in common, or answers missing.
+    """
+    first, second = a.manifest(), b.manifest()
+    for what, key, part in (("models", "model", "fingerprint"), ("questions", "questions", "sha256")):
+        if first[key][part] != second[key][part]:
+            names = [f"{m[key].get('name', m[key].get('file'))} ({m[key][part][:10]})" for m in (first, second)]
+            raise ConfigError(
+                f"the runs have different {what}: {names[0]} and {names[1]}; compare two runs with the same ones"
+            )
+    answers = [repeats_of(folder.records()) for folder in (a, b)]
+    for folder, manifest, found in zip((a, b), (first, second), answers, strict=True):
+        wanted, there = manifest["questions"]["asked"], len({q for s, q in found if s == BASELINE})
+        if there < wanted:
+            raise ConfigError(
+                f"{str(folder.path)!r} has plain answers to {there} of {wanted} questions; run `specdec bench` with "
+                "that --out again to answer the rest, and look at its failures"
+            )
+    systems = [label for label in first["systems"] if label in second["systems"]]
+    changes = [change for label in systems for change in _changes(label, *answers)]
+    return Comparison(changes, _notes(first, second))
+
+
+Answers = dict[tuple[str, QuestionId], list[Record]]
+
+
+def _changes(label: str, a: Answers, b: Answers) -> list[Change]:
+    wanted = dict.fromkeys((label, BASELINE))
+    shared = [q for s, q in a if s == label and all((name, q) in found for name in wanted for found in (a, b))]
+    groups: dict[str, list[QuestionId]] = {OVERALL: shared}
+    for question in shared:
+        groups.setdefault(group_of(a[label, question][0].category), []).append(question)
+    changes = []
+    for group, ids in groups.items():
+        if not ids:
+            continue
+        if label == BASELINE:
+            speeds = [_speed(found, label, ids) for found in (a, b)]
+            changes.append(_change(label, group, "tokens/s", *speeds))
+            continue
+        speeds = [_speed(found, label, ids) / _speed(found, BASELINE, ids) for found in (a, b)]
+        changes.append(_change(label, group, "x plain", *speeds))
+        steps = [_tokens_per_step(found, label, ids) for found in (a, b)]
+        changes.append(_change(label, group, "tokens/step", *steps))
+    return changes
+
+
+def _change(label: str, group: str, figure: str, before: Any, after: Any) -> Change:
+    """From [1 + samples] values whose first is the estimate."""
+    ratio = after / before
+    low, high = np.percentile(ratio[1:], [0.5, 99.5])
+    interval = Interval(float(ratio[0]), float(low), float(high))
+    return Change(label, group, figure, float(before[0]), float(after[0]), interval)
+
+
+def _draws(count: int) -> Any:
+    """[1 + samples, count] question numbers: all of them once, then the bootstrap's."""
+    return np.concatenate([np.arange(count)[None], bootstrap(count)])
+
+
+def _speed(found: Answers, label: str, ids: Sequence[QuestionId]) -> Any:
+    tokens = np.array([float(found[label, q][0].tokens) for q in ids])
+    seconds = np.array([statistics.median(r.seconds("wall") for r in found[label, q]) for q in ids])
+    draw = _draws(len(ids))
+    return tokens[draw].sum(1) / seconds[draw].sum(1)
+
+
+def _tokens_per_step(found: Answers, label: str, ids: Sequence[QuestionId]) -> Any:
+    tokens = np.array([float(found[label, q][0].tokens) for q in ids])
+    steps = np.array([float(sum(len(turn.accept_lengths) for turn in found[label, q][0].turns)) for q in ids])
+    draw = _draws(len(ids))
+    return tokens[draw].sum(1) / np.maximum(steps[draw].sum(1), 1)
+
+
+def _notes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    notes = []
+    for name in sorted(a["plan"].keys() & b["plan"].keys() - {"drafters", "systems", "model", "questions"}):
+        if a["plan"][name] != b["plan"][name]:
+            notes.append(f"{name}: {a['plan'][name]!r} and {b['plan'][name]!r}")
+    for name in sorted(a["environment"].keys() & b["environment"].keys()):
+        if a["environment"][name] != b["environment"][name]:
+            notes.append(f"{name}: {a['environment'][name]!r} and {b['environment'][name]!r}")
+    for label in a["systems"].keys() & b["systems"].keys():
+        if a["systems"][label]["options"] != b["systems"][label]["options"]:
+            notes.append(f"options of {label}: {a['systems'][label]['options']} and {b['systems'][label]['options']}")
+    for label in sorted(a["systems"].keys() ^ b["systems"].keys()):
+        notes.append(f"{label} is in one run only")
+    return notes

@@ -1,0 +1,128 @@
+"""Environment: commit, versions and hardware, for a run's manifest; clocks and memory meters for its answers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.target import TransformersTarget
+
+__all__ = ["MemoryMeter", "describe_environment", "describe_model", "synchronize"]
+
+_PACKAGES = ("specdec", "torch", "transformers", "tokenizers", "numpy")
+_CLEAR_PEAK = "5"  # what /proc/self/clear_refs takes to forget the peak of the resident set
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """What may change a figure: code, versions, machine, threads."""
+    commit, dirty = _commit()
+    return {
+        "commit": commit,
+        "uncommitted_changes": dirty,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+    }
+
+
+def describe_model(name: str, target: TransformersTarget) -> dict[str, Any]:
+    """What the model is; ``fingerprint`` is the same for the same weights in the same dtype, wherever they lie."""
+    digest = hashlib.sha256()
+    parameters = 0
+    for key, weight in sorted(target.model.state_dict().items()):
+        parameters += weight.numel()
+        digest.update(f"{key}{list(weight.shape)}{weight.dtype}".encode())
+        flat = weight.reshape(-1)
+        stride = max(1, flat.numel() // 64)
+        digest.update(flat[::stride][:64].double().cpu().numpy().tobytes())
+    return {
+        "name": name,
+        "class": target.name,
+        "parameters": parameters,
+        "layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "context_length": target.context_length,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "fingerprint": digest.hexdigest()[:16],
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that the clock that is read next tells the truth."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class MemoryMeter:
+    """Peak bytes since ``reset``: of the device's allocator on a GPU, of the process's resident set on Linux."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text(_CLEAR_PEAK)
+        except OSError:
+            return  # then the figure is the peak of the whole process, an upper bound
+
+    def read(self) -> int | None:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        if sys.platform != "linux":
+            return None
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _commit() -> tuple[str | None, bool]:
+    """Commit of the checkout that this package lies in, and whether it has changes; None outside of a checkout."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            run = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return run.stdout.strip()
+
+    if git("ls-files", "--error-unmatch", "../__init__.py") is None:  # an installed copy inside of someone's repository
+        return None, False
+    commit = git("rev-parse", "--short=10", "HEAD")
+    return commit, bool(git("status", "--porcelain", "--untracked-files=no"))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

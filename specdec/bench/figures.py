@@ -1,0 +1,231 @@
+"""Figures of a run, drawn with matplotlib's object interface: no window, no global state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specdec.bench.metrics import DEPTH, OVERALL, Metrics, Row
+from specdec.bench.plan import BASELINE
+from specdec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_figures", "new_figure", "require_bench_extra"]
+
+# Okabe and Ito's colours, told apart by most colour-blind eyes, and three more; then markers tell.
+_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#8C6D31",
+    "#6A3D9A",
+    "#B2182B",
+    "#1B7837",
+)
+_MARKERS = "osD^vPX*<>"
+_PLAIN = "#777777"
+_PHASES = {
+    "prefill": "#BBBBBB",
+    "draft": "#E69F00",
+    "target": "#0072B2",
+    "verify": "#009E73",
+    "host": "#CC79A7",
+}
+
+
+def require_bench_extra() -> None:
+    """Raises ConfigError where matplotlib or jinja2 is not installed; specdec imports them only where it draws."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the report needs {error.name}, which is not installed; run pip install 'specdec[bench]'"
+        ) from error
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def draw_figures(metrics: Metrics, manifest: Mapping[str, Any], caption: str) -> dict[str, Figure]:
+    """Name -> figure; one that the run has no figures for is left out."""
+    overall = {system: groups[OVERALL] for system, groups in metrics.rows.items() if groups[OVERALL].answered}
+    styles = _styles(list(metrics.rows))
+    drawn = {
+        "speedup": _speedup(metrics, styles),
+        "ctar": _ctar(overall, styles),
+        "acceptance": _histogram(overall, styles),
+        "time": _shares(overall),
+        "cost": _cost(overall, styles, manifest.get("cost") or {}),
+    }
+    figures = {name: figure for name, figure in drawn.items() if figure is not None}
+    for figure in figures.values():
+        figure.supxlabel(caption, fontsize=6.5, color="#666666", x=0.01, ha="left")
+    return figures
+
+
+Style = dict[str, Any]
+
+
+def _styles(systems: Sequence[str]) -> dict[str, Style]:
+    styles = {}
+    for place, system in enumerate(s for s in systems if s != BASELINE):
+        colour = _COLOURS[place % len(_COLOURS)]
+        styles[system] = {"color": colour, "marker": _MARKERS[(place + place // 10) % len(_MARKERS)]}
+    return styles | {BASELINE: {"color": _PLAIN, "marker": "o"}}
+
+
+def _tidy(axes: Axes, title: str, x: str = "", y: str = "") -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+
+
+def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
+    """A panel per group: speed against plain decoding, with its interval."""
+    systems = [s for s in metrics.rows if s != BASELINE and metrics.rows[s][OVERALL].speedup is not None]
+    if not systems:
+        return None
+    groups = [OVERALL, *metrics.groups]
+    columns = min(4, len(groups))
+    lines = -(-len(groups) // columns)
+    figure = new_figure(2.6 * columns + 1.2, lines * (0.24 * len(systems) + 0.95) + 0.7)
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    figure.suptitle("Speed against plain decoding, 95 % intervals", x=0.01, ha="left", fontsize=10)
+    for place, axes in enumerate(panels.flat):
+        if place >= len(groups):
+            axes.set_visible(False)
+            continue
+        group = groups[place]
+        for height, system in enumerate(systems):
+            found = metrics.rows[system][group].speedup
+            if found is not None:
+                error = [[max(0.0, found.value - found.low)], [max(0.0, found.high - found.value)]]
+                axes.errorbar(found.value, height, xerr=error, ms=5, lw=1.5, capsize=2, **styles[system])
+        axes.axvline(1, color=_PLAIN, lw=1, zorder=0)
+        axes.set_yticks(range(len(systems)), systems)
+        axes.grid(axis="x", color="#E5E5E5", lw=0.7)
+        _tidy(axes, group.replace("_", " "))
+        if place + columns >= len(groups):
+            axes.set_xlabel("speed, plain decoding = 1", fontsize=8)
+            axes.tick_params(labelbottom=True)
+    panels[0, 0].set_ylim(len(systems) - 0.5, -0.5)
+    return figure
+
+
+def _ctar(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | None:
+    rows = {system: row for system, row in overall.items() if row.ctar and row.ctar[0] > 0}
+    if not rows:
+        return None
+    figure = new_figure(7.6, 4.2)
+    axes = figure.subplots()
+    depth = range(1, DEPTH + 1)
+    for system, row in rows.items():
+        # One zero ends a curve: a row of them at the bottom would only hide one another.
+        shown = row.ctar[: row.ctar.index(0.0) + 1] if 0.0 in row.ctar else row.ctar
+        curve = [100 * share for share in shown]
+        axes.plot(depth[: len(curve)], curve, lw=1.6, ms=5, label=system, clip_on=False, **styles[system])
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(depth)
+    axes.grid(color="#E5E5E5", lw=0.7)
+    _tidy(axes, "How far steps reach: CTAR(w)", "w, draft tokens", "% of steps that accept at least w")
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
+    return figure
+
+
+def _histogram(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | None:
+    rows = {system: row for system, row in overall.items() if len(row.histogram) > 1}
+    if not rows:
+        return None
+    columns = min(4, len(rows))
+    lines = -(-len(rows) // columns)
+    figure = new_figure(2.3 * columns + 0.4, 1.7 * lines + 0.8)
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    figure.suptitle("Tokens that a step emits, the bonus token counted", x=0.01, ha="left", fontsize=10)
+    longest = DEPTH + 1
+    for axes, (system, row) in zip(panels.flat, rows.items(), strict=False):
+        shares = [0.0] * longest
+        for length, count in row.histogram.items():
+            shares[min(length, longest) - 1] += 100 * count / row.steps
+        axes.bar(range(1, longest + 1), shares, color=styles[system]["color"])
+        axes.set_xticks(range(1, longest + 1), [*map(str, range(1, longest)), f"{longest}+"])
+        _tidy(axes, system)
+        axes.title.set_fontsize(9)
+        axes.tick_params(labelsize=7, labelbottom=True)
+    for axes in list(panels.flat)[len(rows) :]:
+        axes.set_visible(False)
+    for line in panels:
+        line[0].set_ylabel("% of steps", fontsize=8)
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens of a step", fontsize=8)
+    return figure
+
+
+def _shares(overall: Mapping[str, Row]) -> Figure | None:
+    rows = {system: row for system, row in overall.items() if "target" in row.shares}
+    if not rows:
+        return None
+    figure = new_figure(7.6, 0.32 * len(rows) + 1.2)
+    axes = figure.subplots()
+    left = [0.0] * len(rows)
+    for phase, colour in _PHASES.items():
+        widths = [100 * row.shares.get(phase, 0.0) for row in rows.values()]
+        axes.barh(range(len(rows)), widths, left=left, color=colour, label=phase, height=0.7)
+        for place, width in enumerate(widths):
+            if width >= 4:
+                middle = left[place] + width / 2
+                dark = phase in ("target", "verify")
+                axes.text(
+                    middle, place, f"{width:.0f}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
+                )
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    _tidy(axes, "Where the time goes", "% of the wall clock")
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
+    return figure
+
+
+def _cost(overall: Mapping[str, Row], styles: Mapping[str, Style], cost: Mapping[str, Any]) -> Figure | None:
+    """The cost of a forward by rows; over it, what each drafter's steps cost and what they bring."""
+    plain = overall.get(BASELINE)
+    if not cost.get("seconds") or plain is None or not plain.step_seconds:
+        return None
+    seconds = {int(rows): taken for rows, taken in cost["seconds"].items()}
+    one = seconds[min(seconds)]
+    figure = new_figure(7.6, 4.4)
+    axes = figure.subplots()
+    axes.plot(
+        list(seconds), [taken / one for taken in seconds.values()], color="#333333", lw=1.4, label="forward alone"
+    )
+    for system, row in overall.items():
+        if row.rows_per_step is None or row.step_seconds is None or row.tokens_per_step is None or system == BASELINE:
+            continue
+        x, step, gain = row.rows_per_step, row.step_seconds / plain.step_seconds, row.tokens_per_step.value
+        style = styles[system]
+        axes.plot([x, x], [step, gain], color=style["color"], lw=1, alpha=0.7)
+        axes.plot(x, step, ls="", ms=6, label=f"{system}: {gain / step:.2f}x", **style)
+        axes.plot(x, gain, ls="", ms=7, mfc="white", **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(seconds), list(map(str, seconds)))
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(color="#E5E5E5", lw=0.7)
+    title = f"Cost of a step by its rows, at {cost['context']} tokens of context"
+    _tidy(axes, title, "rows of a step", "plain steps of time (filled) or tokens (hollow)")
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
+    return figure

@@ -1,0 +1,226 @@
+"""Questions: Spec-Bench's, MT-bench's, HumanEval's and GSM8K's files, and plain prompts, as one type."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import ConfigError, PromptError, unknown
+
+__all__ = [
+    "FORMATS",
+    "MT_BENCH",
+    "Question",
+    "QuestionId",
+    "build_prompt",
+    "find_questions",
+    "group_of",
+    "read_questions",
+    "select",
+    "tiny_questions",
+]
+
+FORMATS = ("auto", "plain", "chat", "vicuna")
+
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+# The opening that the Vicuna models were tuned with.
+_VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+QuestionId = int | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One question; ``format`` is how its turns become a prompt, None where the file does not say."""
+
+    id: QuestionId
+    category: str
+    turns: tuple[str, ...]
+    format: str | None = None
+
+
+def tiny_questions() -> Path:
+    """The set in this package, for the embedded model."""
+    return Path(__file__).parent / "data" / "tiny_questions.jsonl"
+
+
+def group_of(category: str) -> str:
+    """Spec-Bench's subtask: MT-bench's eight categories count as one."""
+    return "mt_bench" if category in MT_BENCH else category
+
+
+def find_questions(name: str) -> Path:
+    """The file that ``tiny``, ``spec_bench`` or a path stands for.
+
+    Raises:
+        ConfigError: no such file.
+    """
+    from specdec.bench.download import spec_bench_path
+
+    path = {"tiny": tiny_questions, "spec_bench": spec_bench_path}.get(name, lambda: Path(name))()
+    if not path.is_file():
+        hint = "run `specdec bench --download`" if name == "spec_bench" else "give 'tiny', 'spec_bench' or a file"
+        raise ConfigError(f"there is no question file {str(path)!r}; {hint}")
+    return path
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read a file: JSON lines of any of the known kinds, or text with prompts between lines of ``---``.
+
+    Raises:
+        ConfigError: a malformed line, by number and reason, or a question number that occurs twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the questions {str(path)!r}: {error}") from error
+    found = _json_lines(path, text) if path.suffix in (".jsonl", ".json") else _prompts(path, text)
+    if not found:
+        raise ConfigError(f"the question file {str(path)!r} holds no question; it must hold at least one")
+    return found
+
+
+def _json_lines(path: Path, text: str) -> list[Question]:
+    found: dict[QuestionId, Question] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            question = _question(json.loads(line), number)
+            if question.id in found:
+                raise ValueError(f"question_id {question.id!r} occurs a second time")
+        except ValueError as error:
+            raise ConfigError(
+                f"{path.name}, line {number}: {error}; each line is a JSON object such as "
+                '{"question_id": 1, "category": "qa", "turns": ["..."]}'
+            ) from error
+        found[question.id] = question
+    return list(found.values())
+
+
+def _question(line: Any, number: int) -> Question:
+    """A line of any known kind; ValueError says what is wrong with it."""
+    if not isinstance(line, dict):
+        raise ValueError(f"it holds {type(line).__name__}, not an object")
+    readers: Mapping[str, Callable[[dict[str, Any], int], Question]] = {
+        "turns": _spec_bench,
+        "prompt": _human_eval,
+        "question": _gsm8k,
+    }
+    for key, reader in readers.items():
+        if key in line:
+            return reader(line, number)
+    raise ValueError(f"it has none of the keys turns, prompt and question, but {', '.join(sorted(line)) or 'nothing'}")
+
+
+def _spec_bench(line: dict[str, Any], number: int) -> Question:
+    turns = line["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError("turns must be a list of at least one non-empty text")
+    form = line.get("format")
+    if form is not None and form not in FORMATS:
+        raise ValueError(unknown("prompt format", str(form), FORMATS))
+    return Question(id=_id(line.get("question_id")), category=_text(line, "category"), turns=tuple(turns), format=form)
+
+
+def _human_eval(line: dict[str, Any], number: int) -> Question:
+    """HumanEval's code to be completed, or any ``{"prompt": ...}``."""
+    category = _text(line, "category") if "category" in line else "humaneval" if "task_id" in line else "prompts"
+    prompt = _text(line, "prompt")
+    return Question(id=_id(line.get("task_id", number)), category=category, turns=(prompt,), format="plain")
+
+
+def _gsm8k(line: dict[str, Any], number: int) -> Question:
+    return Question(id=_id(line.get("question_id", number)), category="gsm8k", turns=(_text(line, "question"),))
+
+
+def _id(value: Any) -> QuestionId:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"its number is {value!r}; question_id must be an integer or a text")
+    return value
+
+
+def _text(line: dict[str, Any], key: str) -> str:
+    value = line.get(key)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{key} is {value!r}; it must be a non-empty text")
+    return value
+
+
+def _prompts(path: Path, text: str) -> list[Question]:
+    parts: list[list[str]] = [[]]
+    for line in text.splitlines(keepends=True):
+        if line.strip() == "---":
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    whole = [prompt for part in parts if (prompt := "".join(part)).strip()]
+    return [Question(id=n, category=path.stem, turns=(prompt,), format="plain") for n, prompt in enumerate(whole, 1)]
+
+
+def select(questions: Sequence[Question], categories: Sequence[str], limit: int | None) -> list[Question]:
+    """Those of some categories (a name, or Spec-Bench's ``mt_bench``), at most ``limit``, evenly from each group.
+
+    Raises:
+        ConfigError: a category that no question has.
+    """
+    known = {q.category for q in questions} | {group_of(q.category) for q in questions}
+    for category in categories:
+        if category not in known:
+            raise ConfigError(unknown("category", category, known))
+    chosen = [q for q in questions if not categories or {q.category, group_of(q.category)} & set(categories)]
+    if limit is None or limit >= len(chosen):
+        return chosen
+    rank: Counter[str] = Counter()
+    ranks = []
+    for place, question in enumerate(chosen):
+        ranks.append((rank[group_of(question.category)], place))
+        rank[group_of(question.category)] += 1
+    return [chosen[place] for place in sorted(place for _, place in sorted(ranks)[:limit])]
+
+
+def build_prompt(question: Question, answers: Sequence[str], form: str, tokenizer: Any) -> str | list[dict[str, str]]:
+    """The prompt of turn ``len(answers)``: text, or messages for the tokenizer's chat template.
+
+    Args:
+        question: its turns.
+        answers: the system's own answers to the earlier turns.
+        form: ``auto`` takes what the question says, else the chat template where the tokenizer has one, else Vicuna's.
+        tokenizer: transformers'.
+
+    Raises:
+        PromptError: ``chat`` without a chat template.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if form == "auto":
+        form = question.format or "auto"
+    if form == "auto":
+        form = "chat" if template else "vicuna"
+    turns = question.turns[: len(answers) + 1]
+    if form == "plain":
+        said = [part for pair in zip(turns, answers, strict=False) for part in pair]
+        return "\n".join([*said, turns[-1]])
+    if form == "chat":
+        if not template:
+            raise PromptError("the tokenizer has no chat template; use --format vicuna or --format plain")
+        messages = []
+        for place, turn in enumerate(turns):
+            messages.append({"role": "user", "content": turn})
+            if place < len(answers):
+                messages.append({"role": "assistant", "content": answers[place]})
+        return messages
+    text = _VICUNA
+    end = getattr(tokenizer, "eos_token", None) or "</s>"
+    for place, turn in enumerate(turns):
+        text += f" USER: {turn} ASSISTANT:" if place == 0 else f"USER: {turn} ASSISTANT:"
+        if place < len(answers):
+            text += f" {answers[place]}{end}"
+    return text

@@ -1,0 +1,196 @@
+"""Records: answers as they are kept on disk, one JSON line for each (question, system, repeat)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec.bench.questions import QuestionId
+from specdec.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Key", "Record", "RunFolder", "Turn", "repeats_of"]
+
+Key = tuple[QuestionId, str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One answer.
+
+    Attributes:
+        prompt_ids, token_ids: what went in and came out; an end-of-sequence token is included.
+        text: of ``token_ids``, without special tokens.
+        finish_reason: as in Generation; ``""`` where the system does not tell.
+        accept_lengths: tokens of each step, the bonus token counted.
+        rows: rows of each target forward; empty where the system does not tell.
+        seconds: ``wall`` (all of it), ``prefill`` (up to the first step, or to the first token for systems that do not
+            tell), and the phases ``draft``, ``target``, ``verify``, ``other`` where they are known.
+        retokenized: tokens that the tokenizer makes of ``text``; Spec-Bench counts the baseline's so.
+        peak_memory: bytes, device memory on a GPU and resident memory of the process elsewhere; None if not known.
+        pieces: text of each step, for the trace; kept for the first repeat only.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    accept_lengths: list[int]
+    rows: list[int]
+    seconds: dict[str, float]
+    retokenized: int
+    peak_memory: int | None = None
+    pieces: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """All turns of one question by one system; ``error`` where one failed, and then no turns."""
+
+    question_id: QuestionId
+    category: str
+    system: str
+    repeat: int
+    turns: list[Turn]
+    error: str | None = None
+    time: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        return self.question_id, self.system, self.repeat
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all turns."""
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    def seconds(self, phase: str) -> float:
+        """Of all turns."""
+        return sum(turn.seconds.get(phase, 0.0) for turn in self.turns)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Record:
+        return cls(**{**values, "turns": [Turn(**turn) for turn in values["turns"]]})
+
+
+class RunFolder:
+    """A run's folder: ``manifest.json`` and the append-only ``answers.jsonl``.
+
+    Every line is flushed to the disk before the next answer starts. A line that a kill cut short is dropped when the
+    folder is opened for writing again.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def answers(self) -> Path:
+        return self.path / "answers.jsonl"
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path / "manifest.json"
+
+    def manifest(self) -> dict[str, Any]:
+        """What the run is.
+
+        Raises:
+            ConfigError: the folder holds no run.
+        """
+        try:
+            values = json.loads(self.manifest_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{str(self.path)!r} holds no run: {error}; give the --out folder of a `specdec bench`"
+            ) from error
+        if not isinstance(values, dict) or "plan" not in values:
+            raise ConfigError(f"{str(self.manifest_path)!r} is no manifest of a run; give the --out folder of one")
+        return values
+
+    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        part = self.manifest_path.with_suffix(".part")
+        part.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        part.replace(self.manifest_path)
+
+    def records(self) -> list[Record]:
+        """All whole records; the last one of a key counts.
+
+        Raises:
+            ConfigError: a broken line that is not the last.
+        """
+        found: dict[Key, Record] = {}
+        for record in self._read():
+            found[record.key] = record
+        return list(found.values())
+
+    def _read(self) -> Iterator[Record]:
+        if not self.answers.is_file():
+            return
+        lines = self.answers.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield Record.of(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                if number == len(lines):  # no newline after it: the run was killed while it wrote
+                    return
+                raise ConfigError(
+                    f"{str(self.answers)!r}, line {number}: no answer record: {error}; delete the line, and the run "
+                    "answers that question again"
+                ) from error
+
+    def repair(self) -> None:
+        """Cut off a last line that was not finished."""
+        if not self.answers.is_file():
+            return
+        data = self.answers.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with self.answers.open("r+b") as file:
+                file.truncate(whole)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the folder: two runs in one would mix their lines. The system lets go of it when the process dies.
+
+        Raises:
+            ConfigError: another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                if fcntl is not None:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(
+                    f"another run is writing to {str(self.path)!r}; wait for it, stop it, or choose another --out"
+                ) from error
+            yield
+
+    def append(self, record: Record) -> None:
+        """Add a record for good."""
+        line = json.dumps(asdict(record), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+        with self.answers.open("ab") as file:
+            file.write(line + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def repeats_of(records: Sequence[Record]) -> dict[tuple[str, QuestionId], list[Record]]:
+    """(system, question) -> its answers that did not fail, by repeat."""
+    found: dict[tuple[str, QuestionId], list[Record]] = {}
+    for record in sorted(records, key=lambda r: r.repeat):
+        if record.error is None:
+            found.setdefault((record.system, record.question_id), []).append(record)
+    return found

@@ -1,0 +1,211 @@
+"""Report: one HTML file that needs nothing else, PNGs, and a Markdown table."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from specdec.bench.audit import Audit
+from specdec.bench.figures import draw_figures, require_bench_extra
+from specdec.bench.metrics import DEPTH, OVERALL, Interval, Metrics, Row, measure
+from specdec.bench.plan import BASELINE
+from specdec.bench.records import Record, RunFolder
+from specdec.bench.spec_bench import write_answers
+from specdec.bench.trace import traces
+
+__all__ = ["caption_of", "markdown", "write_report"]
+
+_FIGURES = {
+    "speedup": (
+        "Speed against plain decoding",
+        "Wall clock, prefill included, of the same tokens on the same stack. Bars: 95 % bootstrap over questions.",
+    ),
+    "ctar": ("Compression tail", "Share of steps that accept at least w draft tokens."),
+    "acceptance": ("Acceptance lengths", "Tokens that a step emits, the bonus token counted; all questions."),
+    "time": (
+        "Time shares",
+        "Host is all that is neither prefill, drafting, the target's forward nor verification.",
+    ),
+    "cost": (
+        "What a step costs and what it brings",
+        "The line is the target's forward alone. Filled marks: the time of a drafter's whole step in plain steps; "
+        "hollow ones: its tokens. A drafter gains where the hollow mark is above the filled one; their ratio is its "
+        "speedup, the prefill left out.",
+    ),
+}
+
+
+def write_report(folder: RunFolder, audit: Audit | None, metrics: Metrics | None = None) -> Path:
+    """Write ``report.html``, ``report.md``, ``metrics.json``, ``audit.json``, ``figures/`` and ``spec_bench/``.
+
+    Returns the HTML file.
+
+    Raises:
+        ConfigError: jinja2 or matplotlib is not installed.
+    """
+    require_bench_extra()
+    manifest, records = folder.manifest(), folder.records()
+    systems = list(manifest["systems"])
+    metrics = metrics or measure(records, systems)
+    _write_json(folder.path / "metrics.json", metrics.to_json())
+    if audit is not None:
+        _write_json(folder.path / "audit.json", audit.to_json())
+    write_answers(records, folder.path / "spec_bench", manifest["model"]["name"])
+    (folder.path / "report.md").write_text(markdown(metrics, manifest, audit), encoding="utf-8")
+    images = _images(folder, metrics, manifest)
+    page = _page(metrics, manifest, audit, records, images)
+    path = folder.path / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def caption_of(manifest: Mapping[str, Any]) -> str:
+    """Commit, versions, hardware and settings on one line, for figures."""
+    environment, plan = manifest["environment"], manifest["plan"]
+    commit = environment["commit"] or "no commit"
+    changed = " + uncommitted changes" if environment["uncommitted_changes"] else ""
+    versions = environment["versions"]
+    device = environment["device"] if environment["cuda"] else environment["cpu"]
+    return (
+        f"{manifest['model']['name']}, {manifest['model']['dtype']}, T={plan['temperature']:g}, "
+        f"{manifest['questions']['asked']} questions, {plan['max_new_tokens']} new tokens, {plan['repeats']} repeats | "
+        f"specdec {commit}{changed}, torch {versions['torch']}, transformers {versions['transformers']} | "
+        f"{device}, threads: {environment['threads']}"
+    )
+
+
+def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit | None) -> str:
+    """The table for a README, and how it was made."""
+    lines = [
+        "| system | tokens/step | rows/step | tokens/s | x plain (95 %) | x transformers | repeats | text |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for system, groups in metrics.rows.items():
+        row = groups[OVERALL]
+        verdict = str(audit.systems[system]) if audit is not None else ""
+        cells = [
+            f"`{system}`" + (" (lossy)" if manifest["systems"][system]["lossy"] else ""),
+            _number(row.tokens_per_step),
+            _number(row.rows_per_step, 1),
+            _number(row.tokens_per_second, 0),
+            _span(row.speedup),
+            _number(row.speedup_rival),
+            "" if row.repeats is None else f"{row.repeats:.0%}",
+            verdict,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    command = manifest["runs"][0]["command"]
+    lines += ["", caption_of(manifest) + (f" | `{command}`" if command else ""), ""]
+    return "\n".join(lines)
+
+
+def _number(value: Interval | float | None, digits: int = 2) -> str:
+    if isinstance(value, Interval):
+        value = value.value
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _span(value: Interval | None) -> str:
+    return "" if value is None else f"{value.value:.2f} ({value.low:.2f}-{value.high:.2f})"
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any]) -> dict[str, bytes]:
+    """Draw the figures, and write them with the manifest beside them."""
+    place = folder.path / "figures"
+    images: dict[str, bytes] = {}
+    for name, figure in draw_figures(metrics, manifest, caption_of(manifest)).items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        images[name] = buffer.getvalue()
+        place.mkdir(exist_ok=True)
+        (place / f"{name}.png").write_bytes(images[name])
+    if images:
+        _write_json(place / "manifest.json", manifest)
+    return images
+
+
+def _page(
+    metrics: Metrics,
+    manifest: Mapping[str, Any],
+    audit: Audit | None,
+    records: Sequence[Record],
+    images: Mapping[str, bytes],
+) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    source = files("specdec.bench").joinpath("templates", "report.html.j2").read_text(encoding="utf-8")
+    figures = [
+        {"name": name, "title": title, "about": about, "data": base64.b64encode(images[name]).decode("ascii")}
+        for name, (title, about) in _FIGURES.items()
+        if name in images
+    ]
+    errors = [record for record in records if record.error is not None]
+    return environment.from_string(source).render(
+        caption=caption_of(manifest),
+        command=manifest["runs"][0]["command"],
+        manifest=json.dumps(manifest, indent=2),
+        left_out=manifest["left_out"],
+        tables=[_table(metrics, manifest, group) for group in [OVERALL, *metrics.groups]],
+        positions=_positions(metrics),
+        verdicts=[] if audit is None else [(s, str(v), bool(v.bugs)) for s, v in audit.systems.items()],
+        divergences=[] if audit is None else [str(d) for v in audit.systems.values() for d in v.divergences][:50],
+        passed=audit is None or audit.passed,
+        audited=audit is not None,
+        figures=figures,
+        traces=traces(records, list(metrics.rows)),
+        errors=errors[:50],
+        failed=len(errors),
+        total=len(records),
+    )
+
+
+def _table(metrics: Metrics, manifest: Mapping[str, Any], group: str) -> dict[str, Any]:
+    rows = []
+    for system, groups in metrics.rows.items():
+        row = groups[group]
+        spec = row.spec_bench
+        rows.append(
+            {
+                "system": system,
+                "lossy": manifest["systems"][system]["lossy"],
+                "plain": system == BASELINE,
+                "cells": [
+                    f"{row.answered}" + (f" ({row.failed} failed)" if row.failed else ""),
+                    _number(row.tokens_per_step),
+                    _number(row.rows_per_step, 1),
+                    _number(row.tokens_per_second, 0),
+                    _number(row.decode_tokens_per_second, 0),
+                    _span(row.speedup),
+                    _number(row.decode_speedup),
+                    _span(row.speedup_rival),
+                    _number(spec.get("speedup")),
+                    "" if row.repeats is None else f"{row.repeats:.0%}",
+                    "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.0f}",
+                ],
+            }
+        )
+    return {"group": group, "rows": rows}
+
+
+def _positions(metrics: Metrics) -> dict[str, Any]:
+    """CTAR and acceptance by position, overall."""
+    rows = {system: groups[OVERALL] for system, groups in metrics.rows.items() if groups[OVERALL].ctar}
+
+    def shares(row: Row, name: str) -> list[str]:
+        return ["" if value is None else f"{value:.0%}" for value in asdict(row)[name]]
+
+    return {
+        "depth": list(range(1, DEPTH + 1)),
+        "rows": [(system, shares(row, "ctar"), shares(row, "acceptance")) for system, row in rows.items()],
+    }

@@ -1,0 +1,269 @@
+"""Runner: every system on every question, in turn, repeat by repeat; killed and started again, it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from specdec.bench.environment import MemoryMeter, describe_environment, describe_model, synchronize
+from specdec.bench.plan import Plan
+from specdec.bench.questions import Question, build_prompt, find_questions, group_of, read_questions, select
+from specdec.bench.records import Record, RunFolder, Turn
+from specdec.bench.systems import Output, System, check_specs, make_systems
+from specdec.block import Block
+from specdec.draft import Draft
+from specdec.engine import Engine
+from specdec.errors import ConfigError
+from specdec.target import TransformersTarget
+
+__all__ = ["Runner", "load_engine", "measure_cost"]
+
+_COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Options that two parts of one run must share; the others may grow when a run goes on.
+_FIXED = (
+    "max_new_tokens", "temperature", "seed", "acceptance", "allow_lossy", "format", "dtype", "device", "attention",
+    "threads", "persistent",
+)  # fmt: skip
+
+
+def load_engine(plan: Plan) -> Engine:
+    """The engine of a plan, with torch's threads set."""
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    return Engine.from_pretrained(plan.model, dtype=plan.dtype, device=plan.device, attention=plan.attention)
+
+
+class Runner:
+    """A run, new or begun earlier in the same folder.
+
+    Args:
+        plan: what to do.
+        out: the run's folder.
+        command: the command line, for the manifest.
+        engine: loaded from the plan if None.
+        on_system: told the label before each answer is begun, and whether the answer counts (a warm-up does not).
+        cost: measure the cost of a forward by its rows at the end.
+
+    Raises:
+        ConfigError: a bad question file or system, or a folder that holds another run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        out: str | Path,
+        *,
+        command: str = "",
+        engine: Engine | None = None,
+        on_system: Callable[[str, bool], None] = lambda label, answer: None,
+        cost: bool = True,
+    ) -> None:
+        path = find_questions(plan.questions)
+        self._all = read_questions(path)
+        self.questions = select(self._all, plan.categories, plan.limit)
+        self.plan, self.folder = plan, RunFolder(out)
+        self._on_system, self._measure_cost = on_system, cost
+        check_specs(plan)  # before a large model is loaded for nothing
+        self.engine = engine or load_engine(plan)
+        self._target = self.engine.target
+        assert isinstance(self._target, TransformersTarget)
+        self._memory = MemoryMeter(self._target.device)
+        self.systems, left_out = make_systems(plan, self.engine)
+        environment = describe_environment(self._target.device)
+        self.manifest: dict[str, Any] = {
+            "plan": plan.options(),
+            "questions": {"file": path.name, "sha256": _sha256(path), "asked": len(self.questions)},
+            "model": describe_model(plan.model, self._target),
+            "systems": {system.label: _describe(system) for system in self.systems},
+            "left_out": left_out,
+            "environment": environment,
+            "runs": [{"command": command, "began": time.time(), "commit": environment["commit"]}],
+        }
+        self.manifest["questions"]["groups"] = dict(Counter(group_of(q.category) for q in self.questions))
+        if self.folder.manifest_path.is_file():
+            self._join(self.folder.manifest())
+        done = {record.key for record in self.folder.records()}
+        schedule = self._schedule()
+        self.todo = [entry for entry in schedule if (entry[1].id, entry[2].label, entry[0]) not in done]
+        self.resumed = len(schedule) - len(self.todo)
+
+    def _join(self, old: dict[str, Any]) -> None:
+        """Go on with the run in the folder, if it is this one."""
+        new = self.manifest
+        pairs = {f"plan.{name}": (old["plan"].get(name), new["plan"][name]) for name in _FIXED}
+        pairs["questions"] = (old["questions"]["sha256"], new["questions"]["sha256"])
+        pairs["model"] = (old["model"]["fingerprint"], new["model"]["fingerprint"])
+        for label in old["systems"].keys() & new["systems"].keys():
+            pairs[label] = (old["systems"][label]["options"], _plain(new["systems"][label]["options"]))
+        for name, (before, now) in pairs.items():
+            if before != now:
+                raise ConfigError(
+                    f"{str(self.folder.path)!r} holds a run with {name} {before!r}, and this one has {now!r}; "
+                    "choose another --out, or the same options"
+                )
+        # A system's comparability is found out in its warm-up; what an earlier part found stays.
+        new["systems"] = {**new["systems"], **old["systems"]}
+        new["runs"] = [*old["runs"], *new["runs"]]
+        if "cost" in old:
+            new["cost"] = old["cost"]
+
+    def _schedule(self) -> list[tuple[int, Question, System]]:
+        """Repeat by repeat, question by question, and each time another system goes first."""
+        entries = []
+        for repeat in range(self.plan.repeats):
+            for place, question in enumerate(self.questions):
+                turn = (place + repeat) % len(self.systems)
+                for system in [*self.systems[turn:], *self.systems[:turn]]:
+                    entries.append((repeat, question, system))
+        return entries
+
+    def run(self) -> RunFolder:
+        """Do what is left to do.
+
+        Raises:
+            ConfigError: another process is writing to the folder.
+        """
+        with self.folder.writing():
+            self.folder.repair()
+            if self.todo:
+                self._warm_up()
+            self.folder.write_manifest(_plain(self.manifest))
+            for repeat, question, system in self.todo:
+                self._on_system(system.label, True)
+                self.folder.append(self._answer(repeat, question, system))
+            if self._measure_cost and "cost" not in self.manifest:
+                self.manifest["cost"] = self._cost()
+            self.manifest["runs"][-1]["ended"] = time.time()
+            self.folder.write_manifest(_plain(self.manifest))
+        return self.folder
+
+    def _warm_up(self) -> None:
+        """One uncounted answer of each system; one that fails will do so again where it is recorded."""
+        for system in self.systems:
+            self._on_system(f"{system.label} (warm-up)", False)
+            try:
+                ids = self.engine.encode(build_prompt(self.questions[0], (), self.plan.format, self.engine.tokenizer))
+                system.warm_up(ids, min(32, self.plan.max_new_tokens))
+            except Exception:
+                continue
+            known = self.manifest["systems"][system.label]
+            known["comparable"] = known["comparable"] and system.comparable
+
+    def _answer(self, repeat: int, question: Question, system: System) -> Record:
+        turns: list[Turn] = []
+        error = None
+        try:
+            system.reset()
+            for _ in question.turns:
+                said = [turn.text.strip() if question.format != "plain" else turn.text for turn in turns]
+                prompt = build_prompt(question, said, self.plan.format, self.engine.tokenizer)
+                ids = self.engine.encode(prompt)
+                self._memory.reset()
+                output = system.answer(ids, self.plan.max_new_tokens)
+                turns.append(self._turn(ids, output, self._memory.read(), trace=repeat == 0))
+        except Exception as failure:  # one question must not end the run; KeyboardInterrupt is no Exception
+            error, turns = f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:2000], []
+        return Record(
+            question_id=question.id,
+            category=question.category,
+            system=system.label,
+            repeat=repeat,
+            turns=turns,
+            error=error,
+            time=time.time(),
+        )
+
+    def _turn(self, prompt: list[int], output: Output, memory: int | None, *, trace: bool) -> Turn:
+        tokenizer: Any = self.engine.tokenizer
+        text = tokenizer.decode(output.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Turn(
+            prompt_ids=prompt,
+            token_ids=output.token_ids,
+            text=text,
+            finish_reason=output.finish_reason,
+            accept_lengths=output.accept_lengths,
+            rows=output.rows,
+            seconds=output.seconds,
+            retokenized=len(tokenizer(text.strip())["input_ids"]),
+            peak_memory=memory,
+            pieces=_pieces(tokenizer, output) if trace else [],
+        )
+
+    def _cost(self) -> dict[str, Any]:
+        """Cost of a forward by rows, at a typical context of this run."""
+        target = self._target
+        assert isinstance(target, TransformersTarget)
+        texts = [
+            [*record.turns[-1].prompt_ids, *record.turns[-1].token_ids[: len(record.turns[-1].token_ids) // 2]]
+            for record in self.folder.records()
+            if record.turns
+        ]
+        if not texts:
+            return {}
+        texts.sort(key=len)
+        text = texts[len(texts) // 2][: target.context_length - max(_COST_ROWS)]
+        return {"context": len(text), "seconds": measure_cost(target, text)}
+
+
+def measure_cost(target: TransformersTarget, text: Sequence[int], repeats: int = 30) -> dict[str, float]:
+    """Rows -> median seconds of a forward of so many rows after ``text``, logits of every row included, interleaved."""
+    tokens = list(text)
+    times: dict[int, list[float]] = {rows: [] for rows in _COST_ROWS}
+    with target.active():
+        cache = target.new_cache(capacity=len(tokens) + max(_COST_ROWS), rows=max(512, *_COST_ROWS))
+        for start in range(0, len(tokens), 512):
+            chunk = tokens[start : start + 512]
+            target.forward(Block(cache, chunk, device=target.device, backend=target.backend), rows=())
+            cache.commit(range(len(chunk)))
+        for repeat in range(-2, repeats):
+            for rows in _COST_ROWS:
+                draft = Draft.chain([tokens[place % len(tokens)] for place in range(rows)])
+                began = perf_counter()
+                target.forward(Block.of(draft, cache, target.device, target.backend))
+                synchronize(target.device)
+                if repeat >= 0:
+                    times[rows].append(perf_counter() - began)
+    return {str(rows): statistics.median(taken) for rows, taken in times.items()}
+
+
+def _pieces(tokenizer: Any, output: Output) -> list[str]:
+    """Text of each step; half a character waits for the step that completes it."""
+    pieces: list[str] = []
+    end, known = 0, ""
+    for count in output.accept_lengths:
+        end += count
+        text = tokenizer.decode(output.token_ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(output.token_ids):
+            pieces.append("")
+            continue
+        pieces.append(text[len(known) :])
+        known = text
+    return pieces
+
+
+def _describe(system: System) -> dict[str, Any]:
+    return {
+        "ours": system.ours,
+        "lossy": system.lossy,
+        "comparable": system.comparable,
+        "options": dict(system.options),
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as they come back from JSON; what JSON does not know is kept as its text."""
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,341 @@
+"""Systems: what answers questions. Drafters in our engine, and rivals through their own public interface.
+
+Others add a system by declaring ``name = "module:Class"`` under the entry point group ``specdec.bench_systems``; the
+class has ``build(label, engine, plan, options)``, and its instances are a :class:`System`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from time import perf_counter
+from typing import Any, ClassVar, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from specdec.bench.environment import synchronize
+from specdec.bench.plan import ALL, BASELINE, Plan, label_of
+from specdec.draft import Draft
+from specdec.drafter import Context, Drafter, DraftSession, Observation
+from specdec.engine import Engine
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, unknown
+from specdec.registry import drafter_names, make_drafter, parse_drafter
+
+__all__ = ["GROUP", "Drafted", "Output", "System", "TransformersSystem", "check_specs", "make_systems"]
+
+GROUP = "specdec.bench_systems"
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(slots=True)
+class Output:
+    """An answer: its tokens, how many each step gave, rows of each forward (if known), and seconds by phase."""
+
+    token_ids: list[int]
+    accept_lengths: list[int]
+    rows: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    finish_reason: str = ""
+
+
+class System(Protocol):
+    """Something that answers.
+
+    Attributes:
+        label: its name in tables and files.
+        ours: a drafter in our engine, for whose exactness the audit vouches.
+        lossy: it may change the output distribution, and says so.
+        comparable: its text must be plain decoding's, token for token (known once it has been warmed up).
+        options: what it was made with, for the manifest.
+    """
+
+    label: str
+    ours: bool
+    lossy: bool
+    comparable: bool
+    options: Mapping[str, Any]
+
+    def warm_up(self, prompt: list[int], budget: int) -> None:
+        """Answer once, uncounted."""
+
+    def reset(self) -> None:
+        """Forget the question before, unless the plan is persistent. Not timed."""
+
+    def answer(self, prompt: list[int], budget: int) -> Output:
+        """Answer a prompt with at most ``budget`` tokens."""
+
+
+class Drafted:
+    """A drafter in our engine."""
+
+    ours = True
+
+    def __init__(self, label: str, engine: Engine, spec: Mapping[str, Any], plan: Plan) -> None:
+        self.label, self._spec, self._plan = label, dict(spec), plan
+        self._base = engine
+        self._engine = engine.with_drafter(self._spec)
+        self._fresh = True
+        self.lossy = plan.sampling().lossy
+        self.comparable = not self.lossy and (plan.temperature == 0 or plan.acceptance != "reject")
+        config = getattr(self._engine.drafter, "config", None)
+        values = {name: getattr(config, name) for name in getattr(config, "__dataclass_fields__", {})}
+        self.options: Mapping[str, Any] = {"name": self._spec["name"], **values}
+
+    def warm_up(self, prompt: list[int], budget: int) -> None:
+        watched = _Watched(self._engine.drafter)
+        self._fresh = False
+        self._base.with_drafter(watched).generate(prompt, budget, self._plan.sampling())
+        # Tokens drawn from q are accepted by rejection, which keeps the distribution and not the tokens of a seed.
+        if watched.drew and self._plan.temperature > 0 and self._plan.acceptance != "match":
+            self.comparable = False
+
+    def reset(self) -> None:
+        if not self._plan.persistent and not self._fresh:
+            self._engine = self._base.with_drafter(self._spec)
+        self._fresh = False
+
+    def answer(self, prompt: list[int], budget: int) -> Output:
+        target = self._engine.target
+        synchronize(target.device)
+        began = perf_counter()
+        decoding = self._engine.start(prompt, budget, self._plan.sampling())
+        with target.active():
+            decoding.prefill()
+            synchronize(target.device)
+            filled = perf_counter()
+            while decoding.finish_reason is None:
+                decoding.step()
+            synchronize(target.device)
+        ended = perf_counter()
+        stats = decoding.stats
+        phases = {name: getattr(stats.seconds, name) for name in ("draft", "target", "verify", "other")}
+        return Output(
+            decoding.tokens[len(prompt) :],
+            stats.acceptance_lengths,
+            stats.rows,
+            {"wall": ended - began, "prefill": filled - began, **phases},
+            decoding.finish_reason or "",
+        )
+
+
+class _Watched:
+    """A drafter that notes whether it ever drew from a distribution."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner, self.name, self.taps = inner, inner.name, inner.taps
+        self.drew = False
+
+    def start(self, context: Context) -> _WatchedSession:
+        return _WatchedSession(self, self._inner.start(context))
+
+
+class _WatchedSession:
+    def __init__(self, drafter: _Watched, inner: DraftSession) -> None:
+        self._drafter, self._inner = drafter, inner
+
+    def propose(self, room: int) -> Draft:
+        draft = self._inner.propose(room)
+        self._drafter.drew |= bool(draft.q)
+        return draft
+
+    def observe(self, seen: Observation) -> None:
+        self._inner.observe(seen)
+
+
+class TransformersSystem:
+    """Transformers' ``generate`` on the same model object, with its own attention; subclasses add their arguments."""
+
+    ours = False
+    lossy = False
+    Options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
+        for name in options:
+            if name not in self.Options:
+                raise ConfigError(unknown(f"option of {label}", name, self.Options))
+        self.label, self.options = label, {**self.Options, **options}
+        self._target, self._plan = engine.target, plan
+        self._model: Any = getattr(engine.target, "model", None)
+        if self._model is None:
+            raise ConfigError(f"{label} needs a transformers model, and the target is {type(engine.target).__name__}")
+        self.comparable = plan.temperature == 0  # its random numbers are its own
+
+    @classmethod
+    def build(cls, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> TransformersSystem:
+        return cls(label, engine, plan, options)
+
+    def arguments(self) -> dict[str, Any]:
+        """Further arguments of ``generate``."""
+        return {}
+
+    def warm_up(self, prompt: list[int], budget: int) -> None:
+        self.answer(prompt, budget)
+
+    def reset(self) -> None:
+        pass
+
+    def answer(self, prompt: list[int], budget: int) -> Output:
+        plan, device = self._plan, self._target.device
+        ids = torch.tensor([prompt], device=device)
+        clock = _Clock()
+        arguments: dict[str, Any] = {
+            "max_new_tokens": min(budget, self._target.context_length - len(prompt)),
+            "do_sample": plan.temperature > 0,
+            "num_beams": 1,
+            "repetition_penalty": 1.0,  # a checkpoint may bring its own, and ours does not take it either
+            "eos_token_id": sorted(self._target.eos_ids) or None,
+            "pad_token_id": min(self._target.eos_ids, default=0),
+        }
+        if plan.temperature > 0:
+            arguments |= {"temperature": plan.temperature, "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(plan.seed)
+        synchronize(device)
+        began = perf_counter()
+        out = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), streamer=clock, **arguments, **self.arguments()
+        )
+        synchronize(device)
+        ended = perf_counter()
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return Output(
+            tokens,
+            _fit(clock.counts, len(tokens)),
+            seconds={"wall": ended - began, "prefill": (clock.first or ended) - began},
+            finish_reason="eos" if tokens and tokens[-1] in self._target.eos_ids else "length",
+        )
+
+
+def _fit(counts: Sequence[int], total: int) -> list[int]:
+    """Step sizes that add up to ``total``: a block that is streamed may reach beyond the end that is returned."""
+    fitted: list[int] = []
+    for count in counts:
+        if sum(fitted) < total:
+            fitted.append(min(count, total - sum(fitted)))
+    return fitted
+
+
+class _Clock(BaseStreamer):
+    """A streamer that notes how many tokens each step gave, and when the first came."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.first: float | None = None
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt_seen:  # generate streams the prompt first
+            self._prompt_seen = True
+            return
+        if self.first is None:
+            self.first = perf_counter()
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+class TransformersLookup(TransformersSystem):
+    """Transformers' prompt lookup decoding."""
+
+    Options: ClassVar[dict[str, Any]] = {"prompt_lookup_num_tokens": 10}
+
+    def arguments(self) -> dict[str, Any]:
+        return dict(self.options)
+
+
+class TransformersAssisted(TransformersSystem):
+    """Transformers' assisted generation: ``assistant`` is a smaller model with the same tokenizer."""
+
+    Options: ClassVar[dict[str, Any]] = {"assistant": None}
+
+    def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
+        super().__init__(label, engine, plan, options)
+        path = self.options["assistant"]
+        if not isinstance(path, str):
+            raise ConfigError(f"{label} needs a draft model; give --set {label}.assistant=PATH")
+        try:
+            assistant: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self._model.dtype, use_safetensors=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"cannot load the assistant {path!r} of {label}: {reason}; give a folder or a hub id"
+            ) from error
+        self._assistant = assistant.to(self._target.device).eval()
+
+    def arguments(self) -> dict[str, Any]:
+        return {"assistant_model": self._assistant}
+
+
+_BUILT_IN: Mapping[str, Any] = {
+    "transformers": TransformersSystem,
+    "transformers_lookup": TransformersLookup,
+    "transformers_assisted": TransformersAssisted,
+}
+
+
+def make_systems(plan: Plan, engine: Engine) -> tuple[list[System], dict[str, str]]:
+    """The systems of a plan, plain decoding first, and what ``all`` left out, with the reason.
+
+    Raises:
+        ConfigError: an unknown drafter, system or option.
+    """
+    left_out: dict[str, str] = {}
+    specs = [spec for spec in plan.drafters if spec != ALL]
+    if ALL in plan.drafters:
+        own = {label_of(spec) for spec in specs}
+        for name in drafter_names():
+            try:
+                make_drafter(name, engine.target)
+            except (SpecdecError, ImportError, OSError) as error:
+                # Manifests are published, so they hold no paths of this machine.
+                left_out[name] = " ".join(str(error).split()).replace(f"{_PACKAGE}/", "specdec/")
+            else:
+                if name not in own:
+                    specs.append(name)
+    if BASELINE not in map(label_of, specs):
+        specs.append(BASELINE)
+    specs.sort(key=lambda spec: label_of(spec) != BASELINE)
+    systems: list[System] = [Drafted(label_of(spec), engine, _bare(spec), plan) for spec in specs]
+    baseline = systems[0].options.get("name")
+    if baseline != BASELINE:
+        raise ConfigError(f"{BASELINE!r} labels the drafter {baseline!r}; that label is plain decoding's")
+    for spec in plan.systems:
+        options = _bare(spec)
+        systems.append(_system_type(options.pop("name")).build(label_of(spec), engine, plan, options))
+    return systems, left_out
+
+
+def check_specs(plan: Plan) -> None:
+    """Look at the names and the drafters' options without a model.
+
+    Raises:
+        ConfigError: an unknown drafter, system or option.
+    """
+    for spec in plan.drafters:
+        if spec != ALL:
+            parse_drafter(_bare(spec))
+    for spec in plan.systems:
+        _system_type(_bare(spec).pop("name", ""))
+
+
+def _bare(spec: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A spec's name and options, without its label."""
+    return {"name": spec} if isinstance(spec, str) else {key: spec[key] for key in spec if key != "label"}
+
+
+def _system_type(name: str) -> Any:
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    if name not in entries:
+        raise ConfigError(unknown("system", name, {*_BUILT_IN, *entries}))
+    try:
+        return entries[name].load()
+    except Exception as error:  # code of others: it may raise anything
+        raise ConfigError(
+            f"system {name!r} is registered as {entries[name].value!r}, which does not import: {error}"
+        ) from error

@@ -1,0 +1,224 @@
+"""The report and the commands: files, figures, a real browser where there is one, exit statuses and messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from specdec import Engine, cli
+from specdec.bench.audit import audit
+from specdec.bench.plan import Plan
+from specdec.bench.records import RunFolder
+from specdec.bench.report import write_report
+from specdec.bench.runner import Runner, measure_cost
+from specdec.sampling import SamplingParams
+from specdec.target import TransformersTarget
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+PROMPTS = "import os\nimport sys\nimport os\nimport\n---\n# <b>&amp;</b>\nclass ATest(unittest.TestCase):\n"
+
+
+@pytest.fixture(scope="module")
+def run(tiny_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A small run with its report, one answer of which failed."""
+    place = tmp_path_factory.mktemp("bench")
+    questions = place / "mine.txt"
+    questions.write_text(PROMPTS)
+    plan = Plan(
+        questions=str(questions),
+        drafters=["none", "prompt_lookup", "lookahead"],
+        systems=["transformers"],
+        max_new_tokens=24,
+        repeats=2,
+    )
+    folder = Runner(plan, place / "run", command="specdec bench <x>", engine=tiny_engine, cost=False).run()
+    target = tiny_engine.target
+    assert isinstance(target, TransformersTarget)
+    manifest = folder.manifest()
+    manifest["cost"] = {"context": 20, "seconds": measure_cost(target, [1] * 20, repeats=1)}
+    folder.write_manifest(manifest)
+    record = folder.records()[-1]
+    folder.append(dataclasses.replace(record, turns=[], error="RuntimeError: <broken>"))
+    write_report(folder, audit(folder.records(), manifest["systems"], target, SamplingParams()))
+    return folder
+
+
+def test_files_of_a_report(run: RunFolder) -> None:
+    figures = {path.name for path in (run.path / "figures").iterdir()}
+    names = {"speedup", "ctar", "acceptance", "time", "cost"}
+    assert figures == {f"{name}.png" for name in names} | {"manifest.json"}
+    for name in names:
+        with Image.open(run.path / "figures" / f"{name}.png") as image:
+            assert min(image.size) > 100
+    assert json.loads((run.path / "figures" / "manifest.json").read_text()) == run.manifest()
+    metrics = json.loads((run.path / "metrics.json").read_text())
+    assert set(metrics["systems"]) == {"none", "prompt_lookup", "lookahead", "transformers"}
+    assert json.loads((run.path / "audit.json").read_text())["passed"]
+    assert len(list((run.path / "spec_bench").rglob("*.jsonl"))) == 8
+
+
+def test_markdown_table_has_a_row_per_system_and_how_it_was_made(run: RunFolder) -> None:
+    text = (run.path / "report.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == ["none", "prompt_lookup", "lookahead", "transformers"]
+    assert all(row.count("|") == 9 for row in rows)
+    for part in ("torch 2", "transformers 5", "specdec bench <x>", "T=0", "24 new tokens"):
+        assert part in text
+
+
+def test_page_needs_nothing_else_and_escapes_the_text(run: RunFolder) -> None:
+    page = (run.path / "report.html").read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)|url\(|@import|https?://(?!www\.w3\.org)""", page)
+    assert "RuntimeError: &lt;broken&gt;" in page
+    assert "specdec bench &lt;x&gt;" in page
+    assert page.count("data:image/png;base64,") == 5
+    traced = re.findall(r'<span(?: class="s\d")? title="lookahead, step \d+: [^"]*">([^<]*)</span>', page)
+    answers = {r.question_id: r.turns[0].text for r in run.records() if r.system == "lookahead" and r.repeat == 0}
+    assert html.unescape("".join(traced)) == answers[1]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on this machine")
+def test_page_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
+    """Images decode, nothing overflows, and a step's tokens say on hover what they are."""
+    page = (run.path / "report.html").read_text()
+    check = """<script>
+    const spans = document.querySelectorAll(".trace span");
+    spans[spans.length - 1].closest("details").open = true;
+    spans[0].dispatchEvent(new MouseEvent("mousemove", {clientX: 50, clientY: 50}));
+    const widths = [...document.images].map(image => image.naturalWidth);
+    const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+    document.title = JSON.stringify({tip: tip.textContent, shown: getComputedStyle(tip).display, widths, wide,
+      colours: new Set([...spans].map(span => getComputedStyle(span).backgroundColor)).size});
+    </script></body>"""
+    file = tmp_path / "page.html"
+    file.write_text(page.replace("</body>", check))
+    assert BROWSER is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,1000"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    done = subprocess.run(
+        [BROWSER, *options, profile, "--dump-dom", file.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert found is not None
+    seen = json.loads(html.unescape(found[1]))
+    assert seen["tip"] == "none, step 1: 1 token from 1 rows"
+    assert seen["shown"] == "block"
+    assert len(seen["widths"]) == 5
+    assert min(seen["widths"]) > 100
+    assert seen["wide"] <= 0
+    assert seen["colours"] >= 3  # none, and at least two shades
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """Options of a run that takes seconds."""
+    questions = tmp_path / "mine.txt"
+    questions.write_text(PROMPTS)
+    return ["--questions", str(questions), "--drafters", "none,lookahead", "--max-new-tokens", "8", "--threads", "1"]
+
+
+def test_bench_then_audit_then_compare(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "run")
+    assert cli.main(["bench", *small, "--systems", "", "--repeats", "1", "--out", out]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"report: {out}/report.html"
+    assert RunFolder(out).manifest()["plan"]["systems"] == []
+    assert cli.main(["audit", out]) == 0
+    assert capsys.readouterr().out.splitlines() == ["none: identical", "lookahead: identical"]
+    assert cli.main(["compare", out, out]) == 0
+    assert "0 of 6 figures moved beyond noise" in capsys.readouterr().out
+
+
+def test_audit_of_a_wrong_answer_fails(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert cli.main(["bench", *small, "--systems", "", "--repeats", "1", "--out", str(out)]) == 0
+    folder = RunFolder(out)
+    record = next(record for record in folder.records() if record.system == "lookahead")
+    first = record.turns[0]
+    wrong = dataclasses.replace(first, token_ids=[first.token_ids[0] ^ 1, *first.token_ids[1:]])
+    folder.append(dataclasses.replace(record, turns=[wrong]))
+    capsys.readouterr()
+    assert cli.main(["audit", str(out)]) == 1
+    assert "BUG: lookahead, question" in capsys.readouterr().out
+
+
+def test_audit_alone_leaves_nothing_behind(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["audit", *small]) == 0
+    assert capsys.readouterr().out.splitlines() == ["none: identical", "lookahead: identical"]
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.txt"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--questions", "absent.jsonl"], "there is no question file 'absent.jsonl'"),
+        (["bench", "--drafters", "lokahead"], "unknown drafter 'lokahead'; did you mean 'lookahead'?"),
+        (["bench", "--systems", "vlm"], "unknown system 'vlm'"),
+        (["bench", "--categories", "tabels"], "unknown category 'tabels'; did you mean 'tables'?"),
+        (["audit", "absent"], "'absent' holds no run"),
+        (["audit", "absent", "--limit", "3"], "--limit is an option of a new run"),
+        (["compare", "absent", "absent"], "'absent' holds no run"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
+def test_without_the_extra_it_says_what_to_install(
+    module: str, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert cli.main(["bench", *small, "--out", str(tmp_path / "run")]) == 2
+    assert "pip install 'specdec[bench]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_line_loads_without_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = sys.modules['jinja2'] = None\n"
+        "import specdec.bench.cli, specdec.bench.report, specdec.bench.figures, specdec.bench.runner"
+    )
+    done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_answered_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    questions = tmp_path / "long.txt"
+    questions.write_text("x = 1\n" * 3000)
+    arguments = ["--questions", str(questions), "--drafters", "none", "--systems", "", "--threads", "1"]
+    assert cli.main(["bench", *arguments, "--repeats", "1", "--out", str(tmp_path / "run")]) == 2
+    assert "all 1 answers failed; the first: PromptError" in capsys.readouterr().err

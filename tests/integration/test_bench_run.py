@@ -1,0 +1,392 @@
+"""Runs on the embedded model: what is recorded, in which order, resuming, failures, and the audit's verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Engine
+from specdec.bench.audit import Audit, audit, rounding_bound
+from specdec.bench.plan import Plan
+from specdec.bench.records import Record, RunFolder, Turn
+from specdec.bench.runner import Runner
+from specdec.bench.systems import Drafted, Output, TransformersSystem
+from specdec.errors import ConfigError
+from specdec.sampling import SamplingParams
+from specdec.target import TransformersTarget
+
+QUESTIONS = [
+    {"question_id": 1, "category": "completion", "turns": ["import os\nimport sys\nimport os\nimport"]},
+    {"question_id": 2, "category": "tests", "turns": ["class ATest(unittest.TestCase):\n", "    def test_b(self):\n"]},
+]
+DRAFTERS: list[str | dict[str, Any]] = ["none", "prompt_lookup", "lookahead"]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({**question, "format": "plain"}) + "\n" for question in QUESTIONS))
+    return str(file)
+
+
+Make = Callable[..., Runner]
+
+
+@pytest.fixture
+def make(tiny_engine: Engine, questions: str, tmp_path: Path) -> Make:
+    """``make(repeats=2, ...)``: a runner in the test's folder, on the embedded model in float64."""
+
+    def make_runner(on_system: Callable[[str, bool], None] = lambda label, answer: None, **options: Any) -> Runner:
+        values: dict[str, Any] = {"questions": questions, "drafters": DRAFTERS, "systems": [], "max_new_tokens": 12}
+        plan = Plan(**{**values, "repeats": 1, **options})
+        return Runner(plan, tmp_path / "run", engine=tiny_engine, on_system=on_system, cost=False)
+
+    return make_runner
+
+
+def keys(folder: RunFolder) -> list[tuple[int | str, str, int]]:
+    return [Record.of(json.loads(line)).key for line in folder.answers.read_text().splitlines()]
+
+
+def target_of(engine: Engine) -> TransformersTarget:
+    assert isinstance(engine.target, TransformersTarget)
+    return engine.target
+
+
+def test_all_systems_give_the_same_text_and_say_what_it_cost(make: Make, tiny_engine: Engine) -> None:
+    folder = make(systems=["transformers", "transformers_lookup"], repeats=2).run()
+    records = folder.records()
+    assert len(records) == 2 * 5 * 2
+    assert {record.error for record in records} == {None}
+    for record in records:
+        for turn in record.turns:
+            assert sum(turn.accept_lengths) == len(turn.token_ids) <= 12
+            assert 0 < turn.seconds["prefill"] < turn.seconds["wall"]
+            assert "".join(turn.pieces) == ("" if record.repeat else tiny_engine.tokenizer.decode(turn.token_ids))
+            if record.system in ("none", "prompt_lookup", "lookahead"):
+                assert len(turn.rows) == len(turn.accept_lengths)
+                assert turn.seconds["target"] > 0
+    texts = {
+        (r.question_id, n): turn.token_ids for r in records if r.system == "none" for n, turn in enumerate(r.turns)
+    }
+    assert all(turn.token_ids == texts[r.question_id, n] for r in records for n, turn in enumerate(r.turns))
+    found = audit(records, folder.manifest()["systems"], target_of(tiny_engine), SamplingParams())
+    assert found.passed
+    assert {str(verdict) for verdict in found.systems.values()} == {"identical"}
+
+
+def test_second_turn_follows_the_own_answer(make: Make, tiny_engine: Engine) -> None:
+    for record in make(drafters=["none"]).run().records():
+        if record.question_id == 2:
+            first, second = record.turns
+            text = f"{QUESTIONS[1]['turns'][0]}\n{first.text}\n{QUESTIONS[1]['turns'][1]}"
+            assert second.prompt_ids == tiny_engine.tokenizer(text)["input_ids"]
+
+
+def test_systems_take_turns_and_none_always_goes_first(make: Make) -> None:
+    order = [(repeat, question, system) for question, system, repeat in keys(make(repeats=2).run())]
+    names = ["none", "prompt_lookup", "lookahead"]
+    rounds = [order[start : start + 3] for start in range(0, 12, 3)]
+    assert [(r[0][0], r[0][1]) for r in rounds] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [[system for _, _, system in r] for r in rounds] == [
+        names,
+        [*names[1:], names[0]],
+        [*names[1:], names[0]],
+        [*names[2:], *names[:2]],
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ resuming
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_after(count: int) -> Callable[[str, bool], None]:
+    left = [count]
+
+    def on_system(label: str, answer: bool) -> None:
+        left[0] -= answer
+        if left[0] < 0:
+            raise Killed
+
+    return on_system
+
+
+def test_a_killed_run_goes_on_without_losing_or_redoing_an_answer(make: Make) -> None:
+    with pytest.raises(Killed):
+        make(kill_after(4), repeats=2).run()
+    folder = RunFolder(make(repeats=2).folder.path)
+    first = folder.answers.read_bytes()
+    assert len(keys(folder)) == 4
+    folder.answers.write_bytes(first + first[:100])  # as a kill in the middle of a line leaves it
+    assert len(folder.records()) == 4
+    again = make(repeats=2)
+    assert (again.resumed, len(again.todo)) == (4, 8)
+    again.run()
+    assert folder.answers.read_bytes().startswith(first)
+    assert len(keys(folder)) == len(set(keys(folder))) == 12
+    assert len(folder.manifest()["runs"]) == 2
+    done = make(repeats=2)
+    assert done.todo == []
+    done.run()
+    assert len(keys(folder)) == 12
+
+
+def test_two_runs_in_one_folder_are_refused(make: Make) -> None:
+    runner = make()
+    with runner.folder.writing(), pytest.raises(ConfigError, match="another run is writing to"):
+        runner.run()
+    runner.run()
+
+
+def test_a_finished_run_may_grow_but_not_change(make: Make) -> None:
+    make(drafters=["none"]).run()
+    assert len(make(repeats=2).run().records()) == 2 * 3 * 2
+    with pytest.raises(ConfigError, match=r"holds a run with plan\.max_new_tokens 12, and this one has 13"):
+        make(max_new_tokens=13)
+    with pytest.raises(ConfigError, match="holds a run with lookahead"):
+        make(drafters=["none", {"name": "lookahead", "window": 7}])
+
+
+def test_a_broken_line_in_the_middle_is_named(make: Make) -> None:
+    folder = make(drafters=["none"]).run()
+    lines = folder.answers.read_text().splitlines()
+    folder.answers.write_text(lines[0][:50] + "\n" + lines[1] + "\n")
+    with pytest.raises(ConfigError, match="line 1: no answer record"):
+        folder.records()
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def test_a_question_that_fails_is_recorded_and_the_run_goes_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tiny_engine: Engine
+) -> None:
+    answer = Drafted.answer
+
+    def sometimes(self: Drafted, prompt: list[int], budget: int) -> Output:
+        if self.label == "lookahead" and len(prompt) > 20:
+            raise RuntimeError("out of\nmemory")
+        return answer(self, prompt, budget)
+
+    monkeypatch.setattr(Drafted, "answer", sometimes)
+    folder = make().run()
+    failed = [record for record in folder.records() if record.error is not None]
+    assert [(r.system, r.question_id, r.error, r.turns) for r in failed] == [
+        ("lookahead", 2, "RuntimeError: out of memory", [])
+    ]
+    found = audit(folder.records(), folder.manifest()["systems"], target_of(tiny_engine), SamplingParams())
+    assert (found.systems["lookahead"].answers, found.systems["lookahead"].failed) == (1, 1)
+
+
+def test_too_long_a_prompt_fails_its_question_alone(make: Make, questions: str) -> None:
+    long = {"question_id": 3, "category": "long", "turns": ["x = 1\n" * 3000], "format": "plain"}
+    with open(questions, "a") as file:
+        file.write(json.dumps(long) + "\n")
+    records = make(drafters=["none"]).run().records()
+    assert [record.error is None for record in records] == [True, True, False]
+    assert "the model's context holds 2048" in str(records[2].error)
+
+
+@pytest.mark.parametrize(("persistent", "objects"), [(True, 1), (False, 2)])
+def test_drafters_are_built_anew_for_each_question_unless_persistent(
+    make: Make, monkeypatch: pytest.MonkeyPatch, persistent: bool, objects: int
+) -> None:
+    drafters: list[Any] = []
+    answer = Drafted.answer
+
+    def note(self: Drafted, prompt: list[int], budget: int) -> Output:
+        drafters.append(self._engine.drafter)
+        return answer(self, prompt, budget)
+
+    monkeypatch.setattr(Drafted, "answer", note)
+    make(drafters=["none"], persistent=persistent).run()
+    assert len(drafters) == 3  # the two turns of question 2 share one in any case
+    assert len(set(map(id, drafters))) == objects
+
+
+def test_unknown_names(make: Make) -> None:
+    with pytest.raises(ConfigError, match="unknown drafter 'lokahead'; did you mean 'lookahead'"):
+        make(drafters=["lokahead"])
+    with pytest.raises(ConfigError, match="unknown system 'transformer'; did you mean 'transformers'"):
+        make(systems=["transformer"])
+    with pytest.raises(ConfigError, match="unknown option of transformers_lookup 'tokens'"):
+        make(systems=[{"name": "transformers_lookup", "tokens": 3}])
+    with pytest.raises(ConfigError, match=r"needs a draft model; give --set transformers_assisted\.assistant=PATH"):
+        make(systems=["transformers_assisted"])
+    with pytest.raises(ConfigError, match="unknown category 'test'; did you mean 'tests'"):
+        make(categories=["test"])
+
+
+def test_all_takes_what_builds_and_says_what_it_left_out(make: Make) -> None:
+    runner = make(drafters=["all"])
+    labels = [system.label for system in runner.systems]
+    assert labels[0] == "none"
+    assert {"jacobi", "lookahead", "prompt_lookup"} <= set(labels)
+    assert not set(labels) & set(runner.manifest["left_out"])
+
+
+def test_a_third_party_system_is_found(
+    make: Make, tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "site" / "sample_system-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sample-system\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[specdec.bench_systems]\nbeams = specdec.bench.systems:TransformersSystem\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    runner = make(systems=["beams"])
+    assert isinstance(runner.systems[-1], TransformersSystem)
+    assert runner.systems[-1].label == "beams"
+
+
+# ----------------------------------------------------------------------------------------------------------- the audit
+
+
+def tampered(records: Sequence[Record], system: str, change: Callable[[list[int]], list[int]]) -> list[Record]:
+    """The records with the first turn's tokens of one system changed."""
+
+    def changed(record: Record) -> Record:
+        first, *rest = record.turns
+        turn = dataclasses.replace(first, token_ids=change(first.token_ids))
+        return dataclasses.replace(record, turns=[turn, *rest])
+
+    return [changed(record) if record.system == system else record for record in records]
+
+
+def judge(engine: Engine, folder: RunFolder, records: Sequence[Record], **sampling: Any) -> Audit:
+    return audit(records, folder.manifest()["systems"], target_of(engine), SamplingParams(**sampling))
+
+
+def test_a_wrong_token_is_a_bug_of_the_system(make: Make, tiny_engine: Engine) -> None:
+    folder = make().run()
+    wrong = tampered(folder.records(), "lookahead", lambda tokens: [*tokens[:5], tokens[5] ^ 1, *tokens[6:]])
+    found = judge(tiny_engine, folder, wrong)
+    assert not found.passed
+    divergence = found.systems["lookahead"].divergences[0]
+    assert (divergence.position, divergence.culprit, divergence.verdict) == (5, "lookahead", "BUG")
+    assert divergence.gap is not None
+    assert divergence.bound is not None
+    assert divergence.gap > divergence.bound
+    assert divergence.dtype == "float64"
+    assert str(found.systems["lookahead"]) == "0 of 2 identical, 2 BUGS"
+    assert "BUG: lookahead, question 1, turn 1, repeat 1: token 5 is" in str(divergence)
+    assert str(found.systems["prompt_lookup"]) == "identical"
+
+
+def test_the_fresh_logits_tell_who_is_wrong(make: Make, tiny_engine: Engine) -> None:
+    """Where plain decoding itself is off, all others differ from it, and it is the culprit."""
+    folder = make().run()
+    wrong = tampered(folder.records(), "none", lambda tokens: [*tokens[:5], tokens[5] ^ 1, *tokens[6:]])
+    found = judge(tiny_engine, folder, wrong)
+    assert {bug.culprit for bug in found.bugs} == {"none"}
+    assert {bug.system for bug in found.bugs} == {"lookahead", "prompt_lookup"}
+
+
+def test_a_rival_that_is_wrong_does_not_fail_the_run(make: Make, tiny_engine: Engine) -> None:
+    folder = make(systems=["transformers_lookup"]).run()
+    wrong = tampered(folder.records(), "transformers_lookup", lambda tokens: [tokens[0] ^ 1, *tokens[1:]])
+    found = judge(tiny_engine, folder, wrong)
+    assert found.systems["transformers_lookup"].bugs == 2
+    assert found.passed
+
+
+def test_a_text_that_ends_early_or_late_is_a_bug(make: Make, tiny_engine: Engine) -> None:
+    folder = make().run()
+    for change in (lambda tokens: tokens[:7], lambda tokens: [*tokens, 1, 1]):
+        found = judge(tiny_engine, folder, tampered(folder.records(), "lookahead", change))
+        assert not found.passed
+        assert "one text ends at token" in str(found.bugs[0])
+
+
+def test_a_tie_is_rounding(tiny_engine: Engine) -> None:
+    """Two tokens with one embedding row have one logit; either is right, and a third is not."""
+    target = target_of(tiny_engine)
+    prompt = tiny_engine.encode("import os\nimport")
+    weight = target.lm_head.weight
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        best = int(target.model(ids, attention_mask=torch.ones_like(ids)).logits[0, -1].argmax())
+    twin, third = 4000, 4001
+    former = weight.data[twin].clone()
+    try:
+        weight.data[twin] = weight.data[best]
+        verdicts = {token: audit_of_two(tiny_engine, prompt, best, token) for token in (twin, third)}
+    finally:
+        weight.data[twin] = former
+    assert str(verdicts[twin].systems["fast"]) == "0 of 1 identical, 1 apart by rounding"
+    assert verdicts[twin].passed
+    assert not verdicts[third].passed
+
+
+def audit_of_two(engine: Engine, prompt: list[int], plain: int, fast: int) -> Audit:
+    def answer(system: str, token: int) -> Record:
+        turn = Turn(
+            prompt_ids=prompt, token_ids=[token], text="", finish_reason="length", accept_lengths=[1], rows=[1],
+            seconds={"wall": 1.0}, retokenized=1,
+        )  # fmt: skip
+        return Record(question_id=1, category="x", system=system, repeat=0, turns=[turn])
+
+    about = {"ours": True, "lossy": False, "comparable": True}
+    records = [answer("none", plain), answer("fast", fast)]
+    return audit(records, {"none": about, "fast": about}, target_of(engine), SamplingParams())
+
+
+def test_bounds_grow_with_the_dtype_and_the_logits() -> None:
+    bounds = [rounding_bound(dtype, 20.0) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] < 1e-3
+    assert 0.1 < bounds[2] < 1
+    assert rounding_bound(torch.float32, 40.0) == 2 * bounds[0]
+
+
+def test_sampled_text_is_compared_at_its_seed(make: Make, tiny_engine: Engine) -> None:
+    folder = make(temperature=0.8, seed=3, systems=["transformers"]).run()
+    found = judge(tiny_engine, folder, folder.records(), temperature=0.8, seed=3, acceptance="match")
+    assert [str(found.systems[s]) for s in ("none", "prompt_lookup", "lookahead")] == ["identical"] * 3
+    assert str(found.systems["transformers"]) == "not compared: its random numbers are its own"
+    wrong = tampered(folder.records(), "lookahead", lambda tokens: [*tokens[:3], tokens[3] ^ 1, *tokens[4:]])
+    assert not judge(tiny_engine, folder, wrong, temperature=0.8, seed=3, acceptance="match").passed
+
+
+def test_the_seed_s_noise_decides_who_is_wrong(make: Make, tiny_engine: Engine) -> None:
+    """Where the draw was not the likeliest token, the likeliest one is the wrong one."""
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 1, "acceptance": "match"}
+    folder = make(**options).run()
+    target = target_of(tiny_engine)
+    turn = next(record for record in folder.records() if record.system == "none").turns[0]
+    ids = torch.tensor([[*turn.prompt_ids, *turn.token_ids]])
+    with torch.inference_mode():
+        best = target.model(ids, attention_mask=torch.ones_like(ids)).logits[0].argmax(-1).tolist()
+    likeliest = best[len(turn.prompt_ids) - 1 : -1]
+    place = next(n for n, (drawn, top) in enumerate(zip(turn.token_ids, likeliest, strict=True)) if drawn != top)
+    changed = [*turn.token_ids[:place], likeliest[place], *turn.token_ids[place + 1 :]]
+    wrong = tampered(folder.records(), "lookahead", lambda tokens: changed if tokens == turn.token_ids else tokens)
+    (bug,) = judge(tiny_engine, folder, wrong, **options).bugs
+    assert (bug.culprit, bug.position, bug.expected) == ("lookahead", place, turn.token_ids[place])
+
+
+def test_lossy_answers_are_labelled_and_not_failed(make: Make, tiny_engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 0.8, "acceptance": "typical", "allow_lossy": True}
+    folder = make(**options).run()
+    assert folder.manifest()["systems"]["lookahead"]["lossy"]
+    found = judge(tiny_engine, folder, folder.records(), **options)
+    assert found.passed
+    assert str(found.systems["lookahead"]).startswith("not compared: lossy")
+
+
+def test_missing_answers_are_an_error(make: Make, tiny_engine: Engine) -> None:
+    folder = make().run()
+    lines = folder.answers.read_text().splitlines(keepends=True)
+    folder.answers.write_text("".join(line for line in lines if '"system":"lookahead"' not in line))
+    with pytest.raises(ConfigError, match="2 of 2 answers of 'lookahead' are missing, such as question"):
+        judge(tiny_engine, folder, folder.records())

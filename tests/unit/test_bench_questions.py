@@ -1,0 +1,222 @@
+"""Question files, prompts, plans and the download: what is read, and what is said of what cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from specdec.bench import download
+from specdec.bench.plan import Plan, resolve_plan
+from specdec.bench.questions import Question, build_prompt, find_questions, group_of, read_questions, select
+from specdec.errors import ConfigError, PromptError
+from specdec.target import embedded_model
+
+GOOD = '{"question_id": 1, "category": "qa", "turns": ["Why?"]}\n'
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_spec_bench_lines(tmp_path: Path) -> None:
+    line = {"question_id": 7, "category": "writing", "turns": ["Write.", "Again."], "reference": ["x"]}
+    file = write(tmp_path / "question.jsonl", GOOD + "\n" + json.dumps(line) + "\n")
+    assert read_questions(file) == [
+        Question(id=1, category="qa", turns=("Why?",)),
+        Question(id=7, category="writing", turns=("Write.", "Again.")),
+    ]
+
+
+def test_human_eval_gsm8k_and_plain_prompts(tmp_path: Path) -> None:
+    code = write(tmp_path / "a.jsonl", '{"task_id": "HumanEval/0", "prompt": "def f():\\n", "entry_point": "f"}\n')
+    assert read_questions(code) == [
+        Question(id="HumanEval/0", category="humaneval", turns=("def f():\n",), format="plain")
+    ]
+    maths = write(tmp_path / "b.jsonl", '{"question": "How many?", "answer": "4"}\n')
+    assert read_questions(maths) == [Question(id=1, category="gsm8k", turns=("How many?",))]
+    text = write(tmp_path / "mine.txt", "one\ntwo\n---\n\n---\nthree\n")
+    assert read_questions(text) == [
+        Question(id=1, category="mine", turns=("one\ntwo\n",), format="plain"),
+        Question(id=2, category="mine", turns=("three\n",), format="plain"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"question_id": 2, "category": "qa"', "line 2: Expecting"),
+        ("[1, 2]", "line 2: it holds list, not an object"),
+        ('{"question_id": 2, "category": "qa"}', "line 2: it has none of the keys turns, prompt and question"),
+        ('{"question_id": 2, "category": "qa", "turns": []}', "line 2: turns must be a list of at least one"),
+        ('{"question_id": 2, "category": "qa", "turns": [3]}', "line 2: turns must be a list of at least one"),
+        ('{"question_id": 2, "turns": ["x"]}', "line 2: category is None"),
+        ('{"question_id": null, "category": "qa", "turns": ["x"]}', "line 2: its number is None"),
+        ('{"question_id": 1, "category": "qa", "turns": ["x"]}', "line 2: question_id 1 occurs a second time"),
+        ('{"question_id": 2, "category": "qa", "turns": ["x"], "format": "plane"}', "did you mean 'plain'"),
+    ],
+)
+def test_malformed_line_is_named_with_its_reason(tmp_path: Path, line: str, reason: str) -> None:
+    file = write(tmp_path / "question.jsonl", GOOD + line + "\n")
+    with pytest.raises(ConfigError, match=r"question\.jsonl") as caught:
+        read_questions(file)
+    assert reason in str(caught.value)
+
+
+def test_empty_and_absent_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="holds no question"):
+        read_questions(write(tmp_path / "a.jsonl", "\n\n"))
+    with pytest.raises(ConfigError, match="there is no question file"):
+        find_questions(str(tmp_path / "absent.jsonl"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="specdec bench --download"):
+        find_questions("spec_bench")
+
+
+def test_shipped_questions_fit_the_embedded_model() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model())
+    questions = read_questions(find_questions("tiny"))
+    counts = Counter(question.category for question in questions)
+    assert set(counts) == {"completion", "docstrings", "tests", "tables", "editing", "retrieval"}
+    assert set(counts.values()) == {7}
+    for question in questions:
+        assert question.format == "plain"
+        assert 80 <= len(tokenizer(question.turns[0])["input_ids"]) <= 400
+
+
+def questions_of(*categories: str) -> list[Question]:
+    return [Question(id=n, category=category, turns=("?",)) for n, category in enumerate(categories)]
+
+
+def test_select_takes_evenly_from_the_groups_in_file_order() -> None:
+    questions = questions_of("qa", "qa", "qa", "math", "writing", "rag")
+    assert [q.id for q in select(questions, (), 4)] == [0, 1, 3, 5]  # math and writing are both MT-bench's
+    assert [q.id for q in select(questions, ["mt_bench"], None)] == [3, 4]
+    assert [q.id for q in select(questions, ["rag", "math"], None)] == [3, 5]
+    assert group_of("writing") == "mt_bench"
+
+
+def test_unknown_category_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown category 'tabels'; did you mean 'tables'"):
+        select(questions_of("tables", "tests"), ["tabels"], None)
+
+
+TALK = Question(id=1, category="qa", turns=("One?", "Two?"))
+
+
+def tokenizer_with(template: str | None) -> Any:
+    return SimpleNamespace(chat_template=template, eos_token="</s>")
+
+
+def test_prompt_of_the_second_turn_holds_the_own_answer() -> None:
+    opening = (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+        "detailed, and polite answers to the user's questions."
+    )
+    assert build_prompt(TALK, [], "auto", tokenizer_with(None)) == f"{opening} USER: One? ASSISTANT:"
+    vicuna = build_prompt(TALK, ["First."], "auto", tokenizer_with(None))
+    assert vicuna == f"{opening} USER: One? ASSISTANT: First.</s>USER: Two? ASSISTANT:"
+    assert build_prompt(TALK, ["First."], "auto", tokenizer_with("...")) == [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "First."},
+        {"role": "user", "content": "Two?"},
+    ]
+    assert build_prompt(TALK, ["First."], "plain", tokenizer_with("...")) == "One?\nFirst.\nTwo?"
+
+
+def test_format_of_the_file_holds_unless_another_is_asked_for() -> None:
+    plain = Question(id=1, category="x", turns=("import os\n",), format="plain")
+    assert build_prompt(plain, [], "auto", tokenizer_with("...")) == "import os\n"
+    assert isinstance(build_prompt(plain, [], "chat", tokenizer_with("...")), list)
+    with pytest.raises(PromptError, match="has no chat template; use --format vicuna"):
+        build_prompt(plain, [], "chat", tokenizer_with(None))
+
+
+# -------------------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "repeats is 0; it must be at least 1"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"format": "vicunia"}, "did you mean 'vicuna'"),
+        ({"dtype": "float23"}, "unknown dtype 'float23'"),
+        ({"drafters": ["none", "none"]}, "two systems are called 'none'"),
+        ({"drafters": ["all", "none"]}, "'all' stands alone"),
+        ({"drafters": [{"window": 3}]}, "has no name"),
+        ({"acceptance": "typical", "temperature": 0.5}, "allow_lossy=True"),
+    ],
+)
+def test_plan_checks_itself(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        Plan(**options)
+
+
+def test_options_are_stronger_than_the_file_and_settings_than_both(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "drafters: [lookahead]\nrepeats: 5\nlimit: 2\n")
+    plan = resolve_plan(file, ["lookahead.window=5"], {"repeats": 1, "limit": None})
+    assert (plan.repeats, plan.limit) == (1, 2)
+    assert plan.drafters == [{"name": "lookahead", "window": 5}]
+
+
+def test_unknown_option_and_setting_of_an_absent_system(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown option of bench 'repeat'; did you mean 'repeats'"):
+        resolve_plan(write(tmp_path / "a.yaml", "repeat: 5\n"), (), {})
+    with pytest.raises(ConfigError, match="no system 'lookahead' is in this run"):
+        resolve_plan(None, ["lookahead.window=5"], {"drafters": ["none"]})
+    with pytest.raises(ConfigError, match=r"takes LABEL\.OPTION=VALUE"):
+        resolve_plan(None, ["window=5"], {})
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_sampled", "spec_bench"])
+def test_shipped_configs_are_plans(name: str) -> None:
+    file = Path(__file__).parents[2] / "configs" / "bench" / f"{name}.yaml"
+    assert resolve_plan(file, (), {}).model
+    assert file.read_text().startswith("# specdec bench --config")
+
+
+# ----------------------------------------------------------------------------------------------------------- download
+
+
+def spec_bench_file(path: Path, per_group: int = 80) -> Path:
+    groups = ("writing", "translation", "summarization", "qa", "math_reasoning", "rag")
+    lines = [
+        json.dumps({"question_id": n, "category": group, "turns": ["?"]})
+        for n, group in enumerate(group for group in groups for _ in range(per_group))
+    ]
+    return write(path, "\n".join(lines) + "\n")
+
+
+def test_download_keeps_the_file_with_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = spec_bench_file(tmp_path / "question.jsonl").as_uri()
+    path, digest = download.download_spec_bench(url=url)
+    assert find_questions("spec_bench") == path
+    assert download.download_spec_bench(digest.upper(), url="https://unused.invalid")[1] == digest
+    with pytest.raises(ConfigError, match="has the SHA-256"):
+        download.download_spec_bench("0" * 64, url=url)
+    path.write_text(path.read_text().replace("?", "!"))  # still a good file, but not the one that was fetched
+    with pytest.raises(ConfigError, match="delete it and fetch it again"):
+        download.download_spec_bench(url=url)
+
+
+def test_download_refuses_another_file_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = spec_bench_file(tmp_path / "question.jsonl", per_group=3).as_uri()
+    with pytest.raises(ConfigError, match="is not Spec-Bench's file"):
+        download.download_spec_bench(url=url)
+    assert not download.spec_bench_path().exists()
+
+
+def test_without_a_network_it_says_where_to_put_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="save it as") as caught:
+        download.download_spec_bench(url=(tmp_path / "absent").as_uri())
+    assert str(download.spec_bench_path()) in str(caught.value)
