@@ -86,7 +86,7 @@ class DraftModel(DrafterBase):
                 "draft_model.model is not set, and this package holds no draft model; give the folder or hub id of a "
                 "smaller model with the target's tokenizer"
             )
-        head = target.head(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=_head_device(target)))
+        head = target.head(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=target.head_device))
         model = TransformersTarget.from_pretrained(path, dtype=config.dtype or target.dtype, device=head.device)
         if model.vocab_size != target.vocab_size:
             raise ConfigError(
@@ -97,11 +97,6 @@ class DraftModel(DrafterBase):
 
     def start(self, context: Context) -> DraftModelSession:
         return DraftModelSession(self.config, self.model, context)
-
-
-def _head_device(target: Target) -> torch.device:
-    head = getattr(target, "lm_head", None)
-    return target.device if head is None else head.weight.device
 
 
 class DraftModelSession:

@@ -86,7 +86,7 @@ class Kangaroo(DrafterBase):
         """
         adapter = Adapter.from_pretrained(_folder(config, target))
         check_fit(adapter.config, target, check_target=config.check_target)
-        device = target.head(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=_head_device(target))).device
+        device = target.head(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=target.head_device)).device
         return cls(config, adapter.to(device, target.dtype).requires_grad_(False).eval())
 
     def start(self, context: Context) -> KangarooSession:
@@ -130,11 +130,6 @@ def check_fit(config: AdapterConfig, target: Target, *, check_target: bool = Tru
             f"the adapter was trained for {config.target}, this model is {found}; use its own model, or "
             "kangaroo.check_target=false to try it all the same (output stays exact, acceptance will suffer)"
         )
-
-
-def _head_device(target: Target) -> torch.device:
-    head = getattr(target, "lm_head", None)
-    return target.device if head is None else head.weight.device
 
 
 class KangarooSession:

@@ -20,7 +20,7 @@ from specdec.errors import ConfigError, unknown
 from specdec.lowering import check_optimize
 from specdec.sampling import SamplingParams
 
-__all__ = ["DTYPES", "RunConfig", "load_yaml", "override", "parse", "resolve"]
+__all__ = ["DTYPES", "RunConfig", "load_yaml", "override", "parse", "read_value", "resolve"]
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: no such file, no YAML, or no mapping.
     """
     try:
-        values = _read(Path(path).read_text(encoding="utf-8"))
+        values = read_value(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -154,7 +154,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def _read(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """What a piece of YAML says; ``5e-5`` is a number."""
     return yaml.load(text, Loader=_Loader)  # a SafeLoader
 
 
@@ -181,7 +182,7 @@ def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, An
         if not equals or not key:
             raise ConfigError(f"--set takes KEY=VALUE, such as lookahead.window=15; got {setting!r}")
         try:
-            value = _read(text)
+            value = read_value(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {setting!r}: the value is no YAML: {_short(error)}") from error
         group, _, option = key.rpartition(".")

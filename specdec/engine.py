@@ -263,7 +263,7 @@ class Decoding:
         self._end_reason = "length" if self._end == len(prompt) + max_new_tokens else "context"
         self._chunk = engine.prefill_chunk or _prefill_chunk(target)
         self._cache = target.new_cache(capacity=self._end, rows=max(engine.max_rows, min(self._chunk, len(prompt))))
-        self.sampler = Sampler(sampling, self.tokens, target.vocab_size, _head_device(target), processors, sample)
+        self.sampler = Sampler(sampling, self.tokens, target.vocab_size, target.head_device, processors, sample)
         self._context = Context(
             target=target,
             cache=self._cache,
@@ -399,8 +399,3 @@ def _prefill_chunk(target: Target) -> int:
     """512 tokens, or the smallest sliding window where that is smaller, but no sliver."""
     windows = [spec.window for spec in getattr(target, "specs", ()) if spec.window is not None]
     return min(512, max(32, min(windows))) if windows else 512
-
-
-def _head_device(target: Target) -> torch.device:
-    device: torch.device = getattr(target, "head_device", target.device)
-    return device

@@ -70,6 +70,7 @@ class Target(Protocol):
     context_length: int
     eos_ids: frozenset[int]
     device: torch.device
+    head_device: torch.device
     dtype: torch.dtype
     backend: str
 

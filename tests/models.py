@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from drafters.adapter import random_adapter
 from drafters.datastore import build_datastore
+from drafters.medusa_heads import random_heads
 from specdec.target import Target, TransformersTarget
 
 WINDOW = 8
@@ -152,6 +153,22 @@ def _kangaroo(target: Target, tmp: Path) -> list[Options]:
     return made
 
 
+def _medusa(target: Target, tmp: Path) -> list[Options]:
+    """Random heads, with and without matrices of their own; trees from a chain to what the room cannot hold."""
+    made: list[Options] = []
+    for number, (sizes, tree) in enumerate(
+        (
+            ({"heads": 3}, None),
+            ({"heads": 2, "layers": 2, "own_head": True}, [[0, 1], [0], [2], [1], [2, 0], [2, 3]]),
+            ({"heads": 5}, "chain"),
+        )
+    ):
+        folder = tmp / f"medusa-{number}"
+        random_heads(target, folder, seed=number, **sizes)
+        made.append({"heads": str(folder), "tree": tree})
+    return made
+
+
 def _draft_model(target: Target, tmp: Path) -> list[Options]:
     """A stranger, who is mostly wrong, and the target itself, all of whose drafts are right."""
     assert isinstance(target, TransformersTarget)
@@ -226,6 +243,7 @@ DRAFTER_OPTIONS: dict[str, Callable[[Target, Path], Sequence[Options]]] = {
         {"window": 3, "ngram": 3, "guesses": 3, "verify_window": "none", "pool_from_prompt": False},
         {"window": 4, "ngram": 4, "verify": False, "verify_window": "column"},
     ],
+    "medusa": _medusa,
     "prompt_lookup": lambda target, tmp: [
         {},
         {"matches": 3, "max_ngram": 1, "tokens": 4},

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.text import Text
 
@@ -42,10 +41,10 @@ def train(
     for key, value in (("data", data), ("model", model), ("out", out)):
         if value:
             values[key] = value
-    if wandb is not None:
-        settings = [*settings, f"loop.wandb={wandb}"]
     for setting in settings:
         _set(values, setting)
+    if wandb is not None:
+        values.setdefault("loop", {})["wandb"] = wandb
     module.run(parse(module.Config, values, where=f"train {drafter}"))
 
 
@@ -116,13 +115,15 @@ def _module(drafter: str) -> Any:
 
 def _set(values: dict[str, Any], setting: str) -> None:
     """Apply ``group.key=value`` in place."""
+    from specdec.config import read_value
+
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set takes KEY=VALUE, such as loop.lr=3e-4; got {setting!r}")
     *groups, last = key.split(".")
     for group in groups:
         values = values.setdefault(group, {})
-    values[last] = yaml.safe_load(text)
+    values[last] = text if text in ("no", "off") else read_value(text)  # to YAML these words are false
 
 
 def main() -> None:

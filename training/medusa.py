@@ -187,8 +187,8 @@ def ahead(batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 def steps_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Written) -> int:
     """Steps that the engine takes for a text, from ``MedusaTraining.judge``'s ranks.
 
-    With the root at position r the heads read r - 1, and a node of depth d holds the text's token if its rank is that of
-    token r + d.
+    With the root at position r the heads read r - 1, and a node of depth d holds the text's token if its rank is that
+    of token r + d.
     """
     root, last, steps = text.prompt - 1, len(text.tokens) - 1, 0
     while root < last:
@@ -250,7 +250,7 @@ def run(config: Config) -> dict[str, float]:
 
 def model_card(config: Config, heads: MedusaHeads, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
     """What the heads are, how they were made and how they did, in Markdown."""
-    own, loop, judged = heads.config, config.loop, config.evaluation
+    own, judged = heads.config, config.evaluation
     steps = [line for line in lines if "loss" in line]
     tokens = sum(line["tokens"] for line in steps) / max(len(steps), 1) * (steps[-1]["step"] if steps else 0)
     columns = [f"head_{number}_rank_{rank}" for number in range(1, own.heads + 1) for rank in range(_RANKS)]
@@ -288,10 +288,16 @@ def description(config: Config, heads: MedusaHeads) -> Mapping[str, Any]:
     return {
         **_options(config),
         "loop": asdict(free),
-        "heads": asdict(heads.config),
+        "heads": asdict(heads.config),  # with the target's fingerprint
         "evaluation": asdict(config.evaluation),
     }
 
 
 def _options(config: Config) -> dict[str, Any]:
-    return {"labels": config.labels, "decay": config.decay, "tree": config.tree, "loop": asdict(config.loop)}
+    return {
+        "labels": config.labels,
+        "decay": config.decay,
+        "tree": config.tree,
+        "heads": asdict(config.heads),
+        "loop": asdict(config.loop),
+    }

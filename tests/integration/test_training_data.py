@@ -207,3 +207,12 @@ class TestPacking:
         digests = {pack(s, 5).digest for s in (self.samples, [self.samples[0], other], self.samples[::-1])}
         assert len(digests) == 3
         assert pack(self.samples, 5).digest in digests
+
+
+def test_settings_are_read_as_their_options_mean_them() -> None:
+    from training.cli import _set
+
+    values: dict[str, Any] = {"loop": {"steps": 3}}
+    for setting in ("loop.lr=3e-4", "loop.precision=no", "loop.wandb=off", "out=runs/x"):
+        _set(values, setting)
+    assert values == {"loop": {"steps": 3, "lr": 3e-4, "precision": "no", "wandb": "off"}, "out": "runs/x"}

@@ -1,0 +1,247 @@
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the last hidden state guess several tokens at once.
+
+The root stands at position n, and the last accepted row left the hidden state of position n - 1, from which the target
+chose the root. Head k reads that state and guesses position n + k, knowing of no token in between. So the tree is
+fixed, a list of *rank paths*: path (0, 2) is the first head's best token and behind it the second head's third best.
+Ranks are chosen, not drawn, so a draft carries no q.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from drafters.adapter import fingerprint
+from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from specdec.draft import Draft
+from specdec.drafter import Context, DrafterBase, Observation
+from specdec.errors import CheckpointError, ConfigError, unknown
+from specdec.target import FINAL, Target, embedded_model
+
+__all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "embedded_heads", "nodes_of", "preset"]
+
+TREES = {
+    "chain": "0 00 000 0000 00000",
+    # For a CPU, where every row costs; grown from the embedded model's accuracies.
+    "small": "0 1 00 2 000 01 3 4",
+    # The authors' tree for Vicuna 7B with five heads: 63 nodes, 42 leaves, depth 4.
+    "mc_sim_7b_63": (
+        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 "
+        "0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070"
+    ),
+}
+"""Named trees: a rank path per word, a digit per rank, likeliest first."""
+
+Path_ = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """Options.
+
+    Attributes:
+        heads: folder of trained heads, ours or published ones; None is the one in this package, which fits the embedded
+            model.
+        tree: a name in ``TREES``, or rank paths such as ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room
+            cuts the end; None fits device and heads.
+        check_target: refuse a model that is not the one the heads were trained for.
+    """
+
+    heads: str | None = None
+    tree: str | list[list[int]] | None = None
+    check_target: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tree is not None:
+            check_tree(preset(self.tree) if isinstance(self.tree, str) else self.tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of a tree: the row of its parent (0 is the root, node i is row i + 1), its rank and its depth."""
+
+    parent: int
+    rank: int
+    depth: int
+
+
+def preset(name: str) -> list[list[int]]:
+    """The rank paths of a named tree.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in TREES:
+        raise ConfigError(unknown("medusa.tree", name, sorted(TREES)))
+    return [[int(rank) for rank in word] for word in TREES[name].split()]
+
+
+def check_tree(paths: Sequence[Path_], *, heads: int | None = None, ranks: int | None = None) -> None:
+    """Raises ConfigError for a tree that is none, or is deeper or wider than there are heads and ranks."""
+    seen = {tuple(path) for path in paths}
+    if not paths:
+        raise ConfigError("medusa.tree is empty; give at least the path [0]")
+    for number, path in enumerate(paths):
+        if not path or min(path) < 0:
+            raise ConfigError(f"medusa.tree holds {list(path)}; a path is one rank or more, each at least 0")
+        if path in paths[:number]:
+            raise ConfigError(f"medusa.tree holds {list(path)} twice; leave one out")
+        if len(path) > 1 and tuple(path[:-1]) not in seen:
+            raise ConfigError(f"medusa.tree holds {list(path)} without its parent {list(path[:-1])}; add the parent")
+        if heads is not None and len(path) > heads:
+            raise ConfigError(f"medusa.tree holds {list(path)}, {len(path)} deep, but there are {heads} heads")
+        if ranks is not None and max(path) >= ranks:
+            raise ConfigError(f"medusa.tree holds {list(path)}; the model's vocabulary has {ranks} ranks only")
+
+
+def nodes_of(paths: Sequence[Path_]) -> list[Node]:
+    """The nodes in the given order, but each parent before its children.
+
+    Example: ``[[0, 1], [0], [2]]`` gives (0, 0, depth 1), (1, 1, depth 2), (0, 2, depth 1).
+    """
+    rows: dict[tuple[int, ...], int] = {(): 0}
+    nodes: list[Node] = []
+    for path in paths:
+        for depth in range(1, len(path) + 1):
+            prefix = tuple(path[:depth])
+            if prefix not in rows:
+                nodes.append(Node(rows[prefix[:-1]], prefix[-1], depth))
+                rows[prefix] = len(nodes)
+    return nodes
+
+
+def embedded_heads() -> Path:
+    """Folder of the heads for the embedded model."""
+    return embedded_model().parent / "tiny-medusa"
+
+
+class Medusa(DrafterBase):
+    """Trained heads, stacked so that all run at once, and the tree."""
+
+    name = "medusa"
+    Config = MedusaConfig
+    taps = frozenset({FINAL})
+
+    def __init__(self, config: MedusaConfig, heads: MedusaHeads, *, cpu: bool = True) -> None:
+        super().__init__(config)
+        own = heads.config
+        weights = {name: weight.detach() for name, weight in heads.named_parameters()}
+        numbers = range(own.heads)
+        # Per layer [K, D, D], transposed, and [K, 1, D].
+        self._blocks = [
+            (
+                torch.stack([weights[f"{head}.{layer}.linear.weight"].T for head in numbers]),
+                torch.stack([weights[f"{head}.{layer}.linear.bias"][None] for head in numbers]),
+            )
+            for layer in range(own.layers)
+        ]
+        self._matrices = [weights[f"{head}.{own.layers}.weight"] for head in numbers] if own.own_head else None
+        if config.tree is None:
+            paths = [path for path in preset("small" if cpu else "mc_sim_7b_63") if len(path) <= own.heads]
+        else:
+            paths = preset(config.tree) if isinstance(config.tree, str) else config.tree
+        check_tree(paths, heads=own.heads, ranks=own.vocab_size)
+        self.nodes = nodes_of(paths)
+        self._depth = max(node.depth for node in self.nodes)
+        self._ranks = max(node.rank for node in self.nodes) + 1
+
+    @classmethod
+    def build(cls, config: MedusaConfig, target: Target) -> Medusa:
+        """Load the heads for a target.
+
+        Raises:
+            CheckpointError: no heads, broken ones, or those of another model.
+            ConfigError: a tree that the heads or the vocabulary cannot fill.
+        """
+        heads = MedusaHeads.from_pretrained(_folder(config, target))
+        check_fit(heads.config, target, check_target=config.check_target)
+        lm_head = getattr(target, "lm_head", None)
+        device = target.device if lm_head is None else lm_head.weight.device
+        return cls(config, heads.to(device, target.dtype), cpu=device.type == "cpu")
+
+    def start(self, context: Context) -> MedusaSession:
+        return MedusaSession(self, context)
+
+    @torch.no_grad()
+    def guesses(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> list[list[int]]:
+        """Per head its likeliest tokens, best first, from one hidden state [1, D]."""
+        weight, _ = self._blocks[0]
+        states = hidden.to(weight.device, weight.dtype).expand(self._depth, 1, -1)  # [K, 1, D]
+        for weight, bias in self._blocks:
+            states = states + F.silu(torch.baddbmm(bias[: self._depth], states, weight[: self._depth]))
+        rows = states[:, 0]  # [K, D]
+        if self._matrices is None:
+            logits = head(rows)
+        else:
+            logits = torch.stack([F.linear(row, own) for row, own in zip(rows, self._matrices, strict=False)])
+        found: list[list[int]] = logits.topk(self._ranks, -1).indices.tolist()
+        return found
+
+
+def _folder(config: MedusaConfig, target: Target) -> Path:
+    if config.heads is not None:
+        return Path(config.heads)
+    path = embedded_heads()
+    try:
+        own = json.loads((path / "config.json").read_text(encoding="utf-8"))["target"]
+    except OSError:
+        own = "none"
+    found = fingerprint(target)
+    if own != found:
+        raise CheckpointError(
+            f"medusa has no heads for this model ({found}); those in the package are for {own}. Train some with "
+            "`specdec train medusa --model ...` and give their folder as medusa.heads"
+        )
+    return path
+
+
+def check_fit(config: HeadsConfig, target: Target, *, check_target: bool = True) -> None:
+    """Raises CheckpointError where heads cannot serve a target, or were trained for another one."""
+    for what, own, theirs in (
+        ("width", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+    ):
+        if own != theirs:
+            raise CheckpointError(
+                f"the heads' {what} is {own}, the model's is {theirs}; take the heads trained for this model"
+            )
+    if check_target and config.target and config.target != (found := fingerprint(target)):
+        raise CheckpointError(
+            f"the heads were trained for {config.target}, this model is {found}; use their own model, or "
+            "medusa.check_target=false to try them all the same (output stays exact, acceptance will suffer)"
+        )
+
+
+class MedusaSession:
+    def __init__(self, drafter: Medusa, context: Context) -> None:
+        self._drafter, self._context = drafter, context
+        self._hidden: torch.Tensor | None = (
+            None  # [1, D] of the position before the root; none for a prompt of one token
+        )
+
+    def propose(self, room: int) -> Draft:
+        """The tree, less what is deeper than the text may get or does not fit."""
+        context, nodes = self._context, self._drafter.nodes
+        deepest = context.remaining - 1
+        tokens, parents = [context.root], [-1]
+        if self._hidden is None or room < 2 or deepest < 1:
+            return Draft(tokens, parents)
+        guesses = self._drafter.guesses(self._hidden, context.target.head)
+        rows = [0]
+        for node in nodes:
+            if len(tokens) == room:
+                break
+            rows.append(len(tokens))
+            if node.depth <= deepest:  # its parent is no deeper, so it is there
+                tokens.append(guesses[node.depth - 1][node.rank])
+                parents.append(rows[node.parent])
+        return Draft(tokens, parents)
+
+    def observe(self, seen: Observation) -> None:
+        last = seen.path[-1]
+        self._hidden = seen.taps[FINAL][last : last + 1].clone()  # the chunk or tree itself may go

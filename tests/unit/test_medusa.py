@@ -1,0 +1,309 @@
+"""Medusa: heads read the right position and fill the right nodes; trees and checkpoints are strict; training counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from drafters import medusa
+from drafters.medusa import Medusa, MedusaConfig, check_tree, nodes_of, preset
+from drafters.medusa_heads import HeadsConfig, MedusaHeads, random_heads
+from specdec import Engine, SamplingParams
+from specdec.draft import Draft
+from specdec.errors import CheckpointError, ConfigError
+from specdec.target import TransformersTarget
+from tests.fakes import Spy
+from tests.models import prompt_of
+from training.acceptance import Written
+from training.data import Sample
+from training.medusa import Config, MedusaTraining, NewHeads, ahead, new_heads
+from training.packing import pack
+
+PROMPT = prompt_of(9)
+
+
+@pytest.fixture
+def target(target_of: Callable[..., TransformersTarget]) -> TransformersTarget:
+    return target_of("llama")
+
+
+def drafter_of(target: TransformersTarget, folder: Path, tree: Any = None, **sizes: Any) -> Medusa:
+    random_heads(target, folder, **sizes)
+    return Medusa.build(MedusaConfig(heads=str(folder), tree=tree), target)
+
+
+# Trees
+
+
+def test_nodes_put_parents_first() -> None:
+    found = [(node.parent, node.rank, node.depth) for node in nodes_of([[0, 1], [2], [0], [0, 1, 3]])]
+    assert found == [(0, 0, 1), (1, 1, 2), (0, 2, 1), (2, 3, 3)]
+
+
+def test_the_published_tree_is_whole() -> None:
+    """Cai et al.: 63 nodes, four deep, 42 of them leaves, none of a rank beyond the tenth."""
+    paths = [tuple(path) for path in preset("mc_sim_7b_63")]
+    check_tree(paths, heads=4, ranks=10)
+    assert len(paths) == 63
+    assert len(set(paths) - {path[:-1] for path in paths}) == 42
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ([], "empty"),
+        ([[0], []], r"\[\]"),
+        ([[0], [-1]], r"\[-1\]"),
+        ([[0], [1], [0]], r"\[0\] twice"),
+        ([[0], [1, 0]], r"\[1, 0\] without its parent \[1\]"),
+        ("mc_sim_7b_64", "did you mean 'mc_sim_7b_63'"),
+    ],
+)
+def test_odd_trees_are_named(tree: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MedusaConfig(tree=tree)
+
+
+def test_a_tree_beyond_heads_or_vocabulary_is_named(target: TransformersTarget, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[0, 0, 0\], 3 deep, but there are 2 heads"):
+        drafter_of(target, tmp_path, [[0], [0, 0], [0, 0, 0]], heads=2)
+    with pytest.raises(ConfigError, match=r"\[32\]; the model's vocabulary has 32 ranks"):
+        drafter_of(target, tmp_path, [[0], [32]], heads=2)
+
+
+def test_the_default_tree_fits_the_heads(target: TransformersTarget, tmp_path: Path) -> None:
+    assert max(node.depth for node in drafter_of(target, tmp_path, heads=1).nodes) == 1
+    assert max(node.depth for node in drafter_of(target, tmp_path, heads=3).nodes) == 3
+
+
+# Drafts
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_draft_is_what_the_heads_say_of_the_position_before_the_root(
+    target: TransformersTarget, tmp_path: Path, own_head: bool
+) -> None:
+    """Against the modules as trained and transformers' own hidden states, over steps that accept and that do not."""
+    tree = [[0], [0, 0], [1], [0, 1], [1, 0], [0, 0, 0]]
+    drafter = drafter_of(target, tmp_path, tree, heads=3, layers=2, own_head=own_head)
+    heads = MedusaHeads.from_pretrained(tmp_path).double()
+    drafts: list[Draft] = []
+    found = Engine(target, None, Spy(drafter, drafts.append), prefill_chunk=5).generate(PROMPT, 30)
+    text = [*PROMPT, *found.token_ids]
+    with torch.no_grad():
+        hidden = target.decoder(torch.tensor([text])).last_hidden_state[0]
+        logits = [guess if own_head else target.head(guess) for guess in heads(hidden)]
+    root = len(PROMPT) - 1
+    assert len(drafts) > 10
+    for draft, length in zip(drafts, found.stats.acceptance_lengths, strict=False):  # a last token needs no draft
+        ranks = [guess[root - 1].topk(2).indices.tolist() for guess in logits]
+        fits = [path for path in tree if len(path) < len(text) - root - 1]
+        expected = [ranks[len(path) - 1][path[-1]] for path in fits]
+        assert list(draft.tokens) == [text[root], *expected]
+        root += length
+
+
+def test_a_prompt_of_one_token_starts_plainly(target: TransformersTarget, tmp_path: Path) -> None:
+    drafter = drafter_of(target, tmp_path)
+    rows = Engine(target, None, drafter).generate(PROMPT[:1], 8).stats.rows
+    assert rows[0] == 1
+    assert rows[1] > 1
+
+
+def test_a_narrow_room_keeps_the_first_nodes(target: TransformersTarget, tmp_path: Path) -> None:
+    drafts: list[Draft] = []
+    spy = Spy(drafter_of(target, tmp_path, "small"), drafts.append)
+    Engine(target, None, spy, max_rows=4).generate(PROMPT, 6)
+    assert list(drafts[0].parents) == [-1, 0, 0, 1]  # 0, 1, 00
+
+
+def test_untrained_heads_repeat_the_target(target: TransformersTarget) -> None:
+    """W = 0: head 1 says of n what the target said, which is the root itself."""
+    drafter = Medusa(MedusaConfig(tree="chain"), new_heads(NewHeads(heads=5), target).double())
+    drafts: list[Draft] = []
+    Engine(target, None, Spy(drafter, drafts.append)).generate(PROMPT, 12)
+    assert all(len(set(draft.tokens)) == 1 for draft in drafts[1:])
+
+
+def test_typical_acceptance_is_asked_for(target: TransformersTarget, tmp_path: Path) -> None:
+    drafter = drafter_of(target, tmp_path)
+    with pytest.raises(ConfigError, match="allow_lossy"):
+        SamplingParams(temperature=1.0, acceptance="typical")
+    sampling = SamplingParams(temperature=1.0, acceptance="typical", allow_lossy=True)
+    assert Engine(target, None, drafter).generate(PROMPT, 8, sampling).lossy
+
+
+# Checkpoints
+
+
+def published(folder: Path, *, heads: int = 5, form: str = "pt", size: int = 32, vocab: int = 32) -> dict[str, Any]:
+    """A checkpoint of the published layout, whose config counts 2 heads as the authors' own does."""
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for head in range(heads):
+        tensors[f"{head}.0.linear.weight"] = torch.randn(size, size, generator=generator)
+        tensors[f"{head}.0.linear.bias"] = torch.randn(size, generator=generator)
+        tensors[f"{head}.1.weight"] = torch.randn(vocab, size, generator=generator)
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    (folder / "config.json").write_text(json.dumps(config))
+    if form == "pt":
+        torch.save(tensors, folder / "medusa_lm_head.pt")
+    elif form == "safetensors":
+        save_file(tensors, folder / "medusa_lm_head.safetensors")
+    else:
+        merged = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
+        one, two = dict(list(merged.items())[:7]), dict(list(merged.items())[7:])
+        save_file({**one, "model.norm.weight": torch.ones(size)}, folder / "model-00001-of-00002.safetensors")
+        save_file(two, folder / "model-00002-of-00002.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("form", ["pt", "safetensors", "merged"])
+def test_published_checkpoints(target: TransformersTarget, tmp_path: Path, form: str) -> None:
+    tensors = published(tmp_path, form=form)
+    heads = MedusaHeads.from_pretrained(tmp_path)
+    assert heads.config == HeadsConfig(heads=5, layers=1, hidden_size=32, vocab_size=32, own_head=True)
+    hidden = torch.randn(32)
+    for number, found in enumerate(heads(hidden)):
+        inner = tensors[f"{number}.0.linear.weight"] @ hidden + tensors[f"{number}.0.linear.bias"]
+        expected = tensors[f"{number}.1.weight"] @ (hidden + inner * torch.sigmoid(inner))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    drafter = Medusa.build(MedusaConfig(heads=str(tmp_path), tree="mc_sim_7b_63"), target)
+    assert Engine(target, None, drafter).generate(PROMPT, 8).stats.rows[0] == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("3.0.linear.bias"), r"'3\.0\.linear\.bias' is missing"),
+        (lambda t: t.pop("3.1.weight"), r"'3\.1\.weight' is missing"),
+        (lambda t: t.update({"1.0.linear.weight": torch.zeros(32, 31)}), r"\(32, 31\), expected \(32, 32\)"),
+        (lambda t: t.update({"0.2.weight": torch.zeros(32, 32)}), "none of that name"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(32, 32)}), r"'lm_head\.weight' is none of theirs"),
+        (lambda t: t.clear(), "no tensor is called"),
+    ],
+)
+def test_odd_tensors_are_named(tmp_path: Path, change: Callable[[dict[str, Any]], Any], words: str) -> None:
+    tensors = published(tmp_path)
+    change(tensors)
+    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(CheckpointError, match=words):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+def test_broken_files_are_refused(target: TransformersTarget, tmp_path: Path) -> None:
+    published(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no Medusa heads in .*none"):
+        MedusaHeads.from_pretrained(tmp_path / "none")
+    torch.save({"0.0.linear.weight": Path("no tensor, and no code either")}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(CheckpointError, match="no Medusa heads"):  # weights_only
+        MedusaHeads.from_pretrained(tmp_path)
+    (tmp_path / "medusa_lm_head.pt").write_bytes(b"no checkpoint")
+    with pytest.raises(CheckpointError, match="no Medusa heads"):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+def test_heads_of_another_model_are_refused(target: TransformersTarget, tmp_path: Path) -> None:
+    published(tmp_path, size=16)
+    with pytest.raises(CheckpointError, match="width is 16, the model's is 32"):
+        Medusa.build(MedusaConfig(heads=str(tmp_path)), target)
+    published(tmp_path, vocab=30)
+    with pytest.raises(CheckpointError, match="vocabulary is 30, the model's is 32"):
+        Medusa.build(MedusaConfig(heads=str(tmp_path)), target)
+    with pytest.raises(CheckpointError, match="medusa has no heads for this model"):
+        Medusa.build(MedusaConfig(), target)
+    heads = random_heads(target, tmp_path / "other")
+    MedusaHeads(HeadsConfig(heads=3, layers=1, hidden_size=32, vocab_size=32, target="another")).save_pretrained(
+        tmp_path / "other"
+    )
+    with pytest.raises(CheckpointError, match="trained for another"):
+        Medusa.build(MedusaConfig(heads=str(tmp_path / "other")), target)
+    Medusa.build(MedusaConfig(heads=str(tmp_path / "other"), check_target=False), target)
+    heads.save_pretrained(tmp_path / "other")
+    Medusa.build(MedusaConfig(heads=str(tmp_path / "other")), target)
+
+
+# Training
+
+
+def test_heads_look_ahead_within_their_text() -> None:
+    """Three texts in two windows; positions whose k-th successor is of another text or window are left out."""
+    windows = pack([Sample([1] * n, [True] * n, False) for n in (4, 7, 5)], 8)
+    batch = windows.at(np.array([0, 1]))
+    assert batch.targets.tolist() == [0, 1, 2, 4, 5, 6, 8, 9, 11, 12, 13, 14]
+    rows, places = ahead(batch, 1)
+    assert batch.targets[rows].tolist() == [0, 1, 4, 5, 8, 11, 12, 13]
+    assert (batch.targets[places] - batch.targets[rows]).tolist() == [1] * 8
+    rows, places = ahead(batch, 2)
+    assert batch.targets[rows].tolist() == [0, 4, 11, 12]
+    assert (batch.targets[places] - batch.targets[rows]).tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+def test_loss_is_the_papers(target_of: Callable[..., TransformersTarget], labels: str) -> None:
+    """sum of .8^k CE_k over one text, written out position by position."""
+    target = target_of("llama", torch.float32)
+    heads = new_heads(NewHeads(heads=2), target)
+    torch.manual_seed(3)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    text = list(prompt_of(12))
+    batch = pack([Sample(text, [True] * 12, False)], 12).at(np.array([0]))
+    found = MedusaTraining(heads, target, [], tree=[[0]], labels=labels).loss(heads, batch)
+    hidden = target.decoder(torch.tensor([text])).last_hidden_state[0]
+    own = torch.softmax(target.head(hidden), -1)
+    expected = torch.zeros(())
+    for k, guess in enumerate(heads(hidden), 1):
+        logs = torch.log_softmax(target.head(guess), -1)
+        for t in range(12 - k - 1):
+            label = own[t + k] if labels == "soft" else torch.eye(32)[text[t + k + 1]]
+            expected = expected - 0.8**k * (label * logs[t]).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    found.backward()
+    assert all(parameter.grad is not None for parameter in heads.parameters())
+
+
+def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget], tmp_path: Path) -> None:
+    """Steps counted from ranks are the very steps that decoding takes."""
+    target = target_of("llama", torch.float32)
+    heads = new_heads(NewHeads(heads=3), target)  # repeats the target's own token, which looping texts reward
+    tree = [[rank] for rank in range(12)] + [[0, rank] for rank in range(6)] + [[0, 0, 0], [3, 0], [3, 0, 1]]
+    drafter = Medusa(MedusaConfig(tree=tree), heads)
+    texts, steps, tokens = [], 0, 0
+    for seed in range(4):
+        prompt = list(prompt_of(1 + 3 * seed, seed))
+        found = Engine(target, None, drafter).generate(prompt, 30)
+        texts.append(Written([*prompt, *found.token_ids], len(prompt)))
+        steps, tokens = steps + found.stats.steps, tokens + 30
+    figures = MedusaTraining(heads, target, texts, tree=tree).evaluate()
+    assert figures["tokens_per_step"] == tokens / steps > 1.1
+
+
+def test_odd_training_options_are_named() -> None:
+    for options, words in (
+        ({}, "no data"),
+        ({"labels": "own"}, "hard"),
+        ({"decay": 0.0}, "decay is 0.0"),
+        ({"tree": [[0], [0, 0]], "heads": NewHeads(heads=1)}, "there are 1 heads"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Config(**{"data": ["stdlib"] if options else [], **options})
+
+
+# The shipped heads
+
+
+def test_shipped_heads_serve_the_embedded_model(tiny_engine: Engine) -> None:
+    assert (medusa.embedded_heads() / "README.md").exists()
+    engine = tiny_engine.with_drafter("medusa")
+    prompt = "def read(path):\n    with open(path) as file:\n"
+    found, plain = engine.generate(prompt, 48), tiny_engine.generate(prompt, 48)
+    assert found.token_ids == plain.token_ids
+    assert found.stats.tokens_per_step > 1.2
