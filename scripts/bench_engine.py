@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from specdec import Engine, SamplingParams, TransformersTarget
+from specdec.bench.metrics import repeat_share
 from specdec.block import Block
 from specdec.draft import Draft
 from training.stdlib_corpus import read_files
@@ -69,18 +70,6 @@ def held_out_prompts(encode: Callable[[str], list[int]], count: int, length: int
             prompts.append(ids)
     step = max(1, len(prompts) // count)
     return prompts[::step][:count]
-
-
-def repeat_share(tokens: Sequence[int], size: int = 8) -> float:
-    """Share of tokens that lie inside an n-gram seen before in the same output."""
-    seen: set[tuple[int, ...]] = set()
-    inside = [False] * len(tokens)
-    for end in range(size, len(tokens) + 1):
-        gram = tuple(tokens[end - size : end])
-        if gram in seen:
-            inside[end - size : end] = [True] * size
-        seen.add(gram)
-    return sum(inside) / max(len(tokens), 1)
 
 
 class Ours:
