@@ -56,4 +56,5 @@ class JacobiSession:
     def observe(self, seen: Observation) -> None:
         assert seen.draft is not None
         # The answer after row i is a guess for the position below it; rows that were accepted have served.
-        self._guess = [seen.argmax(row) for row in range(len(seen.path), len(seen.draft))]
+        rows = range(len(seen.path), len(seen.draft))
+        self._guess = [seen.argmax(row) for row in rows if row not in seen.draft.probes]

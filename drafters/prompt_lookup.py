@@ -55,6 +55,7 @@ class PromptLookup(DrafterBase):
 
     name = "prompt_lookup"
     Config = PromptLookupConfig
+    learns = False
 
     def start(self, context: Context) -> PromptLookupSession:
         return PromptLookupSession(self.config, context)
@@ -72,14 +73,14 @@ class PromptLookupSession:
         config, context = self._config, self._context
         self._index()
         size = min(config.tokens, context.remaining - 1)
-        starts = self._matches()
+        length, starts = self._matches()
         if len(starts) <= 1:
             path = self._continuation(starts[0], min(size, room - 1)) if starts else []
-            return Draft.chain([context.root, *path])
+            return Draft.chain([context.root, *path], strength=length)
         builder = DraftBuilder(context.root)
         for start in starts:
             builder.add_path(self._continuation(start, size), room=room)
-        return builder.build()
+        return builder.build(strength=length)
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context
@@ -92,14 +93,15 @@ class PromptLookupSession:
                 self._after.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._indexed = len(tokens)
 
-    def _matches(self) -> Sequence[int]:
-        """Where the longest known suffix went on, the preferred occurrence first."""
+    def _matches(self) -> tuple[int, Sequence[int]]:
+        """The length of the longest known suffix, and where it went on, the preferred occurrence first."""
         tokens, config = self._context.tokens, self._config
         for size in range(min(config.max_ngram, len(tokens)), config.min_ngram - 1, -1):
             found = self._after.get(tuple(tokens[-size:]))
             if found:
-                return found[: config.matches] if config.match == "leftmost" else found[: -config.matches - 1 : -1]
-        return ()
+                latest = config.match == "rightmost"
+                return size, found[: -config.matches - 1 : -1] if latest else found[: config.matches]
+        return 0, ()
 
     def _continuation(self, start: int, size: int) -> list[int]:
         tokens = self._context.tokens

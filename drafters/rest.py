@@ -57,6 +57,7 @@ class Rest(DrafterBase):
 
     name = "rest"
     Config = RestConfig
+    learns = False
 
     def __init__(self, config: RestConfig, datastore: Datastore) -> None:
         super().__init__(config)
@@ -99,7 +100,7 @@ class RestSession:
             rows = [0]
             for parent, token in frequent_prefixes(found, count):
                 rows.append(builder.add(rows[parent], token))
-        return builder.build()
+        return builder.build(strength=length)
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context

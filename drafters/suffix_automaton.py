@@ -144,6 +144,7 @@ class SuffixAutomatonDrafter(DrafterBase):
 
     name = "suffix_automaton"
     Config = SuffixAutomatonConfig
+    learns = False
 
     def __init__(self, config: SuffixAutomatonConfig | None = None, corpus: SuffixAutomaton | None = None) -> None:
         super().__init__(config)
@@ -190,7 +191,7 @@ class SuffixAutomatonSession:
                 path.append(path[len(path) - period])
         elif SEPARATOR in path:
             path = path[: path.index(SEPARATOR)]
-        return Draft.chain([context.root, *path])
+        return Draft.chain([context.root, *path], strength=length)
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context

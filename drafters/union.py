@@ -153,7 +153,8 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     """What became of ``draft``, whose row i was row ``rows[i]`` of the whole, with the taps that its part wants.
 
     Where the accepted path leaves the part's own rows, the missing ones are appended to its draft, so that path, tokens
-    and taps fit together as if the part had proposed them too.
+    and taps fit together as if the part had proposed them too. A row that was left out, -1, counts as a probe that
+    nobody reads, and its taps mean nothing.
     """
     whole = seen.draft
     assert whole is not None
@@ -168,9 +169,11 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
             parents.append(path[-1])
             union_rows.append(row)
         path.append(place[row])
-    unread = draft.probes.difference(draft.read, path)
+    unscored = whole.probes.difference(whole.read)
+    probes = draft.probes.difference(path) | {own for own, row in enumerate(rows) if row < 0 or row in unscored}
+    unread = probes.difference(draft.read)
     scored = [own for own in range(len(tokens)) if own not in unread]
-    own_draft = Draft(tokens, parents, probes=draft.probes.difference(path), read=draft.read)
+    own_draft = Draft(tokens, parents, probes=probes, read=draft.read)
     places = [seen.scores.place(union_rows[own]) for own in scored]
     scores = Scores(seen.scores.logits[places], None if len(scored) == len(tokens) else scored)
     hidden = {layer: seen.taps[layer][union_rows] for layer in taps}  # [rows of own_draft, D]

@@ -99,41 +99,6 @@ def _stderr() -> Console:
     return Console(stderr=True)
 
 
-def _load(run: RunConfig) -> Engine:
-    """The engine of a run, without transformers' progress bars between our lines.
-
-    Raises:
-        ConfigError: a device that this machine does not have.
-    """
-    import torch
-    from transformers.utils import logging
-
-    from specdec.engine import Engine
-
-    threads = run.threads or (1 if run.model == "tiny" else None)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        torch.empty(0, device=run.device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"device {run.device!r} cannot be used: {reason}; leave it out, or name one of here"
-        ) from error
-    with _stderr().status(f"Loading {run.model}"):
-        return Engine.from_pretrained(
-            run.model,
-            run.drafter,
-            dtype=run.dtype,
-            device=run.device,
-            device_map=run.device_map,
-            attention=run.attention,
-            optimize=run.optimize,
-        )
-
-
 def _decode(engine: Engine, run: RunConfig, prompt: Prompt, on_chunk: Callable[[Chunk], None]) -> Generation:
     decoding = engine.start(prompt, run.max_new_tokens, run.sampling, stop=run.stop, stream=True)
     for chunk in decoding.chunks():
@@ -173,9 +138,11 @@ def generate(
 
     On a terminal, the tokens of one step share a colour; tokens without one came singly, from a plain step.
     """
+    from specdec.load import load
+
     config = run.resolve()
     text = _read_prompt(prompt, prompt_file)
-    engine = _load(config)
+    engine = load(config)
     painter = show.StepPainter(_stdout())
     live = stream and not as_json
     generation = _decode(engine, config, text, painter if live else _ignore)
@@ -214,8 +181,10 @@ def chat(
 
     The tokenizer's chat template makes the prompt. The whole talk has to fit the model's context.
     """
+    from specdec.load import load
+
     config = run.resolve()
-    engine = _load(config)
+    engine = load(config)
     painter, errors = show.StepPainter(_stdout()), _stderr()
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
@@ -295,12 +264,13 @@ def demo(
 
     from specdec.config import RunConfig
     from specdec.demo import PROMPT, ROUNDS, Race
+    from specdec.load import load
     from specdec.sampling import SamplingParams
 
     sampling = SamplingParams(temperature=temperature)
     config = RunConfig(max_new_tokens=max_new_tokens, threads=threads, sampling=sampling)
     chosen = [name.strip() for name in names.split(",") if name.strip()]
-    race = Race(_load(config), chosen, max_new_tokens=max_new_tokens, sampling=sampling)
+    race = Race(load(config), chosen, max_new_tokens=max_new_tokens, sampling=sampling)
     console, errors = _stdout(), _stderr()
     painter = show.StepPainter(console)
     painter.write(f"{PROMPT}\n", "dim")

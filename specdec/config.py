@@ -16,6 +16,7 @@ import dacite
 import yaml
 
 from specdec.attention import check_backend
+from specdec.budget import check_budget
 from specdec.errors import ConfigError, unknown
 from specdec.lowering import check_optimize
 from specdec.sampling import SamplingParams
@@ -40,6 +41,7 @@ class RunConfig:
         device_map: accelerate's, to split a model over devices.
         attention: ``auto``, ``sdpa`` or ``split``.
         optimize: ``auto`` lowers the layers that specdec knows; ``off`` runs transformers' own.
+        budget: ``off``, ``auto`` (only rows that pay here, none where speculation loses), or a cost file; see Engine.
         threads: CPU threads of torch; None is torch's own choice, but one for ``tiny``, which is too small to gain from
             more and loses a lot where other work keeps the cores busy.
         max_new_tokens: budget of new tokens.
@@ -57,6 +59,7 @@ class RunConfig:
     device_map: str | dict[str, Any] | None = None
     attention: str = "auto"
     optimize: str = "auto"
+    budget: str = "off"
     threads: int | None = None
     max_new_tokens: int = 128
     stop: str | list[str] = field(default_factory=list)
@@ -71,6 +74,7 @@ class RunConfig:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
         check_optimize(self.optimize)
+        check_budget(self.budget)
 
 
 def resolve(

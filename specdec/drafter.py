@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from specdec.budget import Budget
 from specdec.cache import KVCache
 from specdec.draft import Draft
 from specdec.sampling import Noise, SamplingParams, Scores
@@ -35,6 +36,7 @@ class Context:
         sampling: how tokens are chosen.
         noise: for drafts that are sampled: use stream ``Noise.DRAFT`` at position ``len(tokens)``.
         rng: seeded by ``sampling.seed``, for choices that are no draws from a distribution.
+        budget: what rows cost and bring, where the engine has one.
     """
 
     target: Target
@@ -46,6 +48,7 @@ class Context:
     sampling: SamplingParams
     noise: Noise
     rng: random.Random
+    budget: Budget | None = None
 
     @property
     def root(self) -> int:
@@ -58,7 +61,8 @@ class Observation:
     """What became of a step, or of a chunk of the prompt.
 
     Attributes:
-        draft: as proposed; None for a chunk of the prompt.
+        draft: as proposed; None for a chunk of the prompt. Where drafts of several sessions were merged, rows that were
+            left out are among its probes, and accepted rows of others are appended.
         path: accepted rows, root first, which are committed now; for a chunk all of its rows.
         tokens: the tokens emitted, bonus last; for a chunk its own tokens. They stand in ``Context.tokens`` already.
         scores: logits of the draft's scored rows; None for a chunk.
@@ -100,12 +104,16 @@ class Drafter(Protocol):
 class DrafterBase:
     """What a drafter written as a class with a config gets for free; subclassing it is optional.
 
-    ``Config`` is a frozen, keyword-only dataclass that checks itself; its fields are the drafter's options.
+    ``Config`` is a frozen, keyword-only dataclass that checks itself; its fields are the drafter's options. A drafter
+    with ``budgeted`` always has ``context.budget`` and weighs its rows by it; that of others bounds their room. Where
+    ``learns`` is False, sessions have no use for ``observe``: the tokens in the context are all they need.
     """
 
     name: ClassVar[str]
     Config: ClassVar[type[Any]]
     taps: frozenset[int] = frozenset()
+    budgeted: ClassVar[bool] = False
+    learns: ClassVar[bool] = True
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from specdec.block import Block
+from specdec.budget import Budget, check_budget, make_budget
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError
@@ -42,6 +43,10 @@ class Engine:
         drafter: a registered name, ``{"name": ..., **options}``, or a drafter.
         max_rows: most rows of one step's tree; bounds the scratch slots of the cache.
         prefill_chunk: prompt tokens per forward; None takes 512, or the sliding window where that is smaller.
+        budget: ``off`` lets the drafter propose what its options say. ``auto`` keeps the rows that pay on this machine,
+            by its cost curve and what the drafter has lately been worth, and decodes plainly where speculation loses;
+            a path is that of a cost file. How many rows a step has then depends on the clock: the text does not, except
+            where rounding decides (bf16) or drafts are drawn from a q at T > 0 (there its distribution does not).
 
     Raises:
         ConfigError: unknown drafter or option, or a size that is not positive.
@@ -55,6 +60,7 @@ class Engine:
         *,
         max_rows: int = 128,
         prefill_chunk: int | None = None,
+        budget: str | Budget = "off",
     ) -> None:
         for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
             if value is not None and value < 1:
@@ -64,6 +70,16 @@ class Engine:
         self.drafter = make_drafter(drafter, target)
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
+        self._choice = budget if isinstance(budget, Budget) else check_budget(budget)
+        self._budget = budget if isinstance(budget, Budget) else None
+
+    @property
+    def budget(self) -> Budget | None:
+        """What decides on rows; the first use may measure the target, for some seconds. None where it is off."""
+        if self._budget is None and isinstance(self._choice, str):
+            wanted = "auto" if self._choice == "off" and getattr(self.drafter, "budgeted", False) else self._choice
+            self._budget = make_budget(wanted, self.target)
+        return self._budget
 
     @classmethod
     def from_pretrained(
@@ -79,6 +95,7 @@ class Engine:
         trust_remote_code: bool = False,
         max_rows: int = 128,
         prefill_chunk: int | None = None,
+        budget: str | Budget = "off",
     ) -> Engine:
         """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
 
@@ -103,11 +120,18 @@ class Engine:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"no tokenizer at {str(path)!r}: {error}; save one beside the weights") from error
-        return cls(target, tokenizer, drafter, max_rows=max_rows, prefill_chunk=prefill_chunk)
+        return cls(target, tokenizer, drafter, max_rows=max_rows, prefill_chunk=prefill_chunk, budget=budget)
 
-    def with_drafter(self, drafter: DrafterSpec) -> Engine:
-        """The same target with another drafter; nothing is loaded twice."""
-        return Engine(self.target, self.tokenizer, drafter, max_rows=self.max_rows, prefill_chunk=self.prefill_chunk)
+    def with_drafter(self, drafter: DrafterSpec, *, budget: str | Budget | None = None) -> Engine:
+        """The same target with another drafter, and another budget if one is given; nothing is loaded twice."""
+        return Engine(
+            self.target,
+            self.tokenizer,
+            drafter,
+            max_rows=self.max_rows,
+            prefill_chunk=self.prefill_chunk,
+            budget=(self._choice if isinstance(self._choice, str) else "auto") if budget is None else budget,
+        )
 
     def generate(
         self,
@@ -257,6 +281,8 @@ class Decoding:
     ) -> None:
         target = engine.target
         self._target, self._tokenizer, self._drafter = target, engine.tokenizer, engine.drafter
+        self._budget = engine.budget
+        self._plans = getattr(engine.drafter, "budgeted", False)
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
         self.tokens = list(prompt)
         self._end = min(len(prompt) + max_new_tokens, target.context_length)
@@ -274,6 +300,7 @@ class Decoding:
             sampling=sampling,
             noise=self.sampler.noise,
             rng=random.Random(sampling.seed),
+            budget=self._budget,
         )
         self._session = self._drafter.start(self._context)
         self.finish_reason: str | None = None
@@ -302,7 +329,10 @@ class Decoding:
         """One draft, one target forward, at least one token."""
         began = perf_counter()
         room = min(self._context.max_rows, self._cache.free)
+        length = self._cache.length
         self._context.remaining = remaining = self._end - len(self.tokens)
+        if self._budget is not None and not self._plans:
+            room = self._budget.room(room, length)
         draft = self._session.propose(room) if remaining > 1 else Draft.chain(self.tokens[-1:])
         self._check(draft, room)
         drafted = perf_counter()
@@ -333,6 +363,9 @@ class Decoding:
         seconds.target += forwarded - drafted
         seconds.verify += verified - forwarded
         seconds.other += committed - verified
+        if self._budget is not None:
+            drafting = drafted - began + observed - committed
+            self._budget.learn(draft, verdict.path, length, drafting, observed - began)
         return step
 
     def result(self) -> Generation:

@@ -53,6 +53,14 @@ class RunOptions:
     optimize: Annotated[
         str | None, typer.Option(help="auto, or off: transformers' own layers.", rich_help_panel=_MODEL)
     ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="off|auto|FILE",
+            help="auto: only rows that pay on this machine; FILE: by a file of `specdec tune` (default off).",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     threads: Annotated[
         int | None, typer.Option(help="CPU threads (default torch's own; 1 for tiny).", rich_help_panel=_MODEL)
     ] = None

@@ -143,7 +143,8 @@ class TransformersTarget:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, _note_layer)
         self.specs = self._self_check()
-        if check_optimize(optimize) == "auto":
+        self.optimize = check_optimize(optimize)
+        if optimize == "auto":
             self._lower()
 
     @classmethod

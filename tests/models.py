@@ -232,7 +232,15 @@ def _union(target: Target, tmp: Path) -> list[Options]:
     ]
 
 
+def _auto(target: Target, tmp: Path) -> list[Options]:
+    """The default; and parts that learn from rows which others proposed or which were left out."""
+    model = {"name": "draft_model", **_draft_model(target, tmp)[2]}
+    parts = ["jacobi", {"name": "lookahead", "window": 4, "verify_window": "none"}, model, "union"]
+    return [{}, {"parts": parts, "rows": 15, "memory": 0.5}]
+
+
 DRAFTER_OPTIONS: dict[str, Callable[[Target, Path], Sequence[Options]]] = {
+    "auto": _auto,
     "draft_model": _draft_model,
     "jacobi": lambda target, tmp: [{"guesses": 1}, {"guesses": 7}],
     "kangaroo": _kangaroo,

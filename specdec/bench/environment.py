@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from specdec.machine import processor
 from specdec.target import TransformersTarget
 
 __all__ = ["MemoryMeter", "describe_environment", "describe_model", "synchronize"]
@@ -31,10 +32,10 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu(),
+        "cpu": processor(torch.device("cpu")),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "device": processor(device) if device.type == "cuda" else str(device),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
     }
 
@@ -116,13 +117,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

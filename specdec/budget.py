@@ -1,0 +1,165 @@
+"""Budget: how many rows pay for themselves.
+
+A step that takes longer has to bring more. With ``rate`` the tokens per second of late, T the cost curve and g the
+chance that a row is accepted, n rows are worth ``sum(g) - rate * (T(n) - T(1))`` tokens more than a plain step, and the
+n that maximises this is taken: none where speculation loses. What is chosen depends on past steps and on the clock,
+never on the draws of the step that it is chosen for, so sampling stays lossless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.cost import CostCurve, cost_curve
+from specdec.draft import Draft
+from specdec.errors import ConfigError
+from specdec.target import Target
+
+__all__ = ["Budget", "Patience", "check_budget", "make_budget"]
+
+_BUCKET = 256  # tokens of context for which one reading of the curve serves
+_FIRST, _FALL = 0.4, 0.8  # chance of the first row before any was seen, enough to try; of a row, by the one before it
+_PRIOR_WEIGHT = 2.0
+_UNTRIED = 0.98  # memory of rows that were not proposed
+_OUTLIER = 3.0  # a step that took longer than this many times what was due met another process, not a dearer forward
+
+
+class Patience:
+    """When to try again what did not pay: after 4 steps, and after twice as many each time that it failed again."""
+
+    def __init__(self, first: int = 4, most: int = 64) -> None:
+        self._first, self._most = first, most
+        self._wait = first
+        self._left = first
+
+    def due(self) -> bool:
+        """Count a step that goes without; whether the next try is due with it."""
+        self._left -= 1
+        if self._left > 0:
+            return False
+        self._wait = min(2 * self._wait, self._most)
+        self._left = self._wait
+        return True
+
+    def paid(self) -> None:
+        """It paid: the next disappointment is met with little patience again."""
+        self._wait = self._left = self._first
+
+
+class Budget:
+    """What rows cost and what they bring, lately. One serves all sequences of an engine.
+
+    Args:
+        curve: the target's.
+        memory: weight of the past, from one step to the next.
+    """
+
+    def __init__(self, curve: CostCurve, *, memory: float = 0.95) -> None:
+        self.curve = curve
+        self._memory = memory
+        self._read: dict[tuple[int, int], list[float]] = {}
+        plain = self.seconds(0, 1)[1]
+        self._tokens, self._time = 10.0, 10.0 * plain  # of late; the prior is plain decoding
+        self._taken, self._due = 10.0 * plain, 10.0 * plain  # outside of drafting; by the clock and by the curve
+        self._hits: list[float] = []  # per row number: accepted, and seen
+        self._tries: list[float] = []
+        self._draft = 0.0  # seconds of drafting, per step that drafted
+        self._patience = Patience()
+
+    def seconds(self, length: int, most: int) -> list[float]:
+        """The curve's seconds of 0 .. ``most`` rows, or more, near a length."""
+        most = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
+        key = (length // _BUCKET, most)
+        if key not in self._read:
+            self._read[key] = self.curve.at(length // _BUCKET * _BUCKET + _BUCKET // 2, most)
+        return self._read[key]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of late, or of plain steps where these are faster."""
+        drift = self._taken / self._due
+        return max(self._tokens / self._time, 1 / (drift * self.seconds(0, 1)[1]))
+
+    def price(self, length: int, most: int) -> list[float]:
+        """Tokens that the extra time of n rows over a plain step would have brought, for n in 0 .. ``most``."""
+        seconds = self.seconds(length, most)
+        rate, plain = self.rate * self._taken / self._due, seconds[1]
+        return [rate * (time - plain) for time in seconds]
+
+    def keep(self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0) -> int:
+        """How many of the rows to keep, best first, beside ``base`` rows that are there anyway.
+
+        ``gains``: each row's chance to be accepted. None are kept unless all together bring more than their price and
+        ``least`` tokens.
+        """
+        price = self.price(length, base + len(gains))
+        best, worth, total = 0, least, 0.0
+        for count, gain in enumerate(gains, 1):
+            total += gain
+            if total - (price[base + count] - price[base]) > worth:
+                best, worth = count, total - (price[base + count] - price[base])
+        return best
+
+    def room(self, limit: int, length: int) -> int:
+        """Rows to allow a drafter that fills its room in order of promise: 1 where a plain step is better."""
+        if limit < 2:
+            return limit
+        known = min(limit - 1, max(len(self._hits), 8))
+        count = self.keep(self._gains(known), length, least=self.rate * self._draft)
+        if count:
+            self._patience.paid()
+            return count + 1 if count < known else limit
+        return min(limit, 9) if self._patience.due() else 1
+
+    def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
+        """Take note of a step: what was verified after ``length`` tokens, the accepted rows, and what it took.
+
+        ``drafting`` seconds are among the ``seconds``.
+        """
+        memory, rows = self._memory, len(draft)
+        due = self.seconds(length, rows)[rows]
+        taken = min(seconds - drafting, _OUTLIER * due * max(self._taken / self._due, 1.0))
+        self._taken = memory * self._taken + taken
+        self._due = memory * self._due + due
+        self._tokens = memory * self._tokens + len(path)
+        self._time = memory * self._time + taken + drafting
+        if rows == 1:
+            return
+        self._draft += (1 - memory) * (drafting - self._draft)
+        self._hits += [0.0] * (rows - len(self._hits))
+        self._tries += [0.0] * (rows - len(self._tries))
+        accepted = set(path)
+        for row in range(1, len(self._hits)):
+            past = memory if row < rows else _UNTRIED
+            self._hits[row] = past * self._hits[row] + (row in accepted)
+            self._tries[row] = past * self._tries[row] + (row < rows)
+
+    def _gains(self, most: int) -> list[float]:
+        """The chance of each of the rows 1 .. ``most``; what is not known of a row follows from the row before it."""
+        gains, gain = list[float](), _FIRST / _FALL
+        for row in range(1, most + 1):
+            hits, tries = (self._hits[row], self._tries[row]) if row < len(self._hits) else (0.0, 0.0)
+            gain = (hits + _PRIOR_WEIGHT * _FALL * gain) / (tries + _PRIOR_WEIGHT)
+            gains.append(gain)
+        return gains
+
+
+def check_budget(choice: str) -> str:
+    """The choice, if it may be one.
+
+    Raises:
+        ConfigError: neither auto nor off, and no file.
+    """
+    if choice not in ("auto", "off") and not Path(choice).is_file():
+        raise ConfigError(
+            f"budget={choice!r} is unknown; choose auto, off, or a cost file made by `specdec tune --out FILE`"
+        )
+    return choice
+
+
+def make_budget(choice: str, target: Target) -> Budget | None:
+    """The budget for a target: from its kept or newly measured cost curve, or from a file; None for ``off``."""
+    if choice == "off":
+        return None
+    return Budget(cost_curve(target, None if choice == "auto" else choice))

@@ -1,0 +1,132 @@
+"""``specdec tune``: what a step costs on this machine, by its rows, as a table, a plot and a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from specdec.cost import CostCurve
+
+__all__ = ["plot", "table", "tune"]
+
+
+def tune(
+    model: Annotated[str, typer.Option(help="tiny (in the package), a folder, or a hub id.")] = "tiny",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ...")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.")] = None,
+    device_map: Annotated[str | None, typer.Option(help="Such as auto: split the model over devices.")] = None,
+    attention: Annotated[str, typer.Option(help="auto, sdpa or split.")] = "auto",
+    optimize: Annotated[str, typer.Option(help="auto, or off: transformers' own layers.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads (default torch's own; 1 for tiny).")] = None,
+    rows: Annotated[str | None, typer.Option(metavar="1,2,4,...", help="Rows to time; the first is 1.")] = None,
+    lengths: Annotated[str | None, typer.Option(metavar="128,512,...", help="Tokens in the cache.")] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="Where to put the figures (default: where auto finds them).")] = None,
+    figure: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw them, as PNG, SVG or PDF.")
+    ] = None,
+) -> None:
+    """Measure what a forward costs by its rows, and keep it: `auto` and budgets decide by it.
+
+    Do it while the machine is quiet, once for every model, dtype, device and number of threads that is used.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from specdec.config import RunConfig
+    from specdec.cost import LENGTHS, ROWS, describe, measure, stored_at
+    from specdec.load import load
+
+    grids = [
+        _numbers(name, text) if text else list(default)
+        for name, text, default in (("rows", rows, ROWS), ("lengths", lengths, LENGTHS))
+    ]
+    run = RunConfig(
+        model=model, dtype=dtype, device=device, device_map=device_map, attention=attention, optimize=optimize,
+        threads=threads,
+    )  # fmt: skip
+    target = load(run).target
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("Timing", total=1.0)
+        curve = measure(
+            target,
+            rows=grids[0],
+            lengths=grids[1],
+            seconds=seconds,
+            progress=lambda share: progress.update(task, completed=share),
+        )
+    path = out or stored_at(describe(target))
+    curve.save(path)
+    Console().print(table(curve))
+    if figure is not None:
+        plot(curve, figure)
+        errors.print(f"drawn in {figure}", soft_wrap=True)
+    errors.print(f"kept in {path}", soft_wrap=True)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    from specdec.errors import ConfigError
+
+    try:
+        found = sorted({int(word) for word in text.split(",") if word.strip()})
+    except ValueError:
+        found = []
+    if not found or found[0] < 1 or (name == "rows" and found[0] != 1):
+        raise ConfigError(f"--{name} is {text!r}; give positive numbers such as 1,2,4,8" + ", 1 among the rows")
+    return found
+
+
+def table(curve: CostCurve) -> Table:
+    """Rows down, lengths across: milliseconds, and times one row."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    machine = curve.machine
+    threads = f", {machine['threads']} thread(s)" if machine.get("threads") else ""
+    sheet = Table(
+        title=f"{machine['model']}, {machine['dtype']}, {machine['device']}{threads}\nms a forward (x one row)",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    sheet.add_column("rows", justify="right")
+    for length in curve.lengths:
+        sheet.add_column(f"after {length:,}", justify="right")
+    for number, count in enumerate(curve.rows):
+        cells = [f"{times[number] * 1e3:.2f} ({times[number] / times[0]:.2f})" for times in curve.seconds]
+        sheet.add_row(str(count), *cells)
+    return sheet
+
+
+def plot(curve: CostCurve, path: Path) -> None:
+    """Cost of a forward against its rows, by one row's cost, a line per length.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or knows no such kind of picture.
+    """
+    from specdec.errors import ConfigError
+
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a plot needs matplotlib; pip install 'specdec[bench]', or leave --plot out") from error
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes: Any = figure.subplots()
+    for length, times in zip(curve.lengths, curve.seconds, strict=True):
+        axes.plot(curve.rows, [time / times[0] for time in times], marker="o", markersize=3, label=f"{length:,}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(curve.rows, [str(count) for count in curve.rows])
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="rows of the forward", ylabel="cost, in forwards of one row")
+    axes.set_title(f"{curve.machine['model']}, {curve.machine['dtype']}, {curve.machine['device']}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(title="tokens before", frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise ConfigError(f"cannot draw {path}: {error}; name a .png, .svg or .pdf") from error

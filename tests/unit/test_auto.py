@@ -1,0 +1,127 @@
+"""Auto: rows are judged by how their like have fared, and only those that pay are verified."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafters.auto import Auto, AutoConfig, Record
+from specdec import Draft, Engine, SamplingParams
+from specdec.draft import Entry
+from specdec.errors import ConfigError
+from tests.fakes import Oracle
+from tests.models import FAMILIES, greedy, prompt_of, target_of
+from tests.unit.test_budget import budget_of
+from tests.unit.test_union import Fixed
+
+PROMPT = prompt_of(9)
+
+
+def engine_of(*parts: object, row: float = 0.001, **options: object) -> Engine:
+    auto = Auto(AutoConfig(**options), list(parts))  # type: ignore[arg-type]
+    return Engine(target_of("llama"), None, auto, budget=budget_of(row=row))
+
+
+def oracle(new: int, **options: object) -> Oracle:
+    target = target_of("llama")
+    return Oracle([*PROMPT, *greedy("llama", PROMPT, new)], target.vocab_size, steady=True, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_part_at_once_changes_no_token(family: str) -> None:
+    """With rows that cost nothing all parts stay awake and all of their rows are verified."""
+    target = target_of(family, attention="split", optimize="auto")
+    engine = Engine(target, None, "auto", max_rows=40, budget=budget_of(row=1e-9))
+    for size in (1, 9, 40):
+        prompt = prompt_of(size)
+        out = engine.generate(prompt, 50)
+        assert out.token_ids == greedy(family, prompt, 50)
+    assert out.stats.rows_per_step > 8
+    sampled = SamplingParams(temperature=0.9, seed=5)
+    plain = Engine(target).generate(PROMPT, 30, sampled).token_ids
+    assert engine.generate(PROMPT, 30, sampled).token_ids == plain
+
+
+def test_the_right_part_is_found_and_the_wrong_one_sleeps() -> None:
+    wrong = Fixed([1, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5])
+    engine = engine_of(wrong, oracle(120), row=0.1, memory=0.8)
+    out = engine.generate(PROMPT, 120)
+    assert out.token_ids == greedy("llama", PROMPT, 120)
+    assert out.stats.tokens_per_step > 3
+    assert len(wrong.rooms) < out.stats.steps
+    late = out.stats.rows[-5:-1]
+    assert max(late) <= 8, "rows that are always wrong are still verified"
+
+
+def test_nothing_is_proposed_where_nothing_pays() -> None:
+    wrong = Fixed([1, 2, 3], [0, 0, 0])
+    out = engine_of(wrong, row=0.5).generate(PROMPT, 100)
+    assert out.stats.rows_per_step < 1.5
+
+
+def test_a_row_that_was_not_verified_is_judged_by_the_text() -> None:
+    """Rows are too dear to begin with; that the first one would always have been right shows all the same."""
+    engine = engine_of(oracle(60, deepest=1), row=0.55)
+    out = engine.generate(PROMPT, 60)
+    assert out.stats.rows[0] == 1
+    assert set(out.stats.rows[-20:-1]) == {2}
+
+
+def test_chances_by_depth_rank_and_strength() -> None:
+    record = Record(0.9)
+    assert record.chance((0, 1, 0), 1.0) == 0.5
+    assert record.chance((0, 1, 3), 1.0) < record.chance((0, 1, 1), 1.0)
+    for _ in range(40):
+        record.note((2, 1, 0), True)
+        record.note((0, 1, 0), False)
+    assert record.chance((2, 1, 0), 1.0) > 0.85
+    assert record.chance((0, 1, 0), 1.0) < 0.15
+    assert record.chance((2, 2, 0), 0.9) == 0.9  # not seen: as the row above it
+
+
+def test_equal_rows_are_one_and_go_to_the_first() -> None:
+    first, second = Fixed([5, 6], [0, 1]), Fixed([5, 7], [0, 1])
+    engine = engine_of(first, second, row=1e-9)
+    assert engine.generate(PROMPT, 5).stats.rows[0] == 4
+    theirs = second.seen[0].draft
+    assert theirs is not None
+    assert list(theirs.tokens[:3]) == [PROMPT[-1], 5, 7]
+
+
+def test_rows_to_be_read_are_verified_whatever_they_cost() -> None:
+    window = Fixed([3, 4, 5], [0, 1, 1], probes=[1, 2, 3], read=[2])
+    engine_of(window, row=0.4).generate(PROMPT, 3)
+    seen = window.seen[0]
+    assert seen.draft is not None
+    assert seen.scores is not None
+    assert seen.scores.rows == [0, 2]
+    assert 0 <= seen.argmax(2) < target_of("llama").vocab_size
+
+
+def test_rows_bound_the_tree() -> None:
+    engine = engine_of(Fixed([5, 6, 7, 8], [0, 0, 0, 0]), Fixed([9, 10], [0, 0]), row=1e-9, rows=3)
+    assert max(engine.generate(PROMPT, 20).stats.rows) == 4
+
+
+class Early(Fixed):
+    def propose(self, room: int) -> Draft:
+        return Draft([self.context.root], [-1], entry=Entry(1, torch.zeros(1, target_of("llama").hidden_size)))
+
+
+def test_bad_options() -> None:
+    for options, told in (
+        ({"parts": []}, "auto.parts is empty"),
+        ({"rows": 0}, "auto.rows is 0"),
+        ({"memory": 1.0}, "auto.memory is 1.0"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            AutoConfig(**options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="auto cannot take 'fixed': its rows enter the target at layer 1"):
+        engine_of(Early()).generate(PROMPT, 5)
+
+
+def test_the_embedded_models_heads_are_found(tiny_engine: Engine) -> None:
+    names = [part.name for part in tiny_engine.with_drafter("auto").drafter.parts]  # type: ignore[attr-defined]
+    assert names == ["suffix_automaton", "prompt_lookup", "token_recycling", "lookahead", "medusa"]
+    names = [part.name for part in Engine(target_of("llama"), None, "auto").drafter.parts]  # type: ignore[attr-defined]
+    assert names == ["suffix_automaton", "prompt_lookup", "token_recycling", "lookahead"]

@@ -1,0 +1,149 @@
+"""Cost curves: what is read off them, where they are kept, and what happens to one that does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import cost
+from specdec.cost import CostCurve, cost_curve, describe, measure, stored_at
+from specdec.errors import ConfigError
+from specdec.target import TransformersTarget
+from specdec.tune import plot, table
+from tests.models import target_of
+
+CURVE = CostCurve(machine={}, rows=[1, 2, 4], lengths=[100, 300], seconds=[[1.0, 2.0, 3.0], [3.0, 4.0, 7.0]])
+
+
+def target() -> TransformersTarget:
+    return target_of("llama")
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """An empty cache folder, and the measurements that were made."""
+    calls: list[int] = []
+
+    def quick(*arguments: Any, **options: Any) -> CostCurve:
+        calls.append(1)
+        return measure(*arguments, **{**options, "rows": (1, 2), "lengths": (8,), "seconds": 0.0})
+
+    monkeypatch.setattr(cost, "measure", quick)
+    monkeypatch.setattr(cost, "cache_folder", lambda: tmp_path)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("length", "rows", "seconds"),
+    [
+        (100, 1, 1.0),  # as measured
+        (300, 4, 7.0),
+        (100, 3, 2.5),  # between rows
+        (200, 2, 3.0),  # between lengths
+        (500, 1, 5.0),  # beyond the longest
+        (10, 1, 1.0),  # below the shortest, the shortest
+        (100, 6, 4.0),  # beyond the last rows, by the last slope
+    ],
+)
+def test_between_and_beyond_the_measured(length: int, rows: int, seconds: float) -> None:
+    assert CURVE.at(length, rows)[rows] == pytest.approx(seconds)
+
+
+def test_one_length_serves_all() -> None:
+    curve = CostCurve(machine={}, rows=[1, 2], lengths=[100], seconds=[[1.0, 3.0]])
+    assert curve.at(5_000, 3) == pytest.approx([0.0, 1.0, 3.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rows": [2, 3, 4]}, "begin with 2"),
+        ({"rows": [1, 4, 2]}, r"\[1, 4, 2\]; they must ascend"),
+        ({"lengths": []}, "lengths are"),
+        ({"seconds": [[1.0, 2.0, 3.0]]}, "3 positive times for each of 2 lengths"),
+        ({"seconds": [[1.0, 2.0, 0.0], [1.0, 2.0, 3.0]]}, "positive times"),
+    ],
+)
+def test_a_curve_that_is_none_is_refused(change: dict[str, Any], told: str) -> None:
+    whole = {"machine": {}, "rows": CURVE.rows, "lengths": CURVE.lengths, "seconds": CURVE.seconds}
+    with pytest.raises(ConfigError, match=told):
+        CostCurve(**{**whole, **change})
+
+
+def test_measured_within_the_context_and_kept_to_the_number() -> None:
+    curve = measure(target(), rows=(1, 2, 4), lengths=(8, 16, 10**6), seconds=0.5)
+    assert curve.rows == [1, 2, 4]
+    assert curve.lengths[:2] == [8, 16]
+    assert curve.lengths[-1] <= target().context_length - 5
+    assert curve.machine == describe(target())
+    assert len(curve.seconds) == len(curve.lengths)
+
+
+def test_too_little_time_still_measures_a_few_rows() -> None:
+    curve = measure(target(), rows=(1, 2, 4, 8, 16), lengths=(8, 64), seconds=0.0)
+    assert list(curve.rows) == [1, 2, 4]
+    assert list(curve.lengths) == [8]
+
+
+def test_a_curve_is_measured_once(counted: list[int]) -> None:
+    first = cost_curve(target())
+    assert cost_curve(target()) == first
+    assert len(counted) == 1
+
+
+def test_a_broken_file_is_measured_anew(counted: list[int]) -> None:
+    path = stored_at(describe(target()))
+    path.parent.mkdir(parents=True)
+    path.write_text('{"rows": [1', encoding="utf-8")
+    with pytest.warns(UserWarning, match="no cost curve .* measuring anew"):
+        curve = cost_curve(target())
+    assert CostCurve.load(path) == curve
+    assert len(counted) == 1
+
+
+def test_another_machines_file_is_passed_over_and_kept(counted: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "theirs.json"
+    theirs = CostCurve(**{**json.loads(json.dumps(vars(CURVE))), "machine": {**describe(target()), "device": "abacus"}})
+    theirs.save(path)
+    with pytest.warns(UserWarning, match="made for device 'abacus' and not"):
+        curve = cost_curve(target(), path)
+    assert curve.machine["device"] != "abacus"
+    assert CostCurve.load(path) == theirs
+    assert len(counted) == 1
+
+
+def test_a_file_that_fits_is_taken(counted: list[int], tmp_path: Path) -> None:
+    ours = CostCurve(machine=describe(target()), rows=[1, 2], lengths=[8], seconds=[[1.0, 2.0]])
+    ours.save(tmp_path / "ours.json")
+    assert cost_curve(target(), tmp_path / "ours.json") == ours
+    assert not counted
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no cost file .*specdec tune --out"):
+        cost_curve(target(), tmp_path / "none.json")
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(counted: list[int], tmp_path: Path) -> None:
+    (tmp_path / "cost").write_text("a file, where the folder should be")
+    with pytest.warns(UserWarning, match="cannot keep the cost curve"):
+        cost_curve(target())
+
+
+def test_shown(tmp_path: Path) -> None:
+    curve = CostCurve(
+        machine={"model": "M", "dtype": "float32", "device": "abacus", "threads": 2},
+        rows=CURVE.rows,
+        lengths=CURVE.lengths,
+        seconds=CURVE.seconds,
+    )
+    sheet = table(curve)
+    assert [list(column.cells) for column in sheet.columns][1] == ["1000.00 (1.00)", "2000.00 (2.00)", "3000.00 (3.00)"]
+    pytest.importorskip("matplotlib")
+    plot(curve, tmp_path / "curve.svg")
+    assert "<svg" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"name a \.png"):
+        plot(curve, tmp_path / "curve.nothing")
