@@ -152,22 +152,46 @@ def test_stream_needs_a_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, "temperature is -1.0; it must be a finite number >= 0"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be a finite number >= 0, where 0 is greedy"),
         ({"temperature": NAN}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
-        ({"top_k": -1}, "top_k is -1; it must be >= 0, where 0 is off"),
-        ({"top_p": 0.0}, r"top_p is 0.0; it must be in \(0, 1\], where 1 is off"),
+        ({"temperature": "hot"}, "temperature is 'hot', of type str; it must be a finite number"),
+        ({"temperature": None}, "temperature is None, of type NoneType"),
+        ({"temperature": True}, "temperature is True, of type bool"),
+        ({"top_k": -1}, "top_k is -1; it must be an integer >= 0, where 0 is off"),
+        ({"top_k": 2.5}, "top_k is 2.5, of type float; it must be an integer"),
+        ({"top_p": 0.0}, r"top_p is 0.0; it must be a number in \(0, 1\], where 1 is off"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"min_p": 1.0}, r"min_p is 1.0; it must be in \[0, 1\)"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be > 0"),
-        ({"acceptance": "always"}, "acceptance is 'always'; it must be one of auto, match, reject, typical"),
+        ({"top_p": [0.9]}, r"top_p is \[0.9\], of type list"),
+        ({"min_p": 1.0}, r"min_p is 1.0; it must be a number in \[0, 1\)"),
+        ({"min_p": "x"}, "min_p is 'x', of type str"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be a finite number > 0"),
+        ({"repetition_penalty": NAN}, "repetition_penalty is nan"),
+        ({"repetition_penalty": "x"}, "repetition_penalty is 'x', of type str"),
+        ({"seed": "x"}, "seed is 'x', of type str; it must be an integer, such as 0"),
+        ({"seed": 1.0}, "seed is 1.0, of type float"),
+        ({"seed": None}, "seed is None, of type NoneType"),
+        ({"acceptance": "always"}, "acceptance is 'always'; it must be one of auto, match, reject, typ"),
+        ({"acceptance": 3}, "acceptance is 3, of type int; it must be one of auto"),
+        ({"allow_lossy": "yes"}, "allow_lossy is 'yes', of type str; it must be True or False"),
+        ({"allow_lossy": 1}, "allow_lossy is 1, of type int"),
         ({"typical_epsilon": 0.0}, "typical_epsilon is 0.0"),
         ({"typical_delta": 2.0}, "typical_delta is 2.0"),
+        ({"typical_delta": "x"}, "typical_delta is 'x', of type str"),
     ],
 )
 def test_sampling_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**options)
+
+
+def test_sampling_options_of_any_numeric_kind() -> None:
+    """Whole numbers and numpy's: transformers' warpers, which insist on Python's, get Python's."""
+    given = {"temperature": 2, "top_k": np.int64(3), "top_p": np.float32(0.5), "repetition_penalty": 2}
+    params = SamplingParams(**given, seed=np.int64(-7))
+    assert params == SamplingParams(temperature=2.0, top_k=3, top_p=0.5, repetition_penalty=2.0, seed=-7)
+    assert [type(getattr(params, name)) for name in (*given, "seed")] == [float, int, float, float, int]
+    assert len(Engine(target_of("llama")).generate(PROMPT, 4, params).token_ids) == 4
 
 
 # -- Numbers -----------------------------------------------------------------------------------------------------------
