@@ -481,21 +481,45 @@ def custom(prompt: Sequence[Sequence[int]], *, mask: torch.Tensor | None = None,
     return model.generate(ids, attention_mask=mask, custom_generate=generate, **{"max_new_tokens": 4, **options})
 
 
+def filled_cache() -> transformers.DynamicCache:
+    cache = transformers.DynamicCache()
+    cache.update(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), 0)
+    return cache
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_beams": 2}, "num_beams is 2; specdec decodes one sequence per call, without beams: set it to 1"),
         ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences is 3; specdec decodes one sequence"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True: .*does not keep them; unset"),
+        ({"guidance_scale": 1.5}, "guidance_scale is 1.5: it runs the model once more for every token; unset it"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha is 0.6: contrastive search"),
+        ({"dola_layers": "high"}, "dola_layers is 'high': DoLa"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3: .* give drafter='prompt_lookup'"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit is 1: .* give drafter='kangaroo'"),
+        ({"use_mtp": True}, "use_mtp is True: .* name one of specdec's"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation is 'offloaded'; .* unset it"),
+        ({"position_ids": torch.tensor([[5, 6, 7]])}, r"position_ids are \[\[5, 6, 7\]\]; .* leave them out"),
+        ({"inputs_embeds": torch.ones(1, 3, 32, dtype=torch.float64)}, "inputs_embeds was given; .* token ids alone"),
+        ({"past_key_values": filled_cache()}, "past_key_values holds 2 tokens; .* leave it out"),
         ({"mask": torch.tensor([[0, 1, 1]])}, "attention_mask holds zeros; .*drop the padding"),
         ({"ours": {"synced_gpus": True}}, "synced_gpus=True .*specdec's steps differ"),
         ({"ours": {"stop": "x"}}, "stop strings and streams need a tokenizer"),
         ({"ours": {"drafter": "jacoby"}}, "unknown drafter 'jacoby'; did you mean 'jacobi'"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*assistant_early_exit|.*cache_implementation")
 def test_custom_generate(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         custom([[3, 4, 5]], **options)
+
+
+def test_custom_generate_takes_what_says_nothing() -> None:
+    """Options at the values that switch them off, and inputs that generate or a tokenizer adds by itself."""
+    plain = custom([[3, 4, 5]]).tolist()
+    assert custom([[3, 4, 5]], guidance_scale=1.0, use_cache=False, cache_implementation="static").tolist() == plain
+    assert custom([[3, 4, 5]], position_ids=torch.tensor([[0, 1, 2]])).tolist() == plain
 
 
 def test_custom_generate_of_a_batch() -> None:
