@@ -17,9 +17,10 @@ from specdec.bench.plan import Plan
 from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.runner import Runner
 from specdec.bench.systems import Drafted, Output, TransformersSystem
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError
 from specdec.sampling import SamplingParams
-from specdec.target import TransformersTarget
+from specdec.target import TransformersTarget, embedded_model
+from tests.models import new_model
 
 QUESTIONS = [
     {"question_id": 1, "category": "completion", "turns": ["import os\nimport sys\nimport os\nimport"]},
@@ -211,6 +212,43 @@ def test_drafters_are_built_anew_for_each_question_unless_persistent(
     make(drafters=["none"], persistent=persistent).run()
     assert len(drafters) == 3  # the two turns of question 2 share one in any case
     assert len(set(map(id, drafters))) == objects
+
+
+@pytest.fixture
+def stranger(tiny_engine: Engine, tmp_path: Path) -> str:
+    """A model with the embedded one's vocabulary, and no idea of Python."""
+    new_model("llama", vocab_size=tiny_engine.target.vocab_size).save_pretrained(tmp_path / "stranger")
+    return str(tmp_path / "stranger")
+
+
+@pytest.mark.parametrize("helpful", [True, False])
+def test_transformers_assisted_generation(make: Make, tiny_engine: Engine, stranger: str, helpful: bool) -> None:
+    """With the model itself as its assistant, and with one that is never right: the same text, in few steps or many."""
+    assistant = str(embedded_model()) if helpful else stranger
+    system = {"name": "transformers_assisted", "assistant": assistant}
+    folder = make(drafters=["none"], systems=[system]).run()
+    found = audit(folder.records(), folder.manifest()["systems"], target_of(tiny_engine), SamplingParams())
+    assert str(found.systems["transformers_assisted"]) == "identical"
+    turns = [turn for record in folder.records() if record.system == "transformers_assisted" for turn in record.turns]
+    assert all(sum(turn.accept_lengths) == len(turn.token_ids) == 12 for turn in turns)
+    if helpful:
+        assert max(len(turn.accept_lengths) for turn in turns) < 6
+    else:
+        assert min(len(turn.accept_lengths) for turn in turns) > 6
+
+
+def test_assistants_that_cannot_be(make: Make, tmp_path: Path) -> None:
+    def run_with(path: Path) -> None:
+        make(systems=[{"name": "transformers_assisted", "assistant": str(path)}])
+
+    with pytest.raises(CheckpointError, match=r"cannot load the assistant .*absent.* of transformers_assisted"):
+        run_with(tmp_path / "absent")
+    new_model("llama").save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"has 32 tokens, and the model \d+; give one with the same tokenizer"):
+        run_with(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"none")
+    with pytest.raises(CheckpointError, match="cannot load the assistant"):
+        run_with(tmp_path / "other")
 
 
 def test_unknown_names(make: Make) -> None:
