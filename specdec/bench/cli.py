@@ -76,6 +76,9 @@ class PlanOptions:
     attention: Annotated[
         str | None, typer.Option(help="auto, sdpa or split (default auto).", rich_help_panel=_MODEL)
     ] = None
+    optimize: Annotated[
+        str | None, typer.Option(help="auto, or off: transformers' own layers (default auto).", rich_help_panel=_MODEL)
+    ] = None
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.", rich_help_panel=_MODEL)] = None
     temperature: Annotated[float | None, typer.Option(help="0 is greedy (default 0).", rich_help_panel=_SAMPLING)] = (
         None

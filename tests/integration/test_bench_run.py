@@ -15,9 +15,10 @@ from specdec import Engine
 from specdec.bench.audit import Audit, audit, rounding_bound
 from specdec.bench.plan import Plan
 from specdec.bench.records import Record, RunFolder, Turn
-from specdec.bench.runner import Runner
+from specdec.bench.runner import Runner, load_engine
 from specdec.bench.systems import Drafted, Output, TransformersSystem
 from specdec.errors import CheckpointError, ConfigError
+from specdec.lowering import LoweredLayer
 from specdec.sampling import SamplingParams
 from specdec.target import TransformersTarget, embedded_model
 from tests.models import new_model
@@ -155,6 +156,22 @@ def test_a_finished_run_may_grow_but_not_change(make: Make) -> None:
         make(max_new_tokens=13)
     with pytest.raises(ConfigError, match="holds a run with lookahead"):
         make(drafters=["none", {"name": "lookahead", "window": 7}])
+
+
+def test_an_option_younger_than_the_run_stood_at_its_default(make: Make) -> None:
+    folder = make(drafters=["none"]).run()
+    manifest = folder.manifest()
+    del manifest["plan"]["optimize"]
+    folder.write_manifest(manifest)
+    assert not make(drafters=["none"]).todo
+    with pytest.raises(ConfigError, match=r"holds a run with plan\.optimize 'auto', and this one has 'off'"):
+        make(drafters=["none"], optimize="off")
+
+
+def test_layers_are_lowered_unless_told_otherwise() -> None:
+    for optimize, count in (("auto", 16), ("off", 0)):
+        target = target_of(load_engine(Plan(optimize=optimize)))
+        assert sum(isinstance(layer, LoweredLayer) for layer in target._layers) == count
 
 
 def test_a_broken_line_in_the_middle_is_named(make: Make) -> None:

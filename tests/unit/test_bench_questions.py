@@ -147,6 +147,8 @@ def test_format_of_the_file_holds_unless_another_is_asked_for() -> None:
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"format": "vicunia"}, "did you mean 'vicuna'"),
         ({"dtype": "float23"}, "unknown dtype 'float23'"),
+        ({"attention": "flash"}, "attention='flash' is unknown"),
+        ({"optimize": "on"}, "optimize='on' is unknown; choose auto or off"),
         ({"drafters": ["none", "none"]}, "two systems are called 'none'"),
         ({"drafters": ["all", "none"]}, "'all' stands alone"),
         ({"drafters": [{"window": 3}]}, "has no name"),
