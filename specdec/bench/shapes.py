@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def random_model(
         raise ConfigError(unknown("shape", shape, SHAPES))
     torch.manual_seed(seed)
     with torch.device(device):
-        model: Any = _from_config(SHAPES[shape], dtype=dtype)
+        model: Any = _from_config(copy.deepcopy(SHAPES[shape]), dtype=dtype)
     embedding, head = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
     cycle = torch.randperm(embedding.shape[0], generator=torch.Generator().manual_seed(seed)).to(device)
     embedding.normal_()
