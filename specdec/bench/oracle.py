@@ -139,6 +139,8 @@ def sweep_oracle(
     }
     taken: dict[tuple[Setting, int], list[float]] = {}
     outs: dict[tuple[Setting, int], Generation] = {}
+    middle = [*prompts[0], *answers[tuple(prompts[0])][: max_new_tokens // 2]]  # a typical context
+    costs: list[dict[int, float]] = []
     for repeat in range(-1, repeats):
         for place, prompt in enumerate(prompts):
             for setting, system in engines.items():
@@ -146,8 +148,8 @@ def sweep_oracle(
                 if repeat >= 0:
                     taken.setdefault((setting, place), []).append(out.stats.seconds.decode)
             on_round()
+        costs.append(_row_costs(engine, middle, depths))
     seconds = {s: sum(statistics.median(taken[s, place]) for place in range(len(prompts))) for s in engines}
-    cost = _cost(engine, [*prompts[0], *answers[tuple(prompts[0])][: max_new_tokens // 2]], depths)
     points = []
     for setting in settings:
         mine = [outs[setting, place] for place in range(len(prompts))]
@@ -159,17 +161,18 @@ def sweep_oracle(
                 tokens_per_step=sum(out.stats.new_tokens for out in mine) / steps,
                 rows_per_step=sum(sum(out.stats.rows) for out in mine) / steps,
                 speedup=seconds[_PLAIN] / seconds[setting],
-                row_cost=cost[setting[0] + 1] / cost[1],
+                row_cost=statistics.median(cost[setting[0]] for cost in costs),
                 same=all(out.token_ids == answers[tuple(p)] for out, p in zip(mine, prompts, strict=True)),
             )
         )
     return points
 
 
-def _cost(engine: Engine, text: Sequence[int], depths: Sequence[int]) -> dict[int, float]:
-    """Seconds of a bare forward of one row, and of each depth's rows, at a typical context."""
+def _row_costs(engine: Engine, text: Sequence[int], depths: Sequence[int]) -> dict[int, float]:
+    """Depth -> a bare forward of so many rows and the root, in forwards of one row."""
     assert isinstance(engine.target, TransformersTarget)
-    return measure_cost(engine.target, text, sorted({1, *(depth + 1 for depth in depths)}))
+    seconds = measure_cost(engine.target, text, sorted({1, *(depth + 1 for depth in depths)}), repeats=10)
+    return {depth: seconds[depth + 1] / seconds[1] for depth in depths}
 
 
 def draw_oracle(points: Sequence[OraclePoint], title: str, caption: str) -> Figure:
