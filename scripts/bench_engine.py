@@ -30,7 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.bench.cost import measure_cost
-from specdec.bench.environment import MemoryMeter, describe_environment, synchronize
+from specdec.bench.environment import MemoryMeter, caption, describe_environment, synchronize
 from specdec.bench.metrics import repeat_share
 from specdec.bench.oracle import OraclePoint, draw_oracle, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
@@ -238,7 +238,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--grid", action="store_true", help="lookahead at several (W, N, G), beside prompt lookup")
     parser.add_argument("--oracle", default="", metavar="A,B", help="accuracies of a drafter that knows the answer")
     parser.add_argument("--oracle-depths", default="4,8", metavar="A,B", help="tokens that it proposes a step")
-    parser.add_argument("--oracle-figure", type=Path, metavar="PNG", help="draw its speed (needs specdec[bench])")
+    parser.add_argument("--oracle-figure", type=Path, metavar="PNG", help="its speed at the first temperature")
     parser.add_argument("--no-transformers", action="store_true", help="leave out transformers' own generate")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser.parse_args()
@@ -253,9 +253,10 @@ def run_oracle(
             engine, prompts, accuracies=accuracies, depths=depths, max_new_tokens=args.max_new_tokens,
             repeats=args.repeats, sampling=sampling, on_round=bar.update,
         )  # fmt: skip
-    if args.oracle_figure:
-        what = f"{args.shape or args.model}, {str(engine.target.dtype).removeprefix('torch.')}, {title}"
-        draw_oracle(points, "What the engine makes of acceptance", what).savefig(args.oracle_figure)
+    if args.oracle_figure and sampling.temperature == float(args.temperatures.split(",")[0]):
+        dtype, about = str(engine.target.dtype).removeprefix("torch."), describe_environment(engine.target.device)
+        below = f"{args.shape or args.model}, {dtype}, {title}, {len(prompts)} prompts\n{caption(about)}"
+        draw_oracle(points, "What the engine makes of acceptance", below).savefig(args.oracle_figure)
     return points
 
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from specdec import Engine, TransformersTarget
 from specdec.attention import BACKENDS
 from specdec.bench.cost import measure_bandwidth, measure_cost, weight_bytes
-from specdec.bench.environment import MemoryMeter, describe_environment
+from specdec.bench.environment import MemoryMeter, caption, describe_environment
 from specdec.bench.oracle import sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.config import DTYPES
@@ -188,11 +188,8 @@ def page(values: Figures) -> str:
     lines = ["# specdec on a GPU", ""]
     if not values["complete"]:
         lines += ["This run is not finished.", ""]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    changed = " with uncommitted changes" if about["uncommitted_changes"] else ""
     lines += [
-        f"{about['device']}, CUDA {about['cuda']}; {about['cpu']}, {about['cores']} cores; Python {about['python']}, "
-        f"{versions}; commit {about['commit']}{changed}.",
+        f"{caption(about)}; CUDA {about['cuda']}, Python {about['python']}, {about['cpu']}, {about['cores']} cores.",
         "",
         f"`{values['command']}`",
         "",

@@ -11,7 +11,7 @@ import yaml
 
 from specdec.attention import check_backend
 from specdec.bench.questions import FORMATS
-from specdec.config import DTYPES, load_yaml, parse
+from specdec.config import DTYPES, load_yaml, parse, read_value
 from specdec.errors import ConfigError, unknown
 from specdec.lowering import check_optimize
 from specdec.sampling import SamplingParams
@@ -42,7 +42,7 @@ class Plan:
             every drafter, which the audit can check.
         format: how a turn becomes a prompt: ``auto``, ``plain``, ``chat`` or ``vicuna``.
         dtype, device, attention, optimize: of the model, see Engine.from_pretrained.
-        threads: torch's CPU threads; None leaves them.
+        threads: torch's CPU threads; None leaves them, but takes one for ``tiny``, as RunConfig does.
         persistent: keep each drafter object for the whole run instead of building it anew for every question.
 
     Raises:
@@ -133,7 +133,7 @@ def _apply(values: dict[str, Any], setting: str) -> None:
     if not equals or not dot:
         raise ConfigError(f"--set takes LABEL.OPTION=VALUE, such as lookahead.window=5; got {setting!r}")
     try:
-        value = yaml.safe_load(text)
+        value = read_value(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {setting!r}: the value is no YAML") from error
     for field_name in ("drafters", "systems"):

@@ -33,8 +33,9 @@ _FIXED = (
 
 def load_engine(plan: Plan) -> Engine:
     """The engine of a plan, with torch's threads set."""
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
+    threads = plan.threads or (1 if plan.model == "tiny" else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
     return Engine.from_pretrained(
         plan.model, dtype=plan.dtype, device=plan.device, attention=plan.attention, optimize=plan.optimize
     )
