@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specdec import Engine, SamplingParams, TransformersTarget
+from specdec.bench.cost import weight_bytes
 from specdec.bench.oracle import Oracle, OraclePoint, draw_oracle, expected_tokens, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.errors import ConfigError
@@ -130,6 +131,23 @@ def test_text_of_a_random_model_is_one_cycle(toy: Engine) -> None:
         assert other.target.dtype == dtype
         assert other.generate([5], 256).token_ids == text
     assert Engine(TransformersTarget(random_model("toy", seed=1))).generate([5], 256).token_ids != text
+
+
+def test_layers_do_not_drown_the_embedding() -> None:
+    """What the layers add must stay small against it at 32 layers too; at the toy's 2 it is next to nothing."""
+    model = random_model("toy")
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        last = model(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True).hidden_states[-1]
+        likeness = torch.cosine_similarity(model.get_input_embeddings()(ids), last, dim=-1)
+    assert likeness.min() > 1 - 1e-5
+
+
+@pytest.mark.parametrize(("shape", "billions", "read"), [("mistral-7b", 7.24, 14.22), ("llama-7b", 6.74, 13.21)])
+def test_large_shapes_have_the_published_sizes(shape: str, billions: float, read: float) -> None:
+    model = random_model(shape, torch.bfloat16, "meta")
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert weight_bytes(model) / 1e9 == pytest.approx(read, abs=0.01)
 
 
 def test_unknown_shape() -> None:
