@@ -174,6 +174,14 @@ def test_layers_are_lowered_unless_told_otherwise() -> None:
         assert sum(isinstance(layer, LoweredLayer) for layer in target._layers) == count
 
 
+def test_threads_are_one_for_tiny_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for plan in (Plan(), Plan(threads=3), Plan(model=str(embedded_model()))):
+        load_engine(plan)
+    assert threads == [1, 3]
+
+
 def test_a_broken_line_in_the_middle_is_named(make: Make) -> None:
     folder = make(drafters=["none"]).run()
     lines = folder.answers.read_text().splitlines()

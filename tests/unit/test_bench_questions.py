@@ -165,6 +165,8 @@ def test_options_are_stronger_than_the_file_and_settings_than_both(tmp_path: Pat
     plan = resolve_plan(file, ["lookahead.window=5"], {"repeats": 1, "limit": None})
     assert (plan.repeats, plan.limit) == (1, 2)
     assert plan.drafters == [{"name": "lookahead", "window": 5}]
+    small = resolve_plan(file, ["lookahead.window=5e-5"], {})
+    assert small.drafters == [{"name": "lookahead", "window": 5e-5}]  # a number, as in --set elsewhere
 
 
 def test_unknown_option_and_setting_of_an_absent_system(tmp_path: Path) -> None:
