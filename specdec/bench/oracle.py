@@ -110,7 +110,10 @@ class OraclePoint:
 
     @property
     def engine_share(self) -> float:
-        """The same with the rows' own cost taken out: 1 where the engine costs a step no more than a plain one."""
+        """The same with the rows' own cost taken out: 1 where the engine adds the same share to every step.
+
+        Above 1 where what it adds is fixed, and so weighs less on a step of many rows than on a plain one.
+        """
         return self.kept * self.row_cost
 
 
