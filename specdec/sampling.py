@@ -9,8 +9,9 @@ hash (SplitMix64) in integer arithmetic and the same on every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,21 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
+_KINDS: Mapping[type, type] = {float: Real, int: Integral, bool: bool, str: str}  # what may be given for each
+# Option -> its type, what else must hold, and both in words.
+_RULES: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (float, lambda x: math.isfinite(x) and x >= 0, "a finite number >= 0, where 0 is greedy"),
+    "top_k": (int, lambda x: x >= 0, "an integer >= 0, where 0 is off"),
+    "top_p": (float, lambda x: 0 < x <= 1, "a number in (0, 1], where 1 is off"),
+    "min_p": (float, lambda x: 0 <= x < 1, "a number in [0, 1), where 0 is off"),
+    "repetition_penalty": (float, lambda x: 0 < x < math.inf, "a finite number > 0, where 1 is off"),
+    "seed": (int, lambda x: True, "an integer, such as 0"),
+    "acceptance": (str, lambda x: x in ACCEPTANCES, f"one of {', '.join(ACCEPTANCES)}"),
+    "allow_lossy": (bool, lambda x: True, "True or False"),
+    "typical_epsilon": (float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+    "typical_delta": (float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -50,7 +66,7 @@ class SamplingParams:
         typical_epsilon, typical_delta: thresholds of ``typical``.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value out of its range, or of another type.
     """
 
     temperature: float = 0.0
@@ -65,18 +81,14 @@ class SamplingParams:
     typical_delta: float = 0.3
 
     def __post_init__(self) -> None:
-        for name, good, rule in (
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
-            ("top_k", self.top_k >= 0, ">= 0, where 0 is off"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1], where 1 is off"),
-            ("min_p", 0 <= self.min_p < 1, "in [0, 1), where 0 is off"),
-            ("repetition_penalty", self.repetition_penalty > 0, "> 0, where 1 is off"),
-            ("acceptance", self.acceptance in ACCEPTANCES, f"one of {', '.join(ACCEPTANCES)}"),
-            ("typical_epsilon", 0 < self.typical_epsilon <= 1, "in (0, 1]"),
-            ("typical_delta", 0 < self.typical_delta <= 1, "in (0, 1]"),
-        ):
-            if not good:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+        for name, (kind, good, rule) in _RULES.items():
+            value = getattr(self, name)
+            # To Python, True is the number 1; and a number may be numpy's, which transformers' warpers do not take.
+            fits = isinstance(value, _KINDS[kind]) and (kind is bool or not isinstance(value, bool))
+            if not fits or not good(value):
+                shown = f"{value!r}" if fits else f"{value!r}, of type {type(value).__name__}"
+                raise ConfigError(f"{name} is {shown}; it must be {rule}")
+            object.__setattr__(self, name, kind(value))
         if self.acceptance == "typical" and not self.allow_lossy:
             raise ConfigError(
                 "acceptance='typical' changes the output distribution; pass allow_lossy=True if you want that"

@@ -321,6 +321,7 @@ class TransformersTarget:
         high = min(self.vocab_size, self.embedding.weight.shape[0])
         tokens: list[int] = torch.randint(high, (9,), generator=generator).tolist()
         specs: list[LayerSpec] = []
+        expected = self._own_logits(tokens)[4:]
         try:
             with self.active(_PROBE):
                 hidden = self.embedding(torch.tensor([tokens[:1]], device=self.device))
@@ -333,9 +334,6 @@ class TransformersTarget:
                 # Below the root: a wrong sibling first, then the text, so that a row's place and depth differ.
                 tree = Draft((tokens[4], tokens[0], *tokens[5:]), (-1, 0, 0, 2, 3, 4))
                 walked = self.forward(Block.of(tree, cache, self.device, self.backend)).logits
-            with torch.inference_mode():
-                ids = torch.tensor([tokens], device=self.device)
-                expected = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, 4:]
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
             raise TargetError(
                 f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {_first_line(error)}"
@@ -358,6 +356,19 @@ class TransformersTarget:
             )
         return specs
 
+    def _own_logits(self, tokens: list[int]) -> torch.Tensor:
+        """[n, V] logits of the model's own forward."""
+        ids = torch.tensor([tokens], device=self.device)
+        try:
+            with torch.inference_mode():
+                logits: torch.Tensor = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+        except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
+            raise TargetError(
+                f"{self.name}: the model's own forward fails in {self.dtype} on {self.device}, without specdec: "
+                f"{type(error).__name__}: {_first_line(error)}; mend its config, or load it with another dtype"
+            ) from error
+        return logits
+
 
 def _note_layer(
     module: nn.Module,
@@ -366,11 +377,20 @@ def _note_layer(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    note: Callable[[LayerSpec], None],
+    note: Callable[[LayerSpec], None] | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function that only notes what its layer will cache, [1, heads, 1, dim], and its window."""
+    """An attention function that only notes what its layer will cache, [1, heads, 1, dim], and its window.
+
+    Raises:
+        TargetError: the layer keeps its arguments to itself, and ``note`` with them.
+    """
+    if note is None:
+        raise TargetError(
+            f"{type(module).__name__} is not handed the arguments that its decoder layer was given, so specdec's rows "
+            "do not reach the attention; such models are not supported"
+        )
     note(LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, key.device, key.dtype))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 

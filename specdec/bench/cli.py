@@ -5,22 +5,20 @@ They are found through the entry point group ``specdec.commands``, and import to
 
 from __future__ import annotations
 
-import functools
-import inspect
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from specdec.errors import ConfigError
+from specdec.options import with_options
 
 if TYPE_CHECKING:
     from specdec.bench.audit import Audit
@@ -76,7 +74,12 @@ class PlanOptions:
     attention: Annotated[
         str | None, typer.Option(help="auto, sdpa or split (default auto).", rich_help_panel=_MODEL)
     ] = None
-    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.", rich_help_panel=_MODEL)] = None
+    optimize: Annotated[
+        str | None, typer.Option(help="auto, or off: transformers' own layers (default auto).", rich_help_panel=_MODEL)
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads (default torch's own; 1 for tiny).", rich_help_panel=_MODEL)
+    ] = None
     temperature: Annotated[float | None, typer.Option(help="0 is greedy (default 0).", rich_help_panel=_SAMPLING)] = (
         None
     )
@@ -111,24 +114,7 @@ class PlanOptions:
         return resolve_plan(file, settings, values | fixed)
 
 
-def _with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of PlanOptions, which it takes together as ``options``."""
-    hints = get_type_hints(PlanOptions, include_extras=True)
-    names = [f.name for f in fields(PlanOptions)]
-    shared = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[n]) for n in names]
-    signature = inspect.signature(command, eval_str=True)
-    own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
-
-    @functools.wraps(command)
-    def with_options(**values: Any) -> None:
-        options = PlanOptions(**{name: values.pop(name) for name in names})
-        command(options=options, **values)
-
-    with_options.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
-    return with_options
-
-
-@_with_plan_options
+@with_options(PlanOptions)
 def bench(
     options: PlanOptions,
     out: Annotated[
@@ -170,7 +156,7 @@ def bench(
         raise typer.Exit(1)
 
 
-@_with_plan_options
+@with_options(PlanOptions)
 def audit(
     options: PlanOptions,
     run: Annotated[

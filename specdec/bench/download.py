@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import urllib.request
+import shutil
 from collections import Counter
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from specdec.bench.questions import group_of, read_questions
 from specdec.errors import ConfigError
@@ -33,7 +37,7 @@ def download_spec_bench(
     questions in each of the six subtasks, and a file that was fetched earlier must still be the one that was fetched.
 
     Raises:
-        ConfigError: no network, a wrong checksum, or a file that is not Spec-Bench's.
+        ConfigError: no network, a connection that broke, a wrong checksum, or a file that is not Spec-Bench's.
     """
     path = spec_bench_path()
     note = path.with_suffix(".sha256")
@@ -41,32 +45,61 @@ def download_spec_bench(
     if not path.is_file():
         part = path.with_suffix(".part.jsonl")
         try:
-            with urllib.request.urlopen(url, timeout=timeout) as answer:
-                part.write_bytes(answer.read())
-        except (OSError, ValueError) as error:  # URLError is an OSError
+            _fetch(url, part, timeout)
+        except (OSError, ValueError, HTTPException) as error:  # URLError is an OSError
             raise ConfigError(
-                f"cannot fetch {url}: {error}; on a machine with a network save it as {str(path)!r} and run this again"
+                f"cannot fetch {url}: {str(error) or type(error).__name__}; run this again, and it goes on where it "
+                f"stopped, or save the file as {str(path)!r} on your own"
             ) from error
-        _check(part, sha256)
+        try:
+            _check(part, sha256, f"what {url} sent", "look at the sum that you gave, or run this again")
+        except ConfigError:
+            part.unlink()  # or every later try would go on with it
+            raise
         part.replace(path)
         note.write_text(_digest(path) + "\n", encoding="ascii")
     if sha256 is None and note.is_file():
         sha256 = note.read_text(encoding="ascii").strip()
-    _check(path, sha256)
+    _check(path, sha256, repr(str(path)), "delete it and fetch it again")
     return path, _digest(path)
+
+
+def _fetch(url: str, part: Path, timeout: float) -> None:
+    """Write a URL's content to ``part``; where an earlier try left some of it, ask for the rest alone.
+
+    Raises:
+        OSError, HTTPException: no answer, or one that ends early.
+    """
+    start = part.stat().st_size if part.is_file() else 0
+    request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+    try:
+        with urlopen(request, timeout=timeout) as answer:
+            resumed = answer.status == HTTPStatus.PARTIAL_CONTENT
+            with part.open("ab" if resumed else "wb") as file:
+                shutil.copyfileobj(answer, file)
+            announced = answer.headers.get("Content-Length")
+    except HTTPError as error:
+        if start and error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:  # the part is no beginning of the file
+            part.unlink()
+            return _fetch(url, part, timeout)
+        raise
+    got = part.stat().st_size - (start if resumed else 0)
+    if announced is not None and got < int(announced):
+        raise ConnectionError(f"the connection ended after {got} of {announced} bytes")
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _check(path: Path, sha256: str | None) -> None:
+def _check(path: Path, sha256: str | None, what: str, remedy: str) -> None:
+    """Raises ConfigError where the file at ``path``, called ``what``, is not the one that is wanted."""
     digest = _digest(path)
     if sha256 is not None and digest != sha256.lower():
-        raise ConfigError(f"{str(path)!r} has the SHA-256 {digest}, not {sha256}; delete it and fetch it again")
+        raise ConfigError(f"{what} has the SHA-256 {digest}, not {sha256}; {remedy}")
     groups = Counter(group_of(question.category) for question in read_questions(path))
     if dict(groups) != _GROUPS:
         raise ConfigError(
-            f"{str(path)!r} is not Spec-Bench's file: it has {dict(sorted(groups.items()))}, and 80 questions are "
-            f"wanted of each of {', '.join(_GROUPS)}; delete it and fetch it again"
+            f"{what} is not Spec-Bench's file: it has {dict(sorted(groups.items()))}, and 80 questions are wanted of "
+            f"each of {', '.join(_GROUPS)}; {remedy}"
         )

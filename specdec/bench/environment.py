@@ -8,6 +8,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from specdec.machine import processor
 from specdec.target import TransformersTarget
 
-__all__ = ["MemoryMeter", "describe_environment", "describe_model", "synchronize"]
+__all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model", "synchronize"]
 
 _PACKAGES = ("specdec", "torch", "transformers", "tokenizers", "numpy")
 _CLEAR_PEAK = "5"  # what /proc/self/clear_refs takes to forget the peak of the resident set
@@ -38,6 +39,17 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "device": processor(device) if device.type == "cuda" else str(device),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
     }
+
+
+def caption(environment: Mapping[str, Any]) -> str:
+    """Commit, versions and hardware on one line, for figures."""
+    changed = " + uncommitted changes" if environment["uncommitted_changes"] else ""
+    versions = environment["versions"]
+    device = environment["device"] if environment["cuda"] else environment["cpu"]
+    return (
+        f"specdec {environment['commit'] or 'no commit'}{changed}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']} | {device}, threads: {environment['threads']}"
+    )
 
 
 def describe_model(name: str, target: TransformersTarget) -> dict[str, Any]:

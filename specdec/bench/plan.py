@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from specdec.attention import check_backend
 from specdec.bench.questions import FORMATS
-from specdec.config import DTYPES, load_yaml, parse
+from specdec.config import DTYPES, load_yaml, parse, read_value
 from specdec.errors import ConfigError, unknown
+from specdec.lowering import check_optimize
 from specdec.sampling import SamplingParams
 
 __all__ = ["ALL", "BASELINE", "Plan", "label_of", "resolve_plan"]
@@ -39,8 +41,8 @@ class Plan:
         temperature, seed, acceptance, allow_lossy: see SamplingParams. ``match`` makes sampled text the same under
             every drafter, which the audit can check.
         format: how a turn becomes a prompt: ``auto``, ``plain``, ``chat`` or ``vicuna``.
-        dtype, device, attention: of the model.
-        threads: torch's CPU threads; None leaves them.
+        dtype, device, attention, optimize: of the model, see Engine.from_pretrained.
+        threads: torch's CPU threads; None leaves them, but takes one for ``tiny``, as RunConfig does.
         persistent: keep each drafter object for the whole run instead of building it anew for every question.
 
     Raises:
@@ -63,6 +65,7 @@ class Plan:
     dtype: str = "auto"
     device: str | None = None
     attention: str = "auto"
+    optimize: str = "auto"
     threads: int | None = None
     persistent: bool = False
 
@@ -75,6 +78,8 @@ class Plan:
             raise ConfigError(unknown("prompt format", self.format, FORMATS))
         if self.dtype not in DTYPES:
             raise ConfigError(unknown("dtype", self.dtype, DTYPES))
+        check_backend(self.attention)
+        check_optimize(self.optimize)
         if ALL in self.drafters and len([spec for spec in self.drafters if not isinstance(spec, dict)]) > 1:
             raise ConfigError(f"drafters are {self.drafters}; {ALL!r} stands alone, or beside mappings with options")
         labels = [label_of(spec) for spec in [*self.drafters, *self.systems]]
@@ -128,7 +133,7 @@ def _apply(values: dict[str, Any], setting: str) -> None:
     if not equals or not dot:
         raise ConfigError(f"--set takes LABEL.OPTION=VALUE, such as lookahead.window=5; got {setting!r}")
     try:
-        value = yaml.safe_load(text)
+        value = read_value(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {setting!r}: the value is no YAML") from error
     for field_name in ("drafters", "systems"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.audit import Audit
+from specdec.bench.environment import caption
 from specdec.bench.figures import draw_figures, require_bench_extra
 from specdec.bench.metrics import DEPTH, OVERALL, Interval, Metrics, Row, measure
 from specdec.bench.plan import BASELINE
@@ -67,16 +68,11 @@ def write_report(folder: RunFolder, audit: Audit | None, metrics: Metrics | None
 
 def caption_of(manifest: Mapping[str, Any]) -> str:
     """Commit, versions, hardware and settings on one line, for figures."""
-    environment, plan = manifest["environment"], manifest["plan"]
-    commit = environment["commit"] or "no commit"
-    changed = " + uncommitted changes" if environment["uncommitted_changes"] else ""
-    versions = environment["versions"]
-    device = environment["device"] if environment["cuda"] else environment["cpu"]
+    plan = manifest["plan"]
     return (
         f"{manifest['model']['name']}, {manifest['model']['dtype']}, T={plan['temperature']:g}, "
         f"{manifest['questions']['asked']} questions, {plan['max_new_tokens']} new tokens, {plan['repeats']} repeats | "
-        f"specdec {commit}{changed}, torch {versions['torch']}, transformers {versions['transformers']} | "
-        f"{device}, threads: {environment['threads']}"
+        f"{caption(manifest['environment'])}"
     )
 
 

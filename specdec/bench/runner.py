@@ -4,42 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from specdec.bench.environment import MemoryMeter, describe_environment, describe_model, synchronize
+from specdec.bench.cost import COST_ROWS, measure_cost
+from specdec.bench.environment import MemoryMeter, describe_environment, describe_model
 from specdec.bench.plan import Plan
 from specdec.bench.questions import Question, build_prompt, find_questions, group_of, read_questions, select
 from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.systems import Output, System, check_specs, make_systems
-from specdec.block import Block
-from specdec.draft import Draft
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.target import TransformersTarget
 
-__all__ = ["Runner", "load_engine", "measure_cost"]
+__all__ = ["Runner", "load_engine"]
 
-_COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Options that two parts of one run must share; the others may grow when a run goes on.
 _FIXED = (
     "max_new_tokens", "temperature", "seed", "acceptance", "allow_lossy", "format", "dtype", "device", "attention",
-    "threads", "persistent",
+    "optimize", "threads", "persistent",
 )  # fmt: skip
 
 
 def load_engine(plan: Plan) -> Engine:
     """The engine of a plan, with torch's threads set."""
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    return Engine.from_pretrained(plan.model, dtype=plan.dtype, device=plan.device, attention=plan.attention)
+    threads = plan.threads or (1 if plan.model == "tiny" else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return Engine.from_pretrained(
+        plan.model, dtype=plan.dtype, device=plan.device, attention=plan.attention, optimize=plan.optimize
+    )
 
 
 class Runner:
@@ -99,15 +98,16 @@ class Runner:
     def _join(self, old: dict[str, Any]) -> None:
         """Go on with the run in the folder, if it is this one."""
         new = self.manifest
-        pairs = {f"plan.{name}": (old["plan"].get(name), new["plan"][name]) for name in _FIXED}
+        before = Plan().options() | old["plan"]  # an option younger than the run stood at its default
+        pairs = {f"plan.{name}": (before[name], new["plan"][name]) for name in _FIXED}
         pairs["questions"] = (old["questions"]["sha256"], new["questions"]["sha256"])
         pairs["model"] = (old["model"]["fingerprint"], new["model"]["fingerprint"])
         for label in old["systems"].keys() & new["systems"].keys():
             pairs[label] = (old["systems"][label]["options"], _plain(new["systems"][label]["options"]))
-        for name, (before, now) in pairs.items():
-            if before != now:
+        for name, (former, now) in pairs.items():
+            if former != now:
                 raise ConfigError(
-                    f"{str(self.folder.path)!r} holds a run with {name} {before!r}, and this one has {now!r}; "
+                    f"{str(self.folder.path)!r} holds a run with {name} {former!r}, and this one has {now!r}; "
                     "choose another --out, or the same options"
                 )
         # A system's comparability is found out in its warm-up; what an earlier part found stays.
@@ -210,29 +210,8 @@ class Runner:
         if not texts:
             return {}
         texts.sort(key=len)
-        text = texts[len(texts) // 2][: target.context_length - max(_COST_ROWS)]
-        return {"context": len(text), "seconds": measure_cost(target, text)}
-
-
-def measure_cost(target: TransformersTarget, text: Sequence[int], repeats: int = 30) -> dict[str, float]:
-    """Rows -> median seconds of a forward of so many rows after ``text``, logits of every row included, interleaved."""
-    tokens = list(text)
-    times: dict[int, list[float]] = {rows: [] for rows in _COST_ROWS}
-    with target.active():
-        cache = target.new_cache(capacity=len(tokens) + max(_COST_ROWS), rows=max(512, *_COST_ROWS))
-        for start in range(0, len(tokens), 512):
-            chunk = tokens[start : start + 512]
-            target.forward(Block(cache, chunk, device=target.device, backend=target.backend), rows=())
-            cache.commit(range(len(chunk)))
-        for repeat in range(-2, repeats):
-            for rows in _COST_ROWS:
-                draft = Draft.chain([tokens[place % len(tokens)] for place in range(rows)])
-                began = perf_counter()
-                target.forward(Block.of(draft, cache, target.device, target.backend))
-                synchronize(target.device)
-                if repeat >= 0:
-                    times[rows].append(perf_counter() - began)
-    return {str(rows): statistics.median(taken) for rows, taken in times.items()}
+        text = texts[len(texts) // 2][: target.context_length - max(COST_ROWS)]
+        return {"context": len(text), "seconds": {str(n): s for n, s in measure_cost(target, text).items()}}
 
 
 def _pieces(tokenizer: Any, output: Output) -> list[str]:

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any, ClassVar, Protocol
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -259,11 +260,17 @@ class TransformersAssisted(TransformersSystem):
             raise ConfigError(f"{label} needs a draft model; give --set {label}.assistant=PATH")
         try:
             assistant: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self._model.dtype, use_safetensors=True)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).partition("\n")[0]
             raise CheckpointError(
                 f"cannot load the assistant {path!r} of {label}: {reason}; give a folder or a hub id"
             ) from error
+        sizes = [m.config.get_text_config().vocab_size for m in (assistant, self._model)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"the assistant {path!r} of {label} has {sizes[0]} tokens, and the model {sizes[1]}; "
+                "give one with the same tokenizer"
+            )
         self._assistant = assistant.to(self._target.device).eval()
 
     def arguments(self) -> dict[str, Any]:

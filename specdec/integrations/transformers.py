@@ -56,10 +56,10 @@ def custom_generate(
         [1, n] prompt and new tokens; a ``GenerateDecoderOnlyOutput`` where ``return_dict_in_generate`` is set.
 
     Raises:
-        ConfigError: beams, several sequences, padding, or outputs that a speculative loop does not have.
+        ConfigError: beams, several sequences, padding, or any other option or input that would be ignored; it is named.
     """
     config = generation_config if generation_config is not None else model.generation_config
-    _check(config, input_ids, model_kwargs.get("attention_mask"), synced_gpus)
+    _check(config, input_ids, model_kwargs, synced_gpus)
     training = model.training
     if target is None:
         target = TransformersTarget(model)
@@ -113,22 +113,63 @@ def _eos_ids(config: Any) -> frozenset[int]:
     return frozenset(() if ids is None else [int(ids)] if isinstance(ids, int) else [int(i) for i in ids])
 
 
-def _check(config: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, synced_gpus: bool) -> None:
-    for name, value, most in (
-        ("num_beams", config.num_beams or 1, 1),
-        ("num_return_sequences", config.num_return_sequences or 1, 1),
-        ("the batch size", input_ids.shape[0], 1),
+# Options of generate's other loops, and of what a step cannot do: option -> why, and the remedy.
+_REFUSED = {
+    "guidance_scale": "it runs the model once more for every token; unset it or use plain generate",
+    "penalty_alpha": "contrastive search chooses its tokens in another way; unset it or use plain generate",
+    "dola_layers": "DoLa contrasts logits of early layers; unset it or use plain generate",
+    "constraints": "constrained search needs beams; unset it or use plain generate",
+    "force_words_ids": "constrained search needs beams; unset it or use plain generate",
+    "prompt_lookup_num_tokens": "it asks for transformers' own drafter; unset it and give drafter='prompt_lookup'",
+    "assistant_early_exit": "it asks for transformers' own drafter; unset it and give drafter='kangaroo'",
+    "use_mtp": "it asks for transformers' own drafter; unset it and name one of specdec's",
+}
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# What generate always prepares, and what changes no token; all else would be ignored, and is refused.
+_HARMLESS = ("attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache")
+
+
+def _check(config: Any, input_ids: torch.Tensor, inputs: Mapping[str, Any], synced_gpus: bool) -> None:
+    """Raises ConfigError for whatever was asked for and would not be done."""
+    for name, value in (
+        ("num_beams", config.num_beams or 1),
+        ("num_return_sequences", config.num_return_sequences or 1),
+        ("the batch size", input_ids.shape[0]),
     ):
-        if value > most:
+        if value > 1:
             raise ConfigError(f"{name} is {value}; specdec decodes one sequence per call, without beams: set it to 1")
-    wanted = [
-        n
-        for n in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-        if getattr(config, n, None)
-    ]
-    if wanted:
-        raise ConfigError(f"{wanted[0]}=True: a speculative loop does not keep them; unset it or use plain generate")
-    if mask is not None and not bool(mask.all()):
-        raise ConfigError("attention_mask holds zeros; specdec takes one unpadded sequence: drop the padding")
+    for name, reason in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value and not (name == "guidance_scale" and value == 1):
+            raise ConfigError(f"{name} is {value!r}: {reason}")
+    for name in _OUTPUTS:
+        if getattr(config, name, None):
+            raise ConfigError(f"{name}=True: a speculative loop does not keep them; unset it or use plain generate")
+    storage = str(getattr(config, "cache_implementation", None) or "")
+    if storage.startswith(("offloaded", "quantized")):
+        raise ConfigError(f"cache_implementation is {storage!r}; specdec keeps its own cache, on the device: unset it")
     if synced_gpus:
         raise ConfigError("synced_gpus=True (FSDP, ZeRO-3) needs every rank to step alike; specdec's steps differ")
+    _check_inputs(input_ids, inputs)
+
+
+def _check_inputs(input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for model inputs other than one unpadded sequence of token ids."""
+    mask, positions, cache = (inputs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
+    if mask is not None and not bool(mask.all()):
+        raise ConfigError("attention_mask holds zeros; specdec takes one unpadded sequence: drop the padding")
+    if positions is not None and positions.flatten().tolist() != list(range(positions.shape[-1])):
+        raise ConfigError(f"position_ids are {positions.tolist()}; specdec counts positions from 0: leave them out")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ConfigError(
+            f"past_key_values holds {cache.get_seq_length()} tokens; specdec keeps its own cache and starts from the "
+            "token ids: leave it out"
+        )
+    for name, value in inputs.items():
+        if name not in _HARMLESS and value is not None and not _is_zero(value):
+            raise ConfigError(f"{name} was given; specdec feeds the model token ids alone: use plain generate")
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether an input says nothing, as text-only token_type_ids do."""
+    return isinstance(value, bool) or (isinstance(value, torch.Tensor) and not bool(value.any()))

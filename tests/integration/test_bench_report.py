@@ -17,10 +17,11 @@ from PIL import Image
 
 from specdec import Engine, cli
 from specdec.bench.audit import audit
+from specdec.bench.cost import measure_cost
 from specdec.bench.plan import Plan
 from specdec.bench.records import RunFolder
 from specdec.bench.report import write_report
-from specdec.bench.runner import Runner, measure_cost
+from specdec.bench.runner import Runner
 from specdec.sampling import SamplingParams
 from specdec.target import TransformersTarget
 
@@ -46,7 +47,10 @@ def run(tiny_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> RunFol
     target = tiny_engine.target
     assert isinstance(target, TransformersTarget)
     manifest = folder.manifest()
-    manifest["cost"] = {"context": 20, "seconds": measure_cost(target, [1] * 20, repeats=1)}
+    manifest["cost"] = {
+        "context": 20,
+        "seconds": {str(n): t for n, t in measure_cost(target, [1] * 20, repeats=1).items()},
+    }
     folder.write_manifest(manifest)
     record = folder.records()[-1]
     folder.append(dataclasses.replace(record, turns=[], error="RuntimeError: <broken>"))

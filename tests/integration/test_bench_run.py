@@ -15,11 +15,13 @@ from specdec import Engine
 from specdec.bench.audit import Audit, audit, rounding_bound
 from specdec.bench.plan import Plan
 from specdec.bench.records import Record, RunFolder, Turn
-from specdec.bench.runner import Runner
+from specdec.bench.runner import Runner, load_engine
 from specdec.bench.systems import Drafted, Output, TransformersSystem
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError
+from specdec.lowering import LoweredLayer
 from specdec.sampling import SamplingParams
-from specdec.target import TransformersTarget
+from specdec.target import TransformersTarget, embedded_model
+from tests.models import new_model
 
 QUESTIONS = [
     {"question_id": 1, "category": "completion", "turns": ["import os\nimport sys\nimport os\nimport"]},
@@ -156,6 +158,30 @@ def test_a_finished_run_may_grow_but_not_change(make: Make) -> None:
         make(drafters=["none", {"name": "lookahead", "window": 7}])
 
 
+def test_an_option_younger_than_the_run_stood_at_its_default(make: Make) -> None:
+    folder = make(drafters=["none"]).run()
+    manifest = folder.manifest()
+    del manifest["plan"]["optimize"]
+    folder.write_manifest(manifest)
+    assert not make(drafters=["none"]).todo
+    with pytest.raises(ConfigError, match=r"holds a run with plan\.optimize 'auto', and this one has 'off'"):
+        make(drafters=["none"], optimize="off")
+
+
+def test_layers_are_lowered_unless_told_otherwise() -> None:
+    for optimize, count in (("auto", 16), ("off", 0)):
+        target = target_of(load_engine(Plan(optimize=optimize)))
+        assert sum(isinstance(layer, LoweredLayer) for layer in target._layers) == count
+
+
+def test_threads_are_one_for_tiny_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for plan in (Plan(), Plan(threads=3), Plan(model=str(embedded_model()))):
+        load_engine(plan)
+    assert threads == [1, 3]
+
+
 def test_a_broken_line_in_the_middle_is_named(make: Make) -> None:
     folder = make(drafters=["none"]).run()
     lines = folder.answers.read_text().splitlines()
@@ -211,6 +237,43 @@ def test_drafters_are_built_anew_for_each_question_unless_persistent(
     make(drafters=["none"], persistent=persistent).run()
     assert len(drafters) == 3  # the two turns of question 2 share one in any case
     assert len(set(map(id, drafters))) == objects
+
+
+@pytest.fixture
+def stranger(tiny_engine: Engine, tmp_path: Path) -> str:
+    """A model with the embedded one's vocabulary, and no idea of Python."""
+    new_model("llama", vocab_size=tiny_engine.target.vocab_size).save_pretrained(tmp_path / "stranger")
+    return str(tmp_path / "stranger")
+
+
+@pytest.mark.parametrize("helpful", [True, False])
+def test_transformers_assisted_generation(make: Make, tiny_engine: Engine, stranger: str, helpful: bool) -> None:
+    """With the model itself as its assistant, and with one that is never right: the same text, in few steps or many."""
+    assistant = str(embedded_model()) if helpful else stranger
+    system = {"name": "transformers_assisted", "assistant": assistant}
+    folder = make(drafters=["none"], systems=[system]).run()
+    found = audit(folder.records(), folder.manifest()["systems"], target_of(tiny_engine), SamplingParams())
+    assert str(found.systems["transformers_assisted"]) == "identical"
+    turns = [turn for record in folder.records() if record.system == "transformers_assisted" for turn in record.turns]
+    assert all(sum(turn.accept_lengths) == len(turn.token_ids) == 12 for turn in turns)
+    if helpful:
+        assert max(len(turn.accept_lengths) for turn in turns) < 6
+    else:
+        assert min(len(turn.accept_lengths) for turn in turns) > 6
+
+
+def test_assistants_that_cannot_be(make: Make, tmp_path: Path) -> None:
+    def run_with(path: Path) -> None:
+        make(systems=[{"name": "transformers_assisted", "assistant": str(path)}])
+
+    with pytest.raises(CheckpointError, match=r"cannot load the assistant .*absent.* of transformers_assisted"):
+        run_with(tmp_path / "absent")
+    new_model("llama").save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"has 32 tokens, and the model \d+; give one with the same tokenizer"):
+        run_with(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"none")
+    with pytest.raises(CheckpointError, match="cannot load the assistant"):
+        run_with(tmp_path / "other")
 
 
 def test_unknown_names(make: Make) -> None:

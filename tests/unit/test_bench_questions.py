@@ -1,4 +1,4 @@
-"""Question files, prompts, plans and the download: what is read, and what is said of what cannot be."""
+"""Question files, prompts and plans: what is read, and what is said of what cannot be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from specdec.bench import download
 from specdec.bench.plan import Plan, resolve_plan
 from specdec.bench.questions import Question, build_prompt, find_questions, group_of, read_questions, select
 from specdec.errors import ConfigError, PromptError
@@ -148,6 +147,8 @@ def test_format_of_the_file_holds_unless_another_is_asked_for() -> None:
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"format": "vicunia"}, "did you mean 'vicuna'"),
         ({"dtype": "float23"}, "unknown dtype 'float23'"),
+        ({"attention": "flash"}, "attention='flash' is unknown"),
+        ({"optimize": "on"}, "optimize='on' is unknown; choose auto or off"),
         ({"drafters": ["none", "none"]}, "two systems are called 'none'"),
         ({"drafters": ["all", "none"]}, "'all' stands alone"),
         ({"drafters": [{"window": 3}]}, "has no name"),
@@ -164,6 +165,8 @@ def test_options_are_stronger_than_the_file_and_settings_than_both(tmp_path: Pat
     plan = resolve_plan(file, ["lookahead.window=5"], {"repeats": 1, "limit": None})
     assert (plan.repeats, plan.limit) == (1, 2)
     assert plan.drafters == [{"name": "lookahead", "window": 5}]
+    small = resolve_plan(file, ["lookahead.window=5e-5"], {})
+    assert small.drafters == [{"name": "lookahead", "window": 5e-5}]  # a number, as in --set elsewhere
 
 
 def test_unknown_option_and_setting_of_an_absent_system(tmp_path: Path) -> None:
@@ -180,43 +183,3 @@ def test_shipped_configs_are_plans(name: str) -> None:
     file = Path(__file__).parents[2] / "configs" / "bench" / f"{name}.yaml"
     assert resolve_plan(file, (), {}).model
     assert file.read_text().startswith("# specdec bench --config")
-
-
-# ----------------------------------------------------------------------------------------------------------- download
-
-
-def spec_bench_file(path: Path, per_group: int = 80) -> Path:
-    groups = ("writing", "translation", "summarization", "qa", "math_reasoning", "rag")
-    lines = [
-        json.dumps({"question_id": n, "category": group, "turns": ["?"]})
-        for n, group in enumerate(group for group in groups for _ in range(per_group))
-    ]
-    return write(path, "\n".join(lines) + "\n")
-
-
-def test_download_keeps_the_file_with_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    url = spec_bench_file(tmp_path / "question.jsonl").as_uri()
-    path, digest = download.download_spec_bench(url=url)
-    assert find_questions("spec_bench") == path
-    assert download.download_spec_bench(digest.upper(), url="https://unused.invalid")[1] == digest
-    with pytest.raises(ConfigError, match="has the SHA-256"):
-        download.download_spec_bench("0" * 64, url=url)
-    path.write_text(path.read_text().replace("?", "!"))  # still a good file, but not the one that was fetched
-    with pytest.raises(ConfigError, match="delete it and fetch it again"):
-        download.download_spec_bench(url=url)
-
-
-def test_download_refuses_another_file_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    url = spec_bench_file(tmp_path / "question.jsonl", per_group=3).as_uri()
-    with pytest.raises(ConfigError, match="is not Spec-Bench's file"):
-        download.download_spec_bench(url=url)
-    assert not download.spec_bench_path().exists()
-
-
-def test_without_a_network_it_says_where_to_put_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match="save it as") as caught:
-        download.download_spec_bench(url=(tmp_path / "absent").as_uri())
-    assert str(download.spec_bench_path()) in str(caught.value)

@@ -1,15 +1,22 @@
-"""The arithmetic of the scripts that reproduce the papers' figures."""
+"""The scripts that measure: their arithmetic, and that they run, on a toy."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from specdec.bench.cost import weight_bytes
 from specdec.bench.plan import Plan, label_of
+from specdec.bench.shapes import random_model
+from tests.models import new_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -18,7 +25,7 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
 
@@ -51,3 +58,148 @@ def test_ablation_is_a_plan_whose_rows_all_reach_the_table() -> None:
     assert isinstance(balanced, dict)
     assert (balanced["ngram"], balanced["window"], balanced["guesses"]) == (5, 15, 15)
     assert not balanced["pool_from_prompt"]
+
+
+# -- The engine's benchmark --------------------------------------------------------------------------------------------
+
+
+def test_engine_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    figure, out = tmp_path / "oracle.png", tmp_path / "figures.json"
+    arguments = (
+        "--shape toy --prompts 1 --prompt-tokens 16 --max-new-tokens 12 --repeats 1 --temperatures 0 "
+        "--drafters none,prompt_lookup --oracle 0,1 --oracle-depths 3"
+    )
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(
+        sys, "argv", ["bench_engine.py", *arguments.split(), "--oracle-figure", str(figure), "--out", str(out)]
+    )
+    load("bench_engine").main()
+    report = json.loads(out.read_text())
+    systems = report["tables"]["T=0"]
+    assert list(systems) == ["none", "prompt_lookup", "transformers", "transformers lookup"]
+    assert {system["tokens"] for system in systems.values()} == {12}
+    assert 0 < systems["prompt_lookup"]["draft_share"] < 1
+    assert systems["none"]["peak_bytes"] >= 0
+    assert [p["tokens_per_step"] for p in report["oracle"]["T=0"]] == [1, 4]
+    assert report["cost"]["1"] == 1
+    assert report["environment"]["command"].startswith("python bench_engine.py --shape toy")
+    assert figure.stat().st_size > 1000
+    shown = capsys.readouterr().out
+    assert "Oracle, T=0, 1 prompts of 16 tokens" in shown
+    assert "differs" not in shown
+
+
+# -- The GPU's benchmark, on a CPU -------------------------------------------------------------------------------------
+
+SIZES = {"shapes": "toy", "contexts": "32,64", "rows": "1,4", "repeats": 1, "prompt-tokens": 16, "max-new-tokens": 12}
+QUICK = [*(f"--{name}={value}" for name, value in SIZES.items()), "--device=cpu", "--dtype=float32"]
+
+
+@pytest.fixture
+def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    script = load("gpu_bench")
+    monkeypatch.setattr(script, "GOAL_CONTEXT", 64)
+    monkeypatch.setattr(script, "GOAL_ROWS", 4)
+    return script
+
+
+def run_quick(script: ModuleType, tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run it to its end, or to the key that ends it; returns what it wrote."""
+    out = tmp_path / "new" / "report"
+    try:
+        script.main([*QUICK, "--out", str(out), *arguments])
+    finally:
+        written = json.loads(out.with_suffix(".json").read_text()), out.with_suffix(".md").read_text()
+        assert sorted(file.name for file in out.parent.iterdir()) == ["report.json", "report.md"]
+    return written
+
+
+def test_gpu_benchmark_runs_every_part(gpu_bench: ModuleType, tmp_path: Path) -> None:
+    values, page = run_quick(gpu_bench, tmp_path)
+    found = values["shapes"]["toy"]
+    rows = [f"rows, {context} tokens, {backend}" for context in (32, 64) for backend in ("auto", "sdpa", "split")]
+    assert list(found) == ["model", "plain", *rows, "oracle", "lookahead"]
+    assert not [name for name, part in found.items() if "error" in part]
+    assert values["complete"]
+    assert "not finished" not in page
+    assert all(f"| {goal} |" in page for goal in gpu_bench.GOALS)
+    assert "Lookahead (15, 5, 15): " in page
+    assert "the text is the same" in page
+    assert page.count("\n| 64 |") == 3
+    assert values["command"].startswith("python scripts/gpu_bench.py --shapes=toy")
+
+
+def test_gpu_benchmark_outlives_a_part_that_fails(
+    gpu_bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = gpu_bench.measure_cost
+
+    def sometimes(*args: Any, backend: str, **options: Any) -> Any:
+        if backend == "split":
+            raise RuntimeError("no kernel\nfor this")
+        return measure(*args, backend=backend, **options)
+
+    monkeypatch.setattr(gpu_bench, "measure_cost", sometimes)
+    values, page = run_quick(gpu_bench, tmp_path)
+    assert values["shapes"]["toy"]["rows, 32 tokens, split"] == {"error": "RuntimeError: no kernel for this"}
+    assert "- rows, 32 tokens, split failed: RuntimeError: no kernel for this" in page
+    assert "speedup" in values["shapes"]["toy"]["lookahead"]
+    assert values["complete"]
+
+
+def test_gpu_benchmark_that_is_cut_short_keeps_what_it_has(
+    gpu_bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_bench, "oracle", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run_quick(gpu_bench, tmp_path)
+    values = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert "ratio" in values["shapes"]["toy"]["rows, 64 tokens, split"]
+    assert "oracle" not in values["shapes"]["toy"]
+    assert "This run is not finished." in (tmp_path / "new" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "toy,tiny"], "'tiny' is none of toy"),
+        (["--backends", "flash"], "'flash' is none of auto"),
+        (["--dtype", "half"], "'half' is none of float64"),
+        (["--device", "cuda"], "no CUDA device here; try the parts with --device cpu"),
+    ],
+)
+def test_gpu_benchmark_refuses_before_it_starts(
+    gpu_bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        gpu_bench.main([*QUICK, "--out", str(tmp_path / "report"), *arguments])
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_goals_are_read_off_the_figures(gpu_bench: ModuleType) -> None:
+    found = {
+        "plain": {"bandwidth_share": 0.9},
+        "rows, 64 tokens, a": {"context": 64, "seconds": {1: 1.0, 4: 1.4}, "ratio": {}},
+        "rows, 64 tokens, b": {"context": 64, "seconds": {1: 1.2, 4: 1.3}, "ratio": {}},
+        "rows, 32 tokens, a": {"context": 32, "seconds": {1: 1.0, 4: 1.0}, "ratio": {}},
+        "oracle": {"points": [{"kept": 0.95}, {"kept": 0.91}]},
+    }
+    values = gpu_bench.goals(found)
+    assert list(values.values()) == [0.9, 1.3, 0.91]
+    assert [gpu_bench.good(values[goal], *gpu_bench.GOALS[goal]) for goal in values] == [True, False, True]
+    assert gpu_bench.goals({"plain": {"error": "x"}, "oracle": {"error": "x"}}) == {}
+
+
+def test_weights_that_a_step_reads() -> None:
+    """An embedding of its own is looked up, one row of it; a tied one is the head, and read whole."""
+    model = random_model("toy")
+    whole = sum(weight.nbytes for weight in model.parameters())
+    assert weight_bytes(model) == whole - 256 * 64 * 4
+    tied = new_model("llama", tie_word_embeddings=True)
+    assert weight_bytes(tied) == sum(weight.nbytes for weight in tied.parameters())

@@ -65,7 +65,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["--set", "max_new_token=4"], "unknown option of run 'max_new_token'; did you mean 'max_new_tokens'?"),
         (["--max-new-tokens", "-4"], "max_new_tokens is -4; it must be at least 1"),
         (["--temperature", "-1"], "temperature is -1.0; it must be a finite number >= 0"),
-        (["--top-p", "0"], "top_p is 0.0; it must be in (0, 1]"),
+        (["--top-p", "0"], "top_p is 0.0; it must be a number in (0, 1]"),
         (["--acceptance", "typical", "--temperature", "1"], "acceptance='typical' changes the output distribution"),
         (["--config", "no/such.yaml"], "cannot read the config 'no/such.yaml': No such file or directory"),
         (["--device", "abacus"], "device 'abacus' cannot be used: "),

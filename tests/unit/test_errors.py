@@ -152,22 +152,46 @@ def test_stream_needs_a_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, "temperature is -1.0; it must be a finite number >= 0"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be a finite number >= 0, where 0 is greedy"),
         ({"temperature": NAN}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
-        ({"top_k": -1}, "top_k is -1; it must be >= 0, where 0 is off"),
-        ({"top_p": 0.0}, r"top_p is 0.0; it must be in \(0, 1\], where 1 is off"),
+        ({"temperature": "hot"}, "temperature is 'hot', of type str; it must be a finite number"),
+        ({"temperature": None}, "temperature is None, of type NoneType"),
+        ({"temperature": True}, "temperature is True, of type bool"),
+        ({"top_k": -1}, "top_k is -1; it must be an integer >= 0, where 0 is off"),
+        ({"top_k": 2.5}, "top_k is 2.5, of type float; it must be an integer"),
+        ({"top_p": 0.0}, r"top_p is 0.0; it must be a number in \(0, 1\], where 1 is off"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"min_p": 1.0}, r"min_p is 1.0; it must be in \[0, 1\)"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be > 0"),
-        ({"acceptance": "always"}, "acceptance is 'always'; it must be one of auto, match, reject, typical"),
+        ({"top_p": [0.9]}, r"top_p is \[0.9\], of type list"),
+        ({"min_p": 1.0}, r"min_p is 1.0; it must be a number in \[0, 1\)"),
+        ({"min_p": "x"}, "min_p is 'x', of type str"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be a finite number > 0"),
+        ({"repetition_penalty": NAN}, "repetition_penalty is nan"),
+        ({"repetition_penalty": "x"}, "repetition_penalty is 'x', of type str"),
+        ({"seed": "x"}, "seed is 'x', of type str; it must be an integer, such as 0"),
+        ({"seed": 1.0}, "seed is 1.0, of type float"),
+        ({"seed": None}, "seed is None, of type NoneType"),
+        ({"acceptance": "always"}, "acceptance is 'always'; it must be one of auto, match, reject, typ"),
+        ({"acceptance": 3}, "acceptance is 3, of type int; it must be one of auto"),
+        ({"allow_lossy": "yes"}, "allow_lossy is 'yes', of type str; it must be True or False"),
+        ({"allow_lossy": 1}, "allow_lossy is 1, of type int"),
         ({"typical_epsilon": 0.0}, "typical_epsilon is 0.0"),
         ({"typical_delta": 2.0}, "typical_delta is 2.0"),
+        ({"typical_delta": "x"}, "typical_delta is 'x', of type str"),
     ],
 )
 def test_sampling_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**options)
+
+
+def test_sampling_options_of_any_numeric_kind() -> None:
+    """Whole numbers and numpy's: transformers' warpers, which insist on Python's, get Python's."""
+    given = {"temperature": 2, "top_k": np.int64(3), "top_p": np.float32(0.5), "repetition_penalty": 2}
+    params = SamplingParams(**given, seed=np.int64(-7))
+    assert params == SamplingParams(temperature=2.0, top_k=3, top_p=0.5, repetition_penalty=2.0, seed=-7)
+    assert [type(getattr(params, name)) for name in (*given, "seed")] == [float, int, float, float, int]
+    assert len(Engine(target_of("llama")).generate(PROMPT, 4, params).token_ids) == 4
 
 
 # -- Numbers -----------------------------------------------------------------------------------------------------------
@@ -428,7 +452,13 @@ def test_models_with_more_than_layers_are_refused(kind: str, options: dict[str, 
     [
         ("OPT", {**SMALL, "ffn_dim": 48, "num_attention_heads": 4, "word_embed_proj_dim": 32}, "has no rotary_emb"),
         ("Bloom", {"vocab_size": 32, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "has no `layers` and last `norm`"),
-        ("StableLm", DECODER, "cannot be walked layer by layer"),
+        ("StableLm", DECODER, "Attention is not handed the arguments that its decoder layer was given"),
+        ("Nemotron", DECODER, "Attention is not handed the arguments that its decoder layer was given"),
+        (
+            "Helium",
+            DECODER,
+            "the model's own forward fails in torch.float32 on cpu, without specdec",
+        ),
         ("GptOss", {**DECODER, "num_local_experts": 4}, "attention sinks, which specdec does not compute"),
     ],
 )
@@ -457,21 +487,45 @@ def custom(prompt: Sequence[Sequence[int]], *, mask: torch.Tensor | None = None,
     return model.generate(ids, attention_mask=mask, custom_generate=generate, **{"max_new_tokens": 4, **options})
 
 
+def filled_cache() -> transformers.DynamicCache:
+    cache = transformers.DynamicCache()
+    cache.update(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), 0)
+    return cache
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_beams": 2}, "num_beams is 2; specdec decodes one sequence per call, without beams: set it to 1"),
         ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences is 3; specdec decodes one sequence"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True: .*does not keep them; unset"),
+        ({"guidance_scale": 1.5}, "guidance_scale is 1.5: it runs the model once more for every token; unset it"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha is 0.6: contrastive search"),
+        ({"dola_layers": "high"}, "dola_layers is 'high': DoLa"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3: .* give drafter='prompt_lookup'"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit is 1: .* give drafter='kangaroo'"),
+        ({"use_mtp": True}, "use_mtp is True: .* name one of specdec's"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation is 'offloaded'; .* unset it"),
+        ({"position_ids": torch.tensor([[5, 6, 7]])}, r"position_ids are \[\[5, 6, 7\]\]; .* leave them out"),
+        ({"inputs_embeds": torch.ones(1, 3, 32, dtype=torch.float64)}, "inputs_embeds was given; .* token ids alone"),
+        ({"past_key_values": filled_cache()}, "past_key_values holds 2 tokens; .* leave it out"),
         ({"mask": torch.tensor([[0, 1, 1]])}, "attention_mask holds zeros; .*drop the padding"),
         ({"ours": {"synced_gpus": True}}, "synced_gpus=True .*specdec's steps differ"),
         ({"ours": {"stop": "x"}}, "stop strings and streams need a tokenizer"),
         ({"ours": {"drafter": "jacoby"}}, "unknown drafter 'jacoby'; did you mean 'jacobi'"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*assistant_early_exit|.*cache_implementation")
 def test_custom_generate(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         custom([[3, 4, 5]], **options)
+
+
+def test_custom_generate_takes_what_says_nothing() -> None:
+    """Options at the values that switch them off, and inputs that generate or a tokenizer adds by itself."""
+    plain = custom([[3, 4, 5]]).tolist()
+    assert custom([[3, 4, 5]], guidance_scale=1.0, use_cache=False, cache_implementation="static").tolist() == plain
+    assert custom([[3, 4, 5]], position_ids=torch.tensor([[0, 1, 2]])).tolist() == plain
 
 
 def test_custom_generate_of_a_batch() -> None:

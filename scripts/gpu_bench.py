@@ -1,0 +1,296 @@
+"""What a GPU makes of specdec at the size of 7 B models, in one call.
+
+    python scripts/gpu_bench.py --out docs/figures/gpu                    # Mistral-7B and Llama-7B shapes, bfloat16
+    python scripts/gpu_bench.py --shapes toy --device cpu --dtype float32 --contexts 64 --rows 1,2 --repeats 1
+
+Random weights are made on the device; nothing is fetched, and nothing written but OUT.json and OUT.md. Both are written
+anew after every part, so a run that is cut short keeps what it has. A part that fails is recorded with its error, and
+the next one goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from specdec import Engine, TransformersTarget
+from specdec.attention import BACKENDS
+from specdec.bench.cost import measure_bandwidth, measure_cost, weight_bytes
+from specdec.bench.environment import MemoryMeter, caption, describe_environment
+from specdec.bench.oracle import sweep_oracle
+from specdec.bench.shapes import SHAPES, random_model, random_prompt
+from specdec.config import DTYPES
+
+LOOKAHEAD = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
+# What a goal is about -> its bound, and whether a smaller or a larger figure reaches it.
+GOALS = {
+    "plain decoding, share of the measured bandwidth": (0.85, "at least"),
+    "T(64) / T(1) at 1,024 tokens, best backend": (1.15, "at most"),
+    "oracle, speedup / tokens per step, worst": (0.90, "at least"),
+}
+BANDWIDTH, ROWS, ORACLE = GOALS
+GOAL_ROWS, GOAL_CONTEXT = 64, 1024
+
+Figures = dict[str, Any]
+
+
+class Report:
+    """The figures so far, in a JSON file and a Markdown one beside it."""
+
+    def __init__(self, out: Path, about: Figures) -> None:
+        self.json, self.markdown = out.with_suffix(".json"), out.with_suffix(".md")
+        self.values: Figures = {**about, "complete": False, "shapes": {}}
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+    def run(self, where: Figures, name: str, part: Callable[[], Any]) -> None:
+        """Run a part, keep its figures as ``where[name]``, and write all."""
+        began = time.perf_counter()
+        try:
+            where[name] = part()
+        except Exception as error:  # an hour's figures must not be lost to one kernel that is missing
+            where[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}
+        print(f"{name}: {time.perf_counter() - began:.1f} s {where[name].get('error', '')}", file=sys.stderr)
+        self.write()
+
+    def write(self) -> None:
+        for path, text in ((self.json, json.dumps(self.values, indent=2) + "\n"), (self.markdown, page(self.values))):
+            part = path.with_name(path.name + ".part")
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+
+
+# -- Parts -------------------------------------------------------------------------------------------------------------
+
+
+def plain(engine: Engine, prompt: list[int], new: int, repeats: int, speed: float) -> Figures:
+    """Plain decoding against the time that reading the weights takes; the keys and values come on top."""
+    target: Any = engine.target
+    memory, seconds = MemoryMeter(target.device), []
+    memory.reset()
+    for repeat in range(-1, repeats):
+        out = engine.with_drafter("none").generate(prompt, new)
+        if repeat >= 0:
+            seconds.append(out.stats.seconds.decode)
+    tokens_per_second = new / statistics.median(seconds)
+    weights = weight_bytes(target.model)
+    return {
+        "context": len(prompt),
+        "tokens_per_second": tokens_per_second,
+        "weight_bytes": weights,
+        "bandwidth_share": tokens_per_second * weights / speed,
+        "peak_bytes": memory.read(),
+    }
+
+
+def cost(target: TransformersTarget, context: int, rows: list[int], backend: str, repeats: int) -> Figures:
+    """T(rows) after ``context`` tokens, in seconds and in forwards of one row."""
+    text = random_prompt(target.vocab_size, context)
+    seconds = measure_cost(target, text, sorted({1, *rows}), repeats=repeats, backend=backend)
+    return {
+        "context": context,
+        "backend": backend,
+        "seconds": seconds,
+        "ratio": {count: taken / seconds[1] for count, taken in seconds.items()},
+    }
+
+
+def oracle(engine: Engine, prompt: list[int], new: int, repeats: int) -> Figures:
+    points = sweep_oracle(engine, [prompt], max_new_tokens=new, repeats=repeats)
+    return {"points": [asdict(p) | {"kept": p.kept, "engine_share": p.engine_share} for p in points]}
+
+
+def lookahead(engine: Engine, prompt: list[int], new: int, repeats: int) -> Figures:
+    """(15, 5, 15) against plain decoding, in turn. Random weights have no n-grams: look at what a step costs."""
+    systems = {"none": engine.with_drafter("none"), "lookahead": engine.with_drafter(LOOKAHEAD)}
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    outs = {}
+    for repeat in range(-1, repeats):
+        for name, system in systems.items():
+            out = outs[name] = system.generate(prompt, new)
+            if repeat >= 0:
+                seconds[name].append(out.stats.seconds.decode)
+    time_of, stats = {n: statistics.median(s) for n, s in seconds.items()}, outs["lookahead"].stats
+    steps = time_of["lookahead"] / stats.steps, time_of["none"] / outs["none"].stats.steps
+    return {
+        "tokens_per_step": stats.tokens_per_step,
+        "rows_per_step": stats.rows_per_step,
+        "speedup": time_of["none"] / time_of["lookahead"],
+        "step_cost": steps[0] / steps[1],
+        "draft_share": stats.seconds.draft / stats.seconds.decode,
+        "same": outs["lookahead"].token_ids == outs["none"].token_ids,
+    }
+
+
+def bench_shape(report: Report, shape: str, args: argparse.Namespace) -> None:
+    """All parts for one shape; its model is made here, and gone afterwards."""
+    found: Figures = report.values["shapes"].setdefault(shape, {})
+    made: list[TransformersTarget] = []
+
+    def build() -> Figures:
+        model = random_model(shape, getattr(torch, args.dtype), args.device)
+        made.append(TransformersTarget(model, optimize=args.optimize))
+        return {"parameters": sum(p.numel() for p in model.parameters()), "lowering": args.optimize}
+
+    report.run(found, "model", build)
+    if not made:
+        return
+    engine = Engine(made.pop())
+    prompt = random_prompt(engine.target.vocab_size, args.prompt_tokens)
+    speed = report.values["bandwidth"].get("bytes_per_second", float("nan"))
+    report.run(found, "plain", lambda: plain(engine, prompt, args.max_new_tokens, args.repeats, speed))
+    for context in args.contexts:
+        for backend in args.backends:
+            target: Any = engine.target
+            report.run(
+                found,
+                f"rows, {context} tokens, {backend}",
+                lambda t=target, c=context, b=backend: cost(t, c, args.rows, b, 10 * args.repeats),
+            )
+    report.run(found, "oracle", lambda: oracle(engine, prompt, args.max_new_tokens, args.repeats))
+    report.run(found, "lookahead", lambda: lookahead(engine, prompt, args.max_new_tokens, args.repeats))
+
+
+# -- The page ----------------------------------------------------------------------------------------------------------
+
+
+def goals(found: Figures) -> dict[str, float]:
+    """The figures of one shape that goals are about, as far as they are there."""
+    values: dict[str, float] = {}
+    if "bandwidth_share" in found.get("plain", {}):
+        values[BANDWIDTH] = found["plain"]["bandwidth_share"]
+    seconds = [p["seconds"] for p in costs(found) if p["context"] == GOAL_CONTEXT and GOAL_ROWS in p["seconds"]]
+    if seconds:  # the best backend for many rows need not be the best for one
+        values[ROWS] = min(s[GOAL_ROWS] for s in seconds) / min(s[1] for s in seconds)
+    if found.get("oracle", {}).get("points"):
+        values[ORACLE] = min(point["kept"] for point in found["oracle"]["points"])
+    return values
+
+
+def costs(found: Figures) -> list[Figures]:
+    return [part for name, part in found.items() if name.startswith("rows") and "ratio" in part]
+
+
+def page(values: Figures) -> str:
+    """The report as Markdown."""
+    about, speed = values["environment"], values.get("bandwidth", {})
+    lines = ["# specdec on a GPU", ""]
+    if not values["complete"]:
+        lines += ["This run is not finished.", ""]
+    lines += [
+        f"{caption(about)}; CUDA {about['cuda']}, Python {about['python']}, {about['cpu']}, {about['cores']} cores.",
+        "",
+        f"`{values['command']}`",
+        "",
+    ]
+    if "bytes_per_second" in speed:
+        lines += [f"Memory bandwidth, measured: {speed['bytes_per_second'] / 1e9:.0f} GB/s.", ""]
+    for shape, found in values["shapes"].items():
+        lines += [f"## {shape}", "", *shape_page(found)]
+    return "\n".join(lines)
+
+
+def shape_page(found: Figures) -> Iterable[str]:
+    values = goals(found)
+    table = [
+        [goal, f"{way} {bound:.2f}", f"{values[goal]:.3f}", "yes" if good(values[goal], bound, way) else "no"]
+        for goal, (bound, way) in GOALS.items()
+        if goal in values
+    ]
+    yield from sheet(["goal", "bound", "measured", "reached"], table)
+    if "tokens_per_second" in (part := found.get("plain", {})):
+        weights, peak = part["weight_bytes"] / 1e9, (part["peak_bytes"] or 0) / 1e9
+        yield f"Plain decoding after {part['context']} tokens: {part['tokens_per_second']:.1f} tokens/s;"
+        yield f"{weights:.2f} GB of weights read a token; {peak:.2f} GB at the peak."
+        yield ""
+    if costs(found):
+        counts = list(costs(found)[0]["ratio"])
+        body = [
+            [str(p["context"]), p["backend"], f"{1e3 * p['seconds'][1]:.2f}", *(f"{p['ratio'][n]:.2f}" for n in counts)]
+            for p in costs(found)
+        ]
+        yield from sheet(["context", "attention", "T(1), ms", *(f"T({n}) / T(1)" for n in counts)], body)
+    if points := found.get("oracle", {}).get("points"):
+        names = ("depth", "accuracy", "tokens_per_step", "speedup", "kept", "row_cost", "engine_share")
+        titles = ["depth", "accuracy", "tokens/step", "speedup", "speedup / tokens", "T(rows) / T(1)", "engine"]
+        yield from sheet(titles, [[f"{point[name]:.3g}" for name in names] for point in points])
+    if "speedup" in (part := found.get("lookahead", {})):
+        tokens, rows = part["tokens_per_step"], part["rows_per_step"]
+        yield f"Lookahead (15, 5, 15): {tokens:.2f} tokens and {rows:.0f} rows a step;"
+        yield f"a step takes {part['step_cost']:.2f} plain ones, {part['draft_share']:.0%} of it for drafting;"
+        yield f"{part['speedup']:.2f} x plain decoding, and the text is {'the same' if part['same'] else 'another'}."
+        yield ""
+    for name, part in found.items():
+        if "error" in part:
+            yield f"- {name} failed: {part['error']}"
+            yield ""
+
+
+def good(value: float, bound: float, way: str) -> bool:
+    return value >= bound if way == "at least" else value <= bound
+
+
+def sheet(titles: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table, or nothing."""
+    if not rows:
+        return []
+    lines = [titles, ["---"] * len(titles), *rows]
+    return [*("| " + " | ".join(cells) + " |" for cells in lines), ""]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    def listed(text: str) -> list[str]:
+        return [part for part in text.split(",") if part]
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in listed(text)]
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_bench"), help="report: OUT.json and OUT.md")
+    shapes = ["mistral-7b", "llama-7b"]
+    parser.add_argument("--shapes", type=listed, default=shapes, help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--optimize", choices=("auto", "off"), default="auto", help="off: transformers' own layers")
+    parser.add_argument("--backends", type=listed, default=list(BACKENDS), help="of the attention")
+    parser.add_argument("--contexts", type=numbers, default=[512, 1024, 4096, 16384])
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args(arguments)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("no CUDA device here; try the parts with --device cpu --shapes toy --dtype float32")
+    for given, known in ((args.shapes, SHAPES), (args.backends, BACKENDS), ([args.dtype], DTYPES[1:])):
+        if odd := [name for name in given if name not in known]:
+            parser.error(f"{odd[0]!r} is none of {', '.join(known)}")
+    transformers.utils.logging.set_verbosity_error()
+    device = torch.device(args.device)
+    command = " ".join(["python scripts/gpu_bench.py", *(sys.argv[1:] if arguments is None else arguments)])
+    report = Report(args.out, {"command": command, "environment": describe_environment(device)})
+    report.run(
+        report.values, "bandwidth", lambda: measure_bandwidth(device, 1 << (32 if device.type == "cuda" else 24))
+    )
+    for shape in args.shapes:
+        bench_shape(report, shape, args)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    report.values["complete"] = True
+    report.write()
+    print(report.markdown.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Oracle: a drafter that knows the answer, and is right as often as it is told to be.
+
+Speed by acceptance is what trained drafters are compared on, and acceptance they buy with training. The oracle sets it,
+costs nothing, and so shows what the engine makes of it: at T tokens per step nothing can be faster than T times plain
+decoding, and what is missing from that is the target's time for more rows, and the engine's own.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specdec.bench.cost import measure_cost
+from specdec.draft import Draft
+from specdec.drafter import Context, Observation
+from specdec.engine import Engine
+from specdec.errors import ConfigError
+from specdec.results import Generation
+from specdec.sampling import SamplingParams
+from specdec.target import TransformersTarget
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Oracle", "OraclePoint", "draw_oracle", "expected_tokens", "sweep_oracle"]
+
+
+class Oracle:
+    """Proposes a chain of the known answer's next tokens, each of them right with probability ``accuracy``.
+
+    Args:
+        answers: prompt -> plain decoding's new tokens, with the same sampling.
+        accuracy: probability that a token is right, whatever came before it in the chain.
+        depth: tokens of a chain.
+        seed: of the mistakes; every generation from one prompt makes the same ones.
+
+    Raises:
+        ConfigError: an accuracy or a depth that cannot be.
+    """
+
+    name = "oracle"
+    taps: frozenset[int] = frozenset()
+
+    def __init__(
+        self, answers: Mapping[tuple[int, ...], Sequence[int]], *, accuracy: float = 1.0, depth: int = 4, seed: int = 0
+    ) -> None:
+        if not 0 <= accuracy <= 1:
+            raise ConfigError(f"oracle.accuracy is {accuracy}; it must be in [0, 1]")
+        if depth < 1:
+            raise ConfigError(f"oracle.depth is {depth}; it must be at least 1")
+        self.answers, self.accuracy, self.depth, self.seed = answers, accuracy, depth, seed
+
+    def start(self, context: Context) -> OracleSession:
+        prompt = tuple(context.tokens)
+        if prompt not in self.answers:
+            raise ConfigError(
+                f"the oracle knows {len(self.answers)} prompts, and none is this one of {len(prompt)} tokens; "
+                "decode it with drafter='none' first and give it the answer"
+            )
+        return OracleSession(self, context, [*prompt, *self.answers[prompt]])
+
+
+class OracleSession:
+    def __init__(self, oracle: Oracle, context: Context, text: list[int]) -> None:
+        self._oracle, self._context, self._text = oracle, context, text
+        self._rng = random.Random(oracle.seed)
+
+    def propose(self, room: int) -> Draft:
+        known, size = len(self._context.tokens), self._context.target.vocab_size
+        depth = min(self._oracle.depth, self._context.remaining - 1, room - 1)
+        chain = [self._context.root]
+        for token in self._text[known : known + depth]:
+            chain.append(token if self._rng.random() < self._oracle.accuracy else (token + 1) % size)
+        return Draft.chain(chain)
+
+    def observe(self, seen: Observation) -> None:
+        pass
+
+
+def expected_tokens(accuracy: float, depth: int) -> float:
+    """Tokens per step, the bonus token counted: 1 + a + a^2 + ... + a^depth."""
+    return sum(accuracy**length for length in range(depth + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OraclePoint:
+    """What the engine made of one accuracy at one depth.
+
+    Attributes:
+        speedup: against plain decoding in the same run, the prefill left out.
+        row_cost: a forward of depth + 1 rows by one of one row, with nothing around it.
+        same: whether every text was plain decoding's.
+    """
+
+    depth: int
+    accuracy: float
+    tokens_per_step: float
+    rows_per_step: float
+    speedup: float
+    row_cost: float
+    same: bool
+
+    @property
+    def kept(self) -> float:
+        """Speedup by tokens per step: 1 where rows and engine cost nothing."""
+        return self.speedup / self.tokens_per_step
+
+    @property
+    def engine_share(self) -> float:
+        """The same with the rows' own cost taken out: 1 where the engine adds the same share to every step.
+
+        Above 1 where what it adds is fixed, and so weighs less on a step of many rows than on a plain one.
+        """
+        return self.kept * self.row_cost
+
+
+Setting = tuple[int, float]  # depth, accuracy
+_PLAIN: Setting = (0, 0.0)
+
+
+def sweep_oracle(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    accuracies: Sequence[float] = (0.5, 0.7, 0.9, 1.0),
+    depths: Sequence[int] = (4, 8),
+    max_new_tokens: int = 128,
+    repeats: int = 5,
+    sampling: SamplingParams | None = None,
+    on_round: Callable[[], object] = lambda: None,
+) -> list[OraclePoint]:
+    """Every accuracy at every depth against plain decoding: interleaved, medians by prompt; one round warms up."""
+    plain = engine.with_drafter("none")
+    answers = {tuple(prompt): plain.generate(prompt, max_new_tokens, sampling).token_ids for prompt in prompts}
+    settings = [(depth, accuracy) for depth in depths for accuracy in accuracies]
+    engines = {_PLAIN: plain} | {
+        (depth, accuracy): engine.with_drafter(Oracle(answers, accuracy=accuracy, depth=depth))
+        for depth, accuracy in settings
+    }
+    taken: dict[tuple[Setting, int], list[float]] = {}
+    outs: dict[tuple[Setting, int], Generation] = {}
+    middle = [*prompts[0], *answers[tuple(prompts[0])][: max_new_tokens // 2]]  # a typical context
+    costs: list[dict[int, float]] = []
+    for repeat in range(-1, repeats):
+        for place, prompt in enumerate(prompts):
+            for setting, system in engines.items():
+                out = outs[setting, place] = system.generate(prompt, max_new_tokens, sampling)
+                if repeat >= 0:
+                    taken.setdefault((setting, place), []).append(out.stats.seconds.decode)
+            on_round()
+        costs.append(_row_costs(engine, middle, depths))
+    seconds = {s: sum(statistics.median(taken[s, place]) for place in range(len(prompts))) for s in engines}
+    points = []
+    for setting in settings:
+        mine = [outs[setting, place] for place in range(len(prompts))]
+        steps = sum(out.stats.steps for out in mine)
+        points.append(
+            OraclePoint(
+                depth=setting[0],
+                accuracy=setting[1],
+                tokens_per_step=sum(out.stats.new_tokens for out in mine) / steps,
+                rows_per_step=sum(sum(out.stats.rows) for out in mine) / steps,
+                speedup=seconds[_PLAIN] / seconds[setting],
+                row_cost=statistics.median(cost[setting[0]] for cost in costs),
+                same=all(out.token_ids == answers[tuple(p)] for out, p in zip(mine, prompts, strict=True)),
+            )
+        )
+    return points
+
+
+def _row_costs(engine: Engine, text: Sequence[int], depths: Sequence[int]) -> dict[int, float]:
+    """Depth -> a bare forward of so many rows and the root, in forwards of one row."""
+    assert isinstance(engine.target, TransformersTarget)
+    seconds = measure_cost(engine.target, text, sorted({1, *(depth + 1 for depth in depths)}), repeats=10)
+    return {depth: seconds[depth + 1] / seconds[1] for depth in depths}
+
+
+def draw_oracle(points: Sequence[OraclePoint], title: str, caption: str) -> Figure:
+    """Speedup against tokens per step, a line per depth; dashed where every token saved is time saved."""
+    from specdec.bench.figures import new_figure
+
+    figure = new_figure(5.6, 4.2)
+    axes = figure.subplots()
+    most = max(point.tokens_per_step for point in points)
+    axes.plot([1, most], [1, most], color="#777777", lw=1, ls="--", label="nothing lost")
+    for depth, colour in zip(dict.fromkeys(p.depth for p in points), ("#0072B2", "#D55E00", "#009E73"), strict=False):
+        mine = [point for point in points if point.depth == depth]
+        x, y = [point.tokens_per_step for point in mine], [point.speedup for point in mine]
+        axes.plot(x, y, color=colour, marker="o", ms=5, label=f"depth {depth}")
+        for point in mine:
+            place = (point.tokens_per_step, point.speedup)
+            axes.annotate(f"{point.accuracy:g}", place, xytext=(4, -10), textcoords="offset points", fontsize=7)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel("tokens per step", fontsize=9)
+    axes.set_ylabel("speed, plain decoding = 1", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(color="#E5E5E5", lw=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.supxlabel(caption, fontsize=6.5, color="#666666", x=0.01, ha="left")
+    return figure

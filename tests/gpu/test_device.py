@@ -1,0 +1,178 @@
+"""On a CUDA device: the same promises as on a CPU, with the device's own kernels."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec import Draft, Engine, SamplingParams, TransformersTarget
+from specdec.attention import BACKENDS, attend
+from specdec.bench.shapes import random_model, random_prompt
+from specdec.block import Block
+from specdec.cache import KVCache, LayerSpec
+from specdec.draft import ancestors
+from specdec.registry import drafter_names
+from specdec.sampling import Noise
+from tests.models import new_model, prompt_of, reference, settings_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = torch.device("cuda")
+FAMILIES = ("llama", "mistral", "gemma2")
+PROMPTS = (prompt_of(1), prompt_of(40))
+NEW = 50
+
+
+@cache
+def target_of(family: str, attention: str = "auto", optimize: str = "off") -> TransformersTarget:
+    return TransformersTarget(new_model(family, torch.float32).to(DEVICE), attention=attention, optimize=optimize)
+
+
+@cache
+def greedy(family: str, prompt: tuple[int, ...]) -> list[int]:
+    return reference(target_of(family).model, prompt, NEW)
+
+
+# -- Text --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("attention", "optimize"), [("sdpa", "off"), ("split", "auto"), ("auto", "auto")])
+@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafter_changes_no_token(family: str, drafter: str, attention: str, optimize: str, tmp_path: Path) -> None:
+    target = target_of(family, attention, optimize)
+    assert target.device.type == target.head_device.type == DEVICE.type
+    for settings in settings_of(drafter, target, tmp_path):
+        for prompt in PROMPTS:
+            out = Engine(target, None, settings, max_rows=24, prefill_chunk=16).generate(prompt, NEW)
+            assert out.token_ids == greedy(family, prompt), settings
+
+
+@pytest.mark.parametrize("drafter", ["jacobi", "lookahead", "prompt_lookup", "suffix_automaton"])
+def test_a_seed_is_one_text(drafter: str) -> None:
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=3)
+    engine = Engine(target_of("mistral"))
+    plain = engine.generate(PROMPTS[1], NEW, sampling).token_ids
+    assert engine.with_drafter(drafter).generate(PROMPTS[1], NEW, sampling).token_ids == plain
+
+
+def test_noise_is_the_cpu_s() -> None:
+    here, there = (Noise(5, 1000, torch.device(device)).gumbel(17) for device in (DEVICE, "cpu"))
+    assert torch.allclose(here.cpu(), there, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_half_precision_writes_a_text_without_ties(attention: str, dtype: torch.dtype) -> None:
+    """The benchmark's random model is sure of every token, so that no kernel's rounding shows."""
+    target = TransformersTarget(random_model("toy", dtype, DEVICE), attention=attention, optimize="auto")
+    prompt = random_prompt(256, 300)
+    expected = Engine(TransformersTarget(random_model("toy"))).generate(prompt, 100).token_ids
+    for drafter in ("none", "lookahead", "token_recycling"):
+        assert Engine(target, None, drafter).generate(prompt, 100).token_ids == expected
+
+
+@pytest.mark.skipif("compile" not in inspect.signature(TransformersTarget).parameters, reason="there is no such option")
+@pytest.mark.parametrize("drafter", ["none", "lookahead", "prompt_lookup", "token_recycling"])
+def test_compiled_step_changes_no_token(drafter: str) -> None:
+    options = {"compile": True}
+    target = TransformersTarget(new_model("llama", torch.float32).to(DEVICE), **options)
+    assert Engine(target, None, drafter).generate(PROMPTS[1], NEW).token_ids == greedy("llama", PROMPTS[1])
+
+
+# -- Attention ---------------------------------------------------------------------------------------------------------
+
+# What a softmax over [-1, 1] values may be off by, in one dtype.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TREES = {
+    "root": [-1],
+    "chain": list(range(-1, 15)),
+    "tree": [-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 9, 10, 8, 12, 5],
+    "wide": [-1, *([0] * 40), *range(1, 41)],
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("length", [0, 1, 100, 1500])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_see_their_ancestors_and_the_window(
+    backend: str, window: int | None, length: int, tree: str, dtype: torch.dtype
+) -> None:
+    """Eight query heads on two key heads of width 64, against one masked softmax in float64."""
+    parents = TREES[tree]
+    rows, total = len(parents), length + len(parents)
+    generator = torch.Generator().manual_seed(length)
+    keys, values, query = (
+        (torch.rand(1, heads, count, 64, generator=generator) * 2 - 1).to(DEVICE, dtype)
+        for heads, count in ((2, total), (2, total), (8, rows))
+    )
+    store = KVCache([LayerSpec(2, 64, 64, window, DEVICE, dtype)], capacity=length + 1, rows=128)
+    for start in range(0, length, 100):
+        count = min(100, length - start)
+        store.write(0, keys[:, :, start : start + count], values[:, :, start : start + count], start)
+        store.commit(range(count))
+    draft = Draft([0] * rows, parents)
+    block = Block.of(draft, store, DEVICE, backend)
+    block.update(keys[:, :, length:], values[:, :, length:], 0)
+    output = attend(query * 3, block, 0, 64**-0.5)
+    assert output.dtype == dtype
+    expected = naive(query * 3, keys, values, draft, length, window)
+    assert (output.double() - expected).abs().max() < TOLERANCE[dtype]
+
+
+def naive(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, draft: Draft, length: int, window: int | None
+) -> torch.Tensor:
+    """[1, 8, T, 64] float64, the mask written out."""
+    depths = torch.tensor(draft.depths, device=DEVICE)
+    own, seen = length + depths[:, None], torch.cat([torch.arange(length, device=DEVICE), length + depths])
+    mask = torch.ones(len(draft), len(seen), dtype=torch.bool, device=DEVICE)
+    mask[:, length:] = torch.from_numpy(ancestors(draft.parents)).to(DEVICE)
+    if window is not None:
+        mask &= own - seen < window
+    k, v = (x.double().repeat_interleave(4, 1) for x in (keys, values))
+    scores = (query.double() @ k.transpose(2, 3) * 64**-0.5).masked_fill(~mask, -torch.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+# -- Memory ------------------------------------------------------------------------------------------------------------
+
+
+def peak(target: TransformersTarget, new: int, prompt: int = 5) -> int:
+    """Bytes of the device's memory that a generation adds at its peak."""
+    engine = Engine(target, None, "prompt_lookup", max_rows=16, prefill_chunk=64)
+    engine.generate(prompt_of(5), 8)  # workspaces of the libraries stay
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert len(engine.generate(prompt_of(prompt), new).token_ids) == new
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_rolling_buffer_stays() -> None:
+    """Eight windows' length and thirty-two: the same bytes, where a cache of the whole text grows."""
+    ring = TransformersTarget(
+        new_model("mistral", torch.float32, sliding_window=64, max_position_embeddings=4096).to(DEVICE)
+    )
+    whole = TransformersTarget(
+        new_model("mistral", torch.float32, sliding_window=None, max_position_embeddings=4096).to(DEVICE)
+    )
+    grown = 3 * 2 * 2 * 8 * 4 * (2048 - 512)  # layers, keys and values, heads, width, bytes
+    assert peak(whole, 2048) - peak(whole, 512) >= grown
+    assert abs(peak(ring, 2048) - peak(ring, 512)) < grown // 8
+
+
+def test_prefill_memory_does_not_grow_with_the_prompt() -> None:
+    target = TransformersTarget(
+        new_model("mistral", torch.float32, sliding_window=64, max_position_embeddings=4096).to(DEVICE)
+    )
+    assert abs(peak(target, 8, prompt=3000) - peak(target, 8, prompt=500)) < 1 << 16

@@ -1,0 +1,146 @@
+"""The download of Spec-Bench's questions, from a server on this machine: whole, broken off, wrong, and not at all."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.bench.download import download_spec_bench, spec_bench_path
+from specdec.bench.questions import find_questions
+from specdec.errors import ConfigError
+
+GROUPS = ("writing", "translation", "summarization", "qa", "math_reasoning", "rag")
+
+
+def questions(per_group: int = 80) -> bytes:
+    groups = [group for group in GROUPS for _ in range(per_group)]
+    lines = [{"question_id": n, "category": group, "turns": ["?"]} for n, group in enumerate(groups)]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+@dataclass
+class Site:
+    """What the server sends: ``content``, of which each answer ends after ``most`` bytes."""
+
+    url: str = ""
+    content: bytes = field(default_factory=questions)
+    most: int | None = None
+    ranges: bool = True
+    status: int | None = None
+    asked: list[str | None] = field(default_factory=list)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    site = Site()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            wanted = self.headers["Range"]
+            site.asked.append(wanted)
+            start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and site.ranges else 0
+            if site.status or start >= len(site.content):
+                self.send_error(site.status or 416)
+                return
+            rest = site.content[start:]
+            self.send_response(206 if start else 200)
+            self.send_header("Content-Length", str(len(rest)))
+            self.end_headers()
+            self.wfile.write(rest[: site.most])
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        site.url = f"http://127.0.0.1:{server.server_port}/question.jsonl"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield site
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def left() -> list[str]:
+    """Names of what lies in the cache's folder."""
+    return sorted(file.name for file in spec_bench_path().parent.iterdir())
+
+
+def test_file_is_kept_with_its_checksum(site: Site) -> None:
+    path, digest = download_spec_bench(url=site.url)
+    assert path.read_bytes() == site.content
+    assert find_questions("spec_bench") == path
+    assert left() == ["question.jsonl", "question.sha256"]
+    assert download_spec_bench(digest.upper(), url=site.url) == (path, digest)
+    assert len(site.asked) == 1  # the second call had it already
+    with pytest.raises(ConfigError, match=f"has the SHA-256 {digest}, not {'0' * 64}; delete it and fetch it again"):
+        download_spec_bench("0" * 64, url=site.url)
+    path.write_text(path.read_text().replace("?", "!"))  # still a good file, but not the one that was fetched
+    with pytest.raises(ConfigError, match=r"question.jsonl' has the SHA-256 .*; delete it and fetch it again"):
+        download_spec_bench(url=site.url)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_broken_connection_leaves_no_file_and_the_next_call_goes_on(site: Site, ranges: bool) -> None:
+    site.most, site.ranges = 1000, ranges
+    with pytest.raises(ConfigError, match=rf"ended after 1000 of {len(site.content)} bytes; run this again, and it go"):
+        download_spec_bench(url=site.url)
+    assert left() == ["question.part.jsonl"]
+    with pytest.raises(ConfigError, match=r"run `specdec bench --download`"):
+        find_questions("spec_bench")
+    site.most = None
+    path, _ = download_spec_bench(url=site.url)
+    assert path.read_bytes() == site.content
+    assert site.asked == [None, "bytes=1000-"]
+    assert left() == ["question.jsonl", "question.sha256"]
+
+
+def test_part_that_is_no_beginning_of_the_file(site: Site) -> None:
+    """A longer one is fetched anew at once; one with other content is found by the checks, and thrown away."""
+    part = spec_bench_path().with_suffix(".part.jsonl")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(site.content + b"more")
+    assert download_spec_bench(url=site.url)[0].read_bytes() == site.content
+    spec_bench_path().unlink()
+    part.write_bytes(b"x" * 1000)
+    with pytest.raises(ConfigError, match=r"question\.part\.jsonl, line 1"):
+        download_spec_bench(url=site.url)
+    assert download_spec_bench(url=site.url)[0].read_bytes() == site.content
+
+
+def test_wrong_checksum_leaves_nothing(site: Site) -> None:
+    with pytest.raises(ConfigError, match=rf"what {site.url} sent has the SHA-256 .*; look at the sum that you gave"):
+        download_spec_bench("0" * 64, url=site.url)
+    assert left() == []
+
+
+def test_wrong_count_leaves_nothing(site: Site) -> None:
+    site.content = questions(per_group=3)
+    with pytest.raises(ConfigError, match=r"is not Spec-Bench's file: it has {.*'qa': 3.*and 80 questions are wanted"):
+        download_spec_bench(url=site.url)
+    assert left() == []
+
+
+def test_page_in_place_of_the_file_leaves_nothing(site: Site) -> None:
+    site.content = b"<html>Please log in</html>"
+    with pytest.raises(ConfigError, match="line 1"):
+        download_spec_bench(url=site.url)
+    assert left() == []
+
+
+def test_without_the_file_or_a_server_it_says_where_to_put_the_file(site: Site) -> None:
+    site.status = 404
+    for url in (site.url, "http://127.0.0.1:9/question.jsonl", "nonsense"):
+        with pytest.raises(ConfigError, match=rf"cannot fetch {url}: .* save the file as") as caught:
+            download_spec_bench(url=url)
+        assert str(spec_bench_path()) in str(caught.value)

@@ -1,0 +1,155 @@
+"""The benchmark's oracle, and the random models that it is run on: known texts, whatever the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Engine, SamplingParams, TransformersTarget
+from specdec.bench.cost import weight_bytes
+from specdec.bench.oracle import Oracle, OraclePoint, draw_oracle, expected_tokens, sweep_oracle
+from specdec.bench.shapes import SHAPES, random_model, random_prompt
+from specdec.errors import ConfigError
+
+PROMPT = random_prompt(SHAPES["toy"].vocab_size, 20)
+NEW = 120
+
+
+@pytest.fixture(scope="module")
+def toy() -> Engine:
+    return Engine(TransformersTarget(random_model("toy"), optimize="auto"))
+
+
+@pytest.fixture(scope="module")
+def answer(toy: Engine) -> list[int]:
+    return toy.generate(PROMPT, NEW).token_ids
+
+
+@pytest.mark.parametrize("depth", [1, 4, 7])
+def test_accuracy_sets_the_tokens_per_step(toy: Engine, answer: list[int], depth: int) -> None:
+    for accuracy in (0.0, 0.5, 0.9, 1.0):
+        lengths: list[int] = []
+        for seed in range(3):
+            oracle = Oracle({tuple(PROMPT): answer}, accuracy=accuracy, depth=depth, seed=seed)
+            out = toy.with_drafter(oracle).generate(PROMPT, NEW)
+            assert out.token_ids == answer
+            lengths += out.stats.acceptance_lengths[:-1]  # the last one is cut
+        mean = sum(lengths) / len(lengths)
+        assert mean == pytest.approx(expected_tokens(accuracy, depth), rel=0.15 if 0 < accuracy < 1 else 0)
+
+
+def test_expected_tokens() -> None:
+    assert expected_tokens(0.5, 2) == 1.75
+    assert [expected_tokens(a, 4) for a in (0.0, 1.0)] == [1, 5]
+
+
+def test_known_text_may_be_sampled(toy: Engine) -> None:
+    sampling = SamplingParams(temperature=100.0, seed=3)  # hot, for the toy is very sure of itself
+    text = toy.generate(PROMPT, 40, sampling).token_ids
+    out = toy.with_drafter(Oracle({tuple(PROMPT): text}, depth=3)).generate(PROMPT, 40, sampling)
+    assert out.token_ids == text != toy.generate(PROMPT, 40).token_ids
+    assert out.stats.acceptance_lengths == [4] * 10
+
+
+def test_mistakes_are_the_same_each_time(toy: Engine, answer: list[int]) -> None:
+    """So that the repeats of a measurement do the same work."""
+    engine = toy.with_drafter(Oracle({tuple(PROMPT): answer}, accuracy=0.6))
+    first, second = (engine.generate(PROMPT, NEW).stats.acceptance_lengths for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accuracy": 1.5}, r"oracle.accuracy is 1.5; it must be in \[0, 1\]"),
+        ({"accuracy": -0.1}, "oracle.accuracy is -0.1"),
+        ({"depth": 0}, "oracle.depth is 0; it must be at least 1"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Oracle({}, **options)
+
+
+def test_unknown_prompt(toy: Engine, answer: list[int]) -> None:
+    with pytest.raises(ConfigError, match="knows 1 prompts, and none is this one of 3 tokens; decode it with drafter"):
+        toy.with_drafter(Oracle({tuple(PROMPT): answer})).generate([1, 2, 3], 8)
+
+
+def test_sweep(toy: Engine) -> None:
+    prompts = [PROMPT, random_prompt(256, 10, seed=1)]
+    rounds: list[int] = []
+    points = sweep_oracle(
+        toy,
+        prompts,
+        accuracies=(0.5, 1.0),
+        depths=(2, 4),
+        max_new_tokens=30,
+        repeats=1,
+        on_round=lambda: rounds.append(1),
+    )
+    assert len(rounds) == 4
+    assert [(p.depth, p.accuracy) for p in points] == [(2, 0.5), (2, 1.0), (4, 0.5), (4, 1.0)]
+    assert all(p.same and p.speedup > 0 and p.row_cost > 0 for p in points)
+    assert points[1].tokens_per_step == 3.0
+    assert points[3].tokens_per_step == 5.0
+    assert points[2].rows_per_step == pytest.approx(5, abs=0.5)
+
+
+def test_point_takes_the_speedup_apart() -> None:
+    point = OraclePoint(
+        depth=4, accuracy=1.0, tokens_per_step=5.0, rows_per_step=5.0, speedup=4.0, row_cost=1.2, same=True
+    )
+    assert point.kept == pytest.approx(0.8)  # of the five tokens, the worth of four
+    assert point.engine_share == pytest.approx(0.96)  # of which rows cost 1.2 explains all but 4 %
+
+
+def test_figure_has_a_line_per_depth() -> None:
+    pytest.importorskip("matplotlib")
+    common: dict[str, Any] = {"rows_per_step": 5.0, "row_cost": 1.2, "same": True}
+    points = [
+        OraclePoint(depth=depth, accuracy=a, tokens_per_step=1 + depth * a, speedup=1 + a, **common)
+        for depth in (4, 8)
+        for a in (0.5, 1.0)
+    ]
+    (axes,) = draw_oracle(points, "title", "caption").axes
+    assert [line.get_label() for line in axes.lines] == ["nothing lost", "depth 4", "depth 8"]
+
+
+# -- Random models -----------------------------------------------------------------------------------------------------
+
+
+def test_text_of_a_random_model_is_one_cycle(toy: Engine) -> None:
+    """Through the whole vocabulary, from any token, and the same in every dtype and with every layer."""
+    text = toy.generate([5], 256).token_ids
+    assert sorted(text) == list(range(256))
+    assert text[-1] == 5
+    for dtype, optimize in ((torch.bfloat16, "auto"), (torch.float64, "off")):
+        other = Engine(TransformersTarget(random_model("toy", dtype), optimize=optimize))
+        assert other.target.dtype == dtype
+        assert other.generate([5], 256).token_ids == text
+    assert Engine(TransformersTarget(random_model("toy", seed=1))).generate([5], 256).token_ids != text
+
+
+def test_layers_do_not_drown_the_embedding() -> None:
+    """What the layers add must stay small against it at 32 layers too; at the toy's 2 it is next to nothing."""
+    model = random_model("toy")
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        last = model(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True).hidden_states[-1]
+        likeness = torch.cosine_similarity(model.get_input_embeddings()(ids), last, dim=-1)
+    assert likeness.min() > 1 - 1e-5
+
+
+@pytest.mark.parametrize(("shape", "billions", "read"), [("mistral-7b", 7.24, 14.22), ("llama-7b", 6.74, 13.21)])
+def test_large_shapes_have_the_published_sizes(shape: str, billions: float, read: float) -> None:
+    model = random_model(shape, torch.bfloat16, "meta")
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert weight_bytes(model) / 1e9 == pytest.approx(read, abs=0.01)
+
+
+def test_unknown_shape() -> None:
+    with pytest.raises(ConfigError, match="unknown shape 'mistral-7'; did you mean 'mistral-7b'"):
+        random_model("mistral-7")
