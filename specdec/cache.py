@@ -21,6 +21,9 @@ from specdec.errors import DraftError
 __all__ = ["KVCache", "LayerSpec", "Slots"]
 
 
+Slices = tuple[torch.Tensor, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What one layer caches: ``heads`` key/value heads of ``key_dim`` and ``value_dim``; ``window`` None = all keys."""
@@ -50,6 +53,10 @@ class Slots:
         shape = (layers, 1, spec.heads, size)
         self.keys = torch.empty(*shape, spec.key_dim, dtype=spec.dtype, device=spec.device)
         self.values = torch.empty(*shape, spec.value_dim, dtype=spec.dtype, device=spec.device)
+
+    def slices(self, first: int, count: int) -> tuple[Slices, Slices]:
+        """Per layer, views [1, heads, count, dim] of keys and values from slot ``first`` on, cut in one go."""
+        return self.keys.narrow(3, first, count).unbind(0), self.values.narrow(3, first, count).unbind(0)
 
     def index(self, positions: Sequence[int]) -> torch.Tensor:
         """The slots of these positions, as an index tensor on the slots' device."""
@@ -82,7 +89,7 @@ class KVCache:
         of_spec = dict(zip(members, self.groups, strict=True))
         self.group_of = [of_spec[spec] for spec in specs]
         # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
-        places = [members[spec].index(layer) for layer, spec in enumerate(specs)]
+        self.place_of = places = [members[spec].index(layer) for layer, spec in enumerate(specs)]
         self.keys = [group.keys[place] for group, place in zip(self.group_of, places, strict=True)]
         self.values = [group.values[place] for group, place in zip(self.group_of, places, strict=True)]
 
