@@ -17,6 +17,7 @@ the group is folded into the query rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,14 +108,14 @@ def _folded(
     return output.reshape(1, heads * group, rows, -1)
 
 
-def merge(parts: list[Part]) -> torch.Tensor:
+def merge(parts: list[Part]) -> Part:
     """Join attention over disjoint sets of keys by the log-sum-exp of their scores."""
     output, total = parts[0]
     for part, weight in parts[1:]:
         share = torch.sigmoid(weight - total).unsqueeze(-1)  # e^w / (e^t + e^w)
         output = torch.lerp(output.to(share.dtype), part.to(share.dtype), share)
         total = torch.logaddexp(total, weight)
-    return output
+    return output, total
 
 
 def _prefers_split(query: torch.Tensor, block: Block) -> bool:
@@ -130,6 +131,10 @@ def _split(query: torch.Tensor, block: Block, layer: int, scale: float, softcap:
     kernel = _kernel(query) if softcap is None else _plain
     for first, last in layout.prefix:
         parts.append(kernel(query, keys[:, :, first:last], values[:, :, first:last], scale, None, softcap))
+    prior = merge(parts) if parts else None
+    tree = _tree_kernel(query) if softcap is None else None
+    if tree is not None:
+        return tree(query, keys, values, layout.tail, layout.mask, scale, prior)
     if isinstance(layout.tail, tuple):
         first, last = layout.tail
         keys, values = keys[:, :, first:last], values[:, :, first:last]
@@ -137,12 +142,26 @@ def _split(query: torch.Tensor, block: Block, layer: int, scale: float, softcap:
         keys, values = keys.index_select(2, layout.tail), values.index_select(2, layout.tail)
     mask = layout.mask
     if query.device.type == "cpu" and softcap is None:
-        parts.append(_cpu_flash(query, keys, values, scale, mask, causal=layout.causal))
+        own = _cpu_flash(query, keys, values, scale, mask, causal=layout.causal)
     else:
         if layout.causal:
             mask = torch.full((block.rows, block.rows), -torch.inf, dtype=query.dtype, device=query.device).triu_(1)
-        parts.append(_plain(query, keys, values, scale, mask, softcap))
-    return merge(parts).to(query.dtype)
+        own = _plain(query, keys, values, scale, mask, softcap)
+    return (own if prior is None else merge([prior, own]))[0].to(query.dtype)
+
+
+def _tree_kernel(query: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The Triton kernel for trees, on a GPU and where Triton is installed; torch's wheels for CUDA bring it."""
+    return _load_tree_kernel() if query.is_cuda and query.dtype != torch.float64 else None
+
+
+@cache
+def _load_tree_kernel() -> Callable[..., torch.Tensor] | None:
+    try:
+        from specdec.kernels.tree import tree_attention
+    except ImportError:
+        return None
+    return tree_attention
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor | None, float | None], Part]
