@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from specdec.block import Block
 from specdec.errors import ConfigError, TargetError
 
-__all__ = ["BACKENDS", "attend", "check_backend", "layer_attention", "merge"]
+__all__ = ["BACKENDS", "attend", "check_backend", "layer_attention", "merge", "mix"]
 
 BACKENDS = ("auto", "sdpa", "split")
 
@@ -73,6 +73,14 @@ def layer_attention(
         raise TargetError(f"{type(module).__name__} has attention sinks, which specdec does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(query, block, module.layer_idx, scale, softcap).transpose(1, 2), None  # type: ignore[arg-type]
+
+
+def mix(
+    block: Block, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
+) -> torch.Tensor:
+    """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
+    block.update(keys, values, layer)
+    return attend(query, block, layer, scale)
 
 
 def attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,11 +24,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from specdec.attention import check_backend, layer_attention
+from specdec.attention import check_backend, layer_attention, mix
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Draft, Entry
-from specdec.errors import CheckpointError, NumericalError, TargetError
+from specdec.errors import CheckpointError, ConfigError, NumericalError, TargetError
 from specdec.lowering import (
     LoweredLayer,
     check_kernels,
@@ -39,6 +40,7 @@ from specdec.lowering import (
 )
 from specdec.lowering.products import PRODUCTS, Part, Product
 from specdec.rotary import Rotary
+from specdec.static import Backend, StaticLayers, check_compiler
 
 __all__ = ["FINAL", "Target", "TargetOutput", "TransformersTarget", "embedded_model"]
 
@@ -121,13 +123,23 @@ class TransformersTarget:
             ``transposed`` and ``packed`` say it. With the latter two ``model`` itself still computes the same, but
             slowly if packed, and its linears' weights can no longer be changed; ``plain_model`` gives one as it was.
 
+        compile: run steps as compiled graphs of static shapes (:mod:`specdec.static`), each compiled at its first use;
+            a name is another backend of torch.compile. It needs ``optimize="auto"`` and a model whose layers are known.
+
     Raises:
+        ConfigError: an unknown choice, or ``compile`` without a compiler or for a model that it does not cover.
         TargetError: the model cannot be driven exactly; the message says which part.
         NumericalError: its own logits are NaN or infinite.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, attention: str = "auto", optimize: str = "off", kernels: str = "auto"
+        self,
+        model: PreTrainedModel,
+        *,
+        attention: str = "auto",
+        optimize: str = "off",
+        kernels: str = "auto",
+        compile: Backend = False,
     ) -> None:
         self.backend = check_backend(attention)
         check_optimize(optimize)
@@ -158,6 +170,7 @@ class TransformersTarget:
         self._angles = Rotary(self.rotary, config)
         self._norm: Callable[[torch.Tensor], torch.Tensor] = self.norm
         self._head: Product | None = None
+        self._static: StaticLayers | None = None
         self._plain: weakref.ref[PreTrainedModel] | None = None
         layer_arguments = inspect.signature(self.layers[0].forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in layer_arguments else "past_key_values"
@@ -166,8 +179,12 @@ class TransformersTarget:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, _note_layer)
         self.specs = self._self_check()
+        if compile:
+            check_compiler(compile, self.device)
         if optimize == "auto":
-            self._lower(kernels)
+            self._lower("linear" if compile else kernels)  # a compiler knows better than a packed layout
+        if compile:
+            self._compile(compile)
 
     @classmethod
     def from_pretrained(
@@ -179,6 +196,8 @@ class TransformersTarget:
         device_map: str | dict[str, Any] | None = None,
         attention: str = "auto",
         optimize: str = "auto",
+        kernels: str = "auto",
+        compile: Backend = False,
         trust_remote_code: bool = False,
     ) -> TransformersTarget:
         """Load a checkpoint: ``"tiny"`` (the embedded model), a folder, or a hub id. Safetensors only.
@@ -217,10 +236,10 @@ class TransformersTarget:
             )
         if device is not None and device_map is None:
             model = model.to(device)
-        return cls(model, attention=attention, optimize=optimize)
+        return cls(model, attention=attention, optimize=optimize, kernels=kernels, compile=compile)
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
-        return KVCache(self.specs, capacity=capacity, rows=rows)
+        return KVCache(self.specs, capacity=capacity, rows=rows, static=self._static is not None)
 
     @contextmanager
     def active(self, attention: str = _ATTENTION) -> Iterator[None]:
@@ -278,8 +297,12 @@ class TransformersTarget:
         types = self._layer_types if self._typed_rotary else None
         if types is None:
             cos, sin, signed = self._angles.of(block, hidden)
+            if self._static is not None and self._static.fits(block):
+                hidden, tapped = self._static.run(hidden, block, cos, signed, first, last, taps)
+                found |= tapped if last not in taps else {**tapped, last: hidden}
+                return hidden
             arguments["position_embeddings"] = (cos[None], sin[None])
-            rotary = {}
+            rotary, attention = {}, partial(mix, block)
         else:
             rotary = {kind: self.rotary(hidden[None], block.positions, kind) for kind in set(types[first:last])}
         for number in range(first, last):
@@ -287,7 +310,7 @@ class TransformersTarget:
                 found[number] = hidden
             layer = self._layers[number]
             if isinstance(layer, LoweredLayer):
-                hidden = layer(hidden, block, cos, signed)
+                hidden = layer(hidden, attention, cos, signed)
                 continue
             if types is not None:
                 arguments["position_embeddings"] = rotary[types[number]]
@@ -314,6 +337,27 @@ class TransformersTarget:
             plain = copy.deepcopy(self.model)
             self._plain = weakref.ref(plain)  # callers share it, and it goes with the last of them
         return plain
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, sorted by transformers' names; repacked ones are brought back one at a time."""
+        sources: dict[str, torch.Tensor | Part] = dict(self.model.named_parameters())
+        for name, module in self.model.named_modules():
+            if isinstance(module, Part):
+                sources |= {
+                    f"{name}.{kind}": module for kind in ("weight", "bias") if getattr(module, kind) is not None
+                }
+        for name in sorted(sources):
+            source = sources[name]
+            yield name, getattr(source, name.rsplit(".", 1)[-1]) if isinstance(source, Part) else source
+
+    def _compile(self, backend: Backend) -> None:
+        lowered = [layer for layer in self._layers if isinstance(layer, LoweredLayer)]
+        if len(lowered) < len(self._layers) or len({spec.device for spec in self.specs}) > 1:
+            raise ConfigError(
+                f"compile needs all layers lowered and on one device; of {self.name}'s {len(self._layers)}, "
+                f"{len(lowered)} are lowered: use optimize='auto' with a Llama, Mistral or Qwen model, or no compile"
+            )
+        self._static = StaticLayers(lowered, backend)
 
     def _lower(self, kernels: str) -> None:
         """Replace layers by their lean equivalents, each one compared with its original first."""

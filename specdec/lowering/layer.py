@@ -8,7 +8,7 @@ values written straight into their slots. Layers of other classes, quantised, of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from specdec.attention import attend
-from specdec.block import Block
 from specdec.errors import ConfigError
 from specdec.lowering.products import PRODUCTS, Linear, Product, Site, fuse
 
 __all__ = ["LoweredLayer", "LoweredNorm", "check_optimize", "lower", "lower_head", "lower_norm"]
+
+Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 
 _LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
@@ -127,7 +127,7 @@ class LoweredLayer:
         )
         self.head_norm: torch.Tensor | None = None
         if hasattr(attention, "q_norm"):
-            heads = [attention.q_norm.weight] * self.query_heads + [attention.k_norm.weight] * self.key_heads
+            heads = [attention.q_norm.weight.data] * self.query_heads + [attention.k_norm.weight.data] * self.key_heads
             self.head_norm = torch.stack(heads).unsqueeze(1)  # [Hq + Hkv, 1, head_dim]
             self.head_epsilon: float = attention.q_norm.variance_epsilon
 
@@ -144,16 +144,17 @@ class LoweredLayer:
         for product, sites in zip(self.products, self._sites, strict=True):
             product.install(sites)
 
-    def __call__(
-        self, residual: torch.Tensor, block: Block, cos: torch.Tensor, signed_sin: torch.Tensor
-    ) -> torch.Tensor:
-        """[T, D] to [T, D]; ``cos`` and ``signed_sin`` [T, head_dim], the sines' first half negated."""
+    def __call__(self, residual: torch.Tensor, mix: Mix, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        """[T, D] to [T, D]; ``cos`` and ``signed_sin`` [T, head_dim], the sines' first half negated.
+
+        ``mix`` is attention: queries, keys, values [1, heads, T, head_dim], number and scale to [1, Hq, T, head_dim].
+        """
         qkv, out, gate_up, down = self.products
         rows, rotated = residual.shape[0], self.query_heads + self.key_heads
         heads = qkv(self.first_norm(residual)).view(1, rows, -1, self.head_dim).transpose(1, 2)  # [1, H, T, d]
         turned = self._rotate(heads[:, :rotated], cos, signed_sin)
-        block.update(turned[:, self.query_heads :], heads[:, rotated:], self.number)
-        mixed = attend(turned[:, : self.query_heads], block, self.number, self.scale)  # [1, Hq, T, d]
+        query, keys, values = turned[:, : self.query_heads], turned[:, self.query_heads :], heads[:, rotated:]
+        mixed = mix(query, keys, values, self.number, self.scale)  # [1, Hq, T, d]
         residual = out.add(mixed.transpose(1, 2).reshape(rows, -1), residual)
         gate, up = gate_up(self.second_norm(residual)).chunk(2, -1)
         return down.add(F.silu(gate).mul_(up), residual)

@@ -125,7 +125,10 @@ def test_every_kernel_gives_the_same_text(family: str, kernels: str) -> None:
 def test_a_repacked_model_saves_and_copies_its_own_weights(kernels: str, tmp_path: Path) -> None:
     model = models.new_model("llama", torch.float32, attention_bias=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    names = sorted(name for name, _ in model.named_parameters())
     target = TransformersTarget(model, optimize="auto", kernels=kernels)
+    assert [name for name, _ in target.named_weights()] == names
+    assert all(torch.equal(before[name], weight) for name, weight in target.named_weights())
     model.save_pretrained(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for state in (model.state_dict(), saved, target.plain_model().state_dict()):
