@@ -38,6 +38,7 @@ from specdec.lowering import (
     lower_head,
     lower_norm,
 )
+from specdec.lowering.pages import forget
 from specdec.lowering.products import PRODUCTS, Part, Product
 from specdec.rotary import Rotary
 from specdec.static import Backend, StaticLayers, check_compiler
@@ -125,6 +126,7 @@ class TransformersTarget:
 
         compile: run steps as compiled graphs of static shapes (:mod:`specdec.static`), each compiled at its first use;
             a name is another backend of torch.compile. It needs ``optimize="auto"`` and a model whose layers are known.
+        owned: nobody else holds the model's weights, so the pages of those that are repacked can go at once.
 
     Raises:
         ConfigError: an unknown choice, or ``compile`` without a compiler or for a model that it does not cover.
@@ -140,6 +142,7 @@ class TransformersTarget:
         optimize: str = "off",
         kernels: str = "auto",
         compile: Backend = False,
+        owned: bool = False,
     ) -> None:
         self.backend = check_backend(attention)
         check_optimize(optimize)
@@ -182,7 +185,7 @@ class TransformersTarget:
         if compile:
             check_compiler(compile, self.device)
         if optimize == "auto":
-            self._lower("linear" if compile else kernels)  # a compiler knows better than a packed layout
+            self._lower("linear" if compile else kernels, owned)  # a compiler knows better than a packed layout
         if compile:
             self._compile(compile)
 
@@ -236,7 +239,7 @@ class TransformersTarget:
             )
         if device is not None and device_map is None:
             model = model.to(device)
-        return cls(model, attention=attention, optimize=optimize, kernels=kernels, compile=compile)
+        return cls(model, attention=attention, optimize=optimize, kernels=kernels, compile=compile, owned=True)
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache(self.specs, capacity=capacity, rows=rows, static=self._static is not None)
@@ -359,9 +362,9 @@ class TransformersTarget:
             )
         self._static = StaticLayers(lowered, backend)
 
-    def _lower(self, kernels: str) -> None:
+    def _lower(self, kernels: str, owned: bool) -> None:
         """Replace layers by their lean equivalents, each one compared with its original first."""
-        lowered = [lower(layer) for layer in self._layers]
+        lowered = [lower(layer, owned=owned) for layer in self._layers]
         head = lower_head(self.model, self.lm_head, self.embedding)
         weights = [weight for layer in lowered if layer is not None for weight in layer.weights]
         chosen = choose_kernels([*weights, *([head[0].weight] if head else [])], kernels)
@@ -381,6 +384,8 @@ class TransformersTarget:
             kernel = chosen.get(tuple(product.weight.shape), "linear")
             self._head = PRODUCTS[kernel](product.weight, product.bias) if kernel != "linear" else product
             self._head.install([site])
+            if owned and self._head is not product:
+                forget(product.weight)
             self.lm_head = site.linear
 
     def _agrees(self, number: int, layer: nn.Module, lowered: LoweredLayer) -> bool:

@@ -20,6 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from specdec.errors import ConfigError
+from specdec.lowering.pages import forget
 from specdec.lowering.products import PRODUCTS, Linear, Product, Site, fuse
 
 __all__ = ["LoweredLayer", "LoweredNorm", "check_optimize", "lower", "lower_head", "lower_norm"]
@@ -41,8 +42,8 @@ def check_optimize(choice: str) -> str:
     return choice
 
 
-def lower(layer: nn.Module) -> LoweredLayer | None:
-    """The layer's lean equivalent, or None where it has to stay as it is."""
+def lower(layer: nn.Module, *, owned: bool = False) -> LoweredLayer | None:
+    """The layer's lean equivalent, or None where it has to stay as it is; ``owned`` as in :func:`fuse`."""
     if type(layer) not in _LAYERS or any(_is_special(module) for module in layer.modules()):
         return None
     weights = list(layer.parameters())
@@ -51,7 +52,7 @@ def lower(layer: nn.Module) -> LoweredLayer | None:
     activation = getattr(layer.mlp, "act_fn", None)
     if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
         return None
-    return LoweredLayer(layer)
+    return LoweredLayer(layer, owned)
 
 
 def lower_norm(norm: nn.Module) -> LoweredNorm | None:
@@ -106,7 +107,7 @@ class LoweredLayer:
     Until ``use`` says otherwise its products are ``linear`` and share their weights with the original.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, owned: bool = False) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.number: int = attention.layer_idx
         self.scale: float = attention.scaling
@@ -119,7 +120,8 @@ class LoweredLayer:
             [Site(mlp, name) for name in ("gate_proj", "up_proj")],
             [Site(mlp, "down_proj")],
         )
-        self.products: list[Product] = [fuse(sites) for sites in self._sites]
+        self.products: list[Product] = [fuse(sites, owned=owned) for sites in self._sites]
+        self._owned = owned
         self.weights = [product.weight for product in self.products if isinstance(product, Linear)]
         self.first_norm, self.second_norm = (
             LoweredNorm(layer.input_layernorm),
@@ -140,9 +142,11 @@ class LoweredLayer:
 
     def install(self) -> None:
         """Have the original read this layer's weights, so that none is held twice."""
-        self.weights = []
-        for product, sites in zip(self.products, self._sites, strict=True):
+        for product, weight, sites in zip(self.products, self.weights, self._sites, strict=True):
             product.install(sites)
+            if self._owned and not (isinstance(product, Linear) and product.weight is weight):
+                forget(weight)
+        self.weights = []
 
     def __call__(self, residual: torch.Tensor, mix: Mix, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
         """[T, D] to [T, D]; ``cos`` and ``signed_sin`` [T, head_dim], the sines' first half negated.

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specdec.lowering.pages import forget
+
 __all__ = ["PRODUCTS", "Packed", "Part", "Product", "Site", "fuse", "packs"]
 
 
@@ -50,14 +52,20 @@ class Site:
         return found
 
 
-def fuse(sites: Sequence[Site]) -> Linear:
-    """One product for several linears of one input, stacked; their parameters become views of it."""
+def fuse(sites: Sequence[Site], *, owned: bool = False) -> Linear:
+    """One product for several linears of one input, stacked; their parameters become views of it.
+
+    ``owned``: nobody else holds the weights, so their files' pages can go.
+    """
     parts = [site.linear for site in sites]
     weights = [part.weight.data for part in parts]
     biases = [part.bias.data for part in parts if part.bias is not None]
     lone = len(parts) == 1
     product = Linear(weights[0] if lone else torch.cat(weights), torch.cat(biases) if biases else None)
     product.install(sites)
+    if owned and not lone:
+        for weight in weights:
+            forget(weight)
     return product
 
 
