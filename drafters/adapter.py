@@ -22,7 +22,7 @@ from torch import nn
 
 from specdec.config import parse
 from specdec.errors import CheckpointError, ConfigError
-from specdec.target import Target
+from specdec.target import Target, TransformersTarget
 
 __all__ = ["VARIANTS", "Adapter", "AdapterCache", "AdapterConfig", "fingerprint", "fitting_heads", "random_adapter"]
 
@@ -324,9 +324,8 @@ def fingerprint(target: Target) -> str:
 
     Values are rounded to bfloat16 first, so a model saved in bfloat16 and loaded in float32 keeps its fingerprint.
     """
-    model: nn.Module | None = getattr(target, "model", None)
     digest = hashlib.sha256()
-    for _, weight in sorted(model.named_parameters()) if model is not None else ():
+    for _, weight in target.named_weights() if isinstance(target, TransformersTarget) else ():
         if not weight.is_meta:
             flat = weight.detach().reshape(-1)
             few = flat[:: max(1, len(flat) // 16)][:16].to("cpu", torch.bfloat16)

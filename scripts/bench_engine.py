@@ -82,7 +82,7 @@ class Theirs:
     """Transformers' own generate."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams, budget: int, **options: Any) -> None:
-        self.model = engine.target.model
+        self.model = engine.target.plain_model()  # ours may have repacked its weights
         self.options = {"max_new_tokens": budget, "do_sample": sampling.temperature > 0, **options}
         if sampling.temperature > 0:
             self.options |= {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}

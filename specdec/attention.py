@@ -17,6 +17,7 @@ the group is folded into the query rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from specdec.block import Block
 from specdec.errors import ConfigError, TargetError
 
-__all__ = ["BACKENDS", "attend", "check_backend", "layer_attention", "merge"]
+__all__ = ["BACKENDS", "attend", "check_backend", "layer_attention", "merge", "mix"]
 
 BACKENDS = ("auto", "sdpa", "split")
 
@@ -74,27 +75,55 @@ def layer_attention(
     return attend(query, block, module.layer_idx, scale, softcap).transpose(1, 2), None  # type: ignore[arg-type]
 
 
+def mix(
+    block: Block, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
+) -> torch.Tensor:
+    """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
+    block.update(keys, values, layer)
+    return attend(query, block, layer, scale)
+
+
 def attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:
     """Attention of the block's rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
     if block.backend == "split" or (block.backend == "auto" and _prefers_split(query, block)):
         return _split(query, block, layer, scale, softcap)
-    (first, last), mask = block.mask(block.cache.group_of[layer], query.dtype)
-    keys = block.cache.keys[layer].narrow(2, first, last - first)
-    values = block.cache.values[layer].narrow(2, first, last - first)
+    keys, values, mask = block.visible(layer, query.dtype)
     if softcap is not None:
         return _plain(query, keys, values, scale, mask, softcap)[0]
+    if query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16):
+        return _folded(query, keys, values, scale, mask)
     grouped = keys.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def merge(parts: list[Part]) -> torch.Tensor:
+def _folded(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Half precision on a CPU: a group's query heads as rows of one, never fewer than two.
+
+    Torch's kernel multiplies a single bfloat16 row four times slower than two (measured: 16 over 8 heads of 64, 400
+    keys, 1034 us against 404); and keys that are converted once serve the whole group.
+    """
+    heads, rows = keys.shape[1], query.shape[2]
+    group = query.shape[1] // heads
+    folded = query.view(1, heads, group, rows, -1).transpose(2, 3).reshape(1, heads, rows * group, -1)
+    if rows * group == 1:
+        folded = folded.expand(-1, -1, 2, -1)
+    if mask is not None and group > 1:
+        mask = mask.repeat_interleave(group, 0)
+    output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    output = output[:, :, : rows * group].reshape(1, heads, rows, group, -1).transpose(2, 3)
+    return output.reshape(1, heads * group, rows, -1)
+
+
+def merge(parts: list[Part]) -> Part:
     """Join attention over disjoint sets of keys by the log-sum-exp of their scores."""
     output, total = parts[0]
     for part, weight in parts[1:]:
         share = torch.sigmoid(weight - total).unsqueeze(-1)  # e^w / (e^t + e^w)
         output = torch.lerp(output.to(share.dtype), part.to(share.dtype), share)
         total = torch.logaddexp(total, weight)
-    return output
+    return output, total
 
 
 def _prefers_split(query: torch.Tensor, block: Block) -> bool:
@@ -110,6 +139,10 @@ def _split(query: torch.Tensor, block: Block, layer: int, scale: float, softcap:
     kernel = _kernel(query) if softcap is None else _plain
     for first, last in layout.prefix:
         parts.append(kernel(query, keys[:, :, first:last], values[:, :, first:last], scale, None, softcap))
+    prior = merge(parts) if parts else None
+    tree = _tree_kernel(query) if softcap is None else None
+    if tree is not None:
+        return tree(query, keys, values, layout.tail, layout.mask, scale, prior)
     if isinstance(layout.tail, tuple):
         first, last = layout.tail
         keys, values = keys[:, :, first:last], values[:, :, first:last]
@@ -117,12 +150,26 @@ def _split(query: torch.Tensor, block: Block, layer: int, scale: float, softcap:
         keys, values = keys.index_select(2, layout.tail), values.index_select(2, layout.tail)
     mask = layout.mask
     if query.device.type == "cpu" and softcap is None:
-        parts.append(_cpu_flash(query, keys, values, scale, mask, causal=layout.causal))
+        own = _cpu_flash(query, keys, values, scale, mask, causal=layout.causal)
     else:
         if layout.causal:
             mask = torch.full((block.rows, block.rows), -torch.inf, dtype=query.dtype, device=query.device).triu_(1)
-        parts.append(_plain(query, keys, values, scale, mask, softcap))
-    return merge(parts).to(query.dtype)
+        own = _plain(query, keys, values, scale, mask, softcap)
+    return (own if prior is None else merge([prior, own]))[0].to(query.dtype)
+
+
+def _tree_kernel(query: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The Triton kernel for trees, on a GPU and where Triton is installed; torch's wheels for CUDA bring it."""
+    return _load_tree_kernel() if query.is_cuda and query.dtype != torch.float64 else None
+
+
+@cache
+def _load_tree_kernel() -> Callable[..., torch.Tensor] | None:
+    try:
+        from specdec.kernels.tree import tree_attention
+    except ImportError:
+        return None
+    return tree_attention
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor | None, float | None], Part]

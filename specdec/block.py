@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from specdec.cache import KVCache, Slots
+from specdec.cache import KVCache, Slices, Slots
 from specdec.draft import Draft, ancestors
 
 __all__ = ["Block", "Layout"]
@@ -69,9 +70,9 @@ class Block:
         self.depths = range(last) if depths is None else depths
         self.deepest = max(self.depths[first:last])
         self.tokens = torch.tensor([tokens], device=device)  # [1, T]
-        self.positions = torch.tensor([[self.length + d for d in self.depths[first:last]]], device=device)  # [1, T]
-        self._sin: torch.Tensor | None = None
-        self._signed: torch.Tensor
+        self._device = device
+        self._own: dict[int, tuple[Slices, Slices] | None] = {}
+        self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
 
@@ -82,19 +83,39 @@ class Block:
             return cls(cache, draft.tokens, device=device, backend=backend)
         return cls(cache, draft.tokens, parents=draft.parents, depths=draft.depths, device=device, backend=backend)
 
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[1, T] where the rows stand in the text."""
+        depths = self.depths[self.first : self.first + self.rows]
+        return torch.tensor([[self.length + depth for depth in depths]], device=self._device)
+
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store one layer's keys and values [1, heads, T, dim]; the signature is that of transformers' caches."""
-        self.cache.write(layer, keys, values, self.length + self.first)
+        group, start = self.cache.group_of[layer], self.length + self.first
+        if id(group) not in self._own:
+            first = start % group.size
+            fits = first + self.rows <= group.size
+            self._own[id(group)] = group.slices(first, self.rows) if fits else None
+        slices = self._own[id(group)]
+        if slices is None:  # around the ring's end
+            self.cache.write(layer, keys, values, start)
+        else:
+            place = self.cache.place_of[layer]
+            slices[0][place].copy_(keys)
+            slices[1][place].copy_(values)
         return keys, values
 
-    def signed(self, sin: torch.Tensor) -> torch.Tensor:
-        """``sin`` [1, T, d] with its first half negated, made once per step: rotary's half turn is then a roll."""
-        if self._sin is not sin:
-            first, second = sin.chunk(2, -1)
-            self._sin, self._signed = sin, torch.cat((-first, second), -1)
-        return self._signed
+    def visible(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values [1, heads, slots, dim] that the rows of a layer may see, and the mask over them."""
+        group = self.cache.group_of[layer]
+        span, mask = self.mask(group, dtype)
+        found = self._seen.get(id(group))
+        if found is None:
+            found = self._seen[id(group)] = (span, *group.slices(span[0], span[1] - span[0]))
+        place = self.cache.place_of[layer]
+        return found[1][place], found[2][place], mask
 
     def seen(self, keys: int, device: torch.device) -> torch.Tensor:
         """[T, keys] bool: which of the last ``keys`` rows of the tree each row sees."""

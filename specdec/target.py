@@ -7,12 +7,15 @@ forward, and a model for which the two differ is refused by name.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,12 +24,24 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from specdec.attention import check_backend, layer_attention
+from specdec.attention import check_backend, layer_attention, mix
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Draft, Entry
-from specdec.errors import CheckpointError, NumericalError, TargetError
-from specdec.lowering import check_optimize, lower
+from specdec.errors import CheckpointError, ConfigError, NumericalError, TargetError
+from specdec.lowering import (
+    LoweredLayer,
+    check_kernels,
+    check_optimize,
+    choose_kernels,
+    lower,
+    lower_head,
+    lower_norm,
+)
+from specdec.lowering.pages import forget
+from specdec.lowering.products import PRODUCTS, Part, Product
+from specdec.rotary import Rotary
+from specdec.static import Backend, StaticLayers, check_compiler
 
 __all__ = ["FINAL", "Target", "TargetOutput", "TransformersTarget", "embedded_model"]
 
@@ -105,14 +120,32 @@ class TransformersTarget:
         model: any ``...ForCausalLM`` whose layers are attention and MLP.
         attention: ``auto``, ``sdpa`` or ``split``, see :mod:`specdec.attention`.
         optimize: ``auto`` lowers the layers that :mod:`specdec.lowering` knows; ``off`` leaves all as they are.
+        kernels: of lowered layers on a CPU. ``auto`` measures once per machine which one each shape gets; ``linear``,
+            ``transposed`` and ``packed`` say it. With the latter two ``model`` itself still computes the same, but
+            slowly if packed, and its linears' weights can no longer be changed; ``plain_model`` gives one as it was.
+        compile: run steps as compiled graphs of static shapes (:mod:`specdec.static`), each compiled at its first use;
+            a name is another backend of torch.compile. It needs ``optimize="auto"`` and a model whose layers are known.
+        owned: nobody else holds the model's weights, so the pages of those that are repacked can go at once.
 
     Raises:
+        ConfigError: an unknown choice, or ``compile`` without a compiler or for a model that it does not cover.
         TargetError: the model cannot be driven exactly; the message says which part.
         NumericalError: its own logits are NaN or infinite.
     """
 
-    def __init__(self, model: PreTrainedModel, *, attention: str = "auto", optimize: str = "off") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        attention: str = "auto",
+        optimize: str = "off",
+        kernels: str = "auto",
+        compile: Backend = False,
+        owned: bool = False,
+    ) -> None:
         self.backend = check_backend(attention)
+        check_optimize(optimize)
+        check_kernels(kernels)
         model.train(False)
         self.model = model
         self.name = type(model).__name__
@@ -136,6 +169,11 @@ class TransformersTarget:
         self.head_device = _device(self.lm_head)
         self._layer_types: list[str] | None = getattr(config, "layer_types", None)
         self._typed_rotary = "layer_type" in inspect.signature(self.rotary.forward).parameters
+        self._angles = Rotary(self.rotary, config)
+        self._norm: Callable[[torch.Tensor], torch.Tensor] = self.norm
+        self._head: Product | None = None
+        self._static: StaticLayers | None = None
+        self._plain: weakref.ref[PreTrainedModel] | None = None
         layer_arguments = inspect.signature(self.layers[0].forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in layer_arguments else "past_key_values"
         # Attention modules look their function up in their own config object; a layer's may be a sub-config.
@@ -143,9 +181,13 @@ class TransformersTarget:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, _note_layer)
         self.specs = self._self_check()
-        self.optimize = check_optimize(optimize)
+        self.options = {"attention": attention, "optimize": optimize, "kernels": kernels, "compile": compile}
+        if compile:
+            check_compiler(compile, self.device)
         if optimize == "auto":
-            self._lower()
+            self._lower("linear" if compile else kernels, owned)  # a compiler knows better than a packed layout
+        if compile:
+            self._compile(compile)
 
     @classmethod
     def from_pretrained(
@@ -157,6 +199,8 @@ class TransformersTarget:
         device_map: str | dict[str, Any] | None = None,
         attention: str = "auto",
         optimize: str = "auto",
+        kernels: str = "auto",
+        compile: Backend = False,
         trust_remote_code: bool = False,
     ) -> TransformersTarget:
         """Load a checkpoint: ``"tiny"`` (the embedded model), a folder, or a hub id. Safetensors only.
@@ -195,10 +239,10 @@ class TransformersTarget:
             )
         if device is not None and device_map is None:
             model = model.to(device)
-        return cls(model, attention=attention, optimize=optimize)
+        return cls(model, attention=attention, optimize=optimize, kernels=kernels, compile=compile, owned=True)
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
-        return KVCache(self.specs, capacity=capacity, rows=rows)
+        return KVCache(self.specs, capacity=capacity, rows=rows, static=self._static is not None)
 
     @contextmanager
     def active(self, attention: str = _ATTENTION) -> Iterator[None]:
@@ -222,90 +266,159 @@ class TransformersTarget:
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
     ) -> TargetOutput:
-        first, hidden = (0, self.embedding(block.tokens)) if entry is None else (entry.layer, entry.hidden[None])
+        first, hidden = (0, self.embedding(block.tokens)[0]) if entry is None else (entry.layer, entry.hidden)
         last = self.num_layers if exit_layer is None else exit_layer
         found: dict[int, torch.Tensor] = {}
         arguments = {self._cache_argument: block, "use_cache": True, "block": block}
-        hidden = self._walk(hidden, block.positions, first, last, found, taps, arguments)
+        hidden = self._walk(hidden, block, first, last, found, taps, arguments)
         if last < self.num_layers:
-            return TargetOutput(None, hidden[0], found)
+            return TargetOutput(None, hidden, found)
         if FINAL in taps:
-            found[FINAL] = normed = self.norm(hidden)[0]
+            found[FINAL] = normed = self._norm(hidden)
         if rows is not None and not rows:
-            return TargetOutput(None, hidden[0], found)
-        chosen = normed if FINAL in taps else hidden[0]
+            return TargetOutput(None, hidden, found)
+        chosen = normed if FINAL in taps else hidden
         if rows is not None:
             chosen = chosen[list(rows)]
-        return TargetOutput(self.head(chosen if FINAL in taps else self.norm(chosen)), hidden[0], found)
+        return TargetOutput(self.head(chosen if FINAL in taps else self._norm(chosen)), hidden, found)
 
     def _walk(
         self,
         hidden: torch.Tensor,
-        positions: torch.Tensor,
+        block: Block,
         first: int,
         last: int,
         found: dict[int, torch.Tensor],
         taps: Collection[int],
         arguments: dict[str, Any],
     ) -> torch.Tensor:
-        """[1, T, D] through layers [first, last), keeping what ``taps`` names in ``found``."""
-        arguments["attention_mask"], arguments["position_ids"] = None, positions
+        """[T, D] through layers [first, last), keeping what ``taps`` names in ``found``.
+
+        ``arguments`` go to layers that are not lowered.
+        """
+        arguments["attention_mask"] = None
         types = self._layer_types if self._typed_rotary else None
         if types is None:
-            arguments["position_embeddings"] = self.rotary(hidden, positions)
-            rotary = {}
+            cos, sin, signed = self._angles.of(block, hidden)
+            if self._static is not None and self._static.fits(block):
+                hidden, tapped = self._static.run(hidden, block, cos, signed, first, last, taps)
+                found |= tapped if last not in taps else {**tapped, last: hidden}
+                return hidden
+            arguments["position_embeddings"] = (cos[None], sin[None])
+            rotary, attention = {}, partial(mix, block)
         else:
-            rotary = {kind: self.rotary(hidden, positions, kind) for kind in set(types[first:last])}
+            rotary = {kind: self.rotary(hidden[None], block.positions, kind) for kind in set(types[first:last])}
         for number in range(first, last):
             if number in taps:
-                found[number] = hidden[0]
+                found[number] = hidden
+            layer = self._layers[number]
+            if isinstance(layer, LoweredLayer):
+                hidden = layer(hidden, attention, cos, signed)
+                continue
             if types is not None:
                 arguments["position_embeddings"] = rotary[types[number]]
-            hidden = self._layers[number](hidden, **arguments)
+            hidden = layer(hidden[None], position_ids=block.positions, **arguments)[0]
         if last in taps:
-            found[last] = hidden[0]
+            found[last] = hidden
         return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(hidden)
+        if self._head is None:
+            logits: torch.Tensor = self.lm_head(hidden)
+        else:
+            logits = self._head(hidden.reshape(-1, self.hidden_size)).view(*hidden.shape[:-1], -1)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
-    def _lower(self) -> None:
+    def plain_model(self) -> PreTrainedModel:
+        """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""
+        if not any(isinstance(module, Part) for module in self.model.modules()):
+            return self.model
+        plain = self._plain() if self._plain is not None else None
+        if plain is None:
+            plain = copy.deepcopy(self.model)
+            self._plain = weakref.ref(plain)  # callers share it, and it goes with the last of them
+        return plain
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, sorted by transformers' names; repacked ones are brought back one at a time."""
+        sources: dict[str, torch.Tensor | Part] = dict(self.model.named_parameters())
+        for name, module in self.model.named_modules():
+            if isinstance(module, Part):
+                sources |= {
+                    f"{name}.{kind}": module for kind in ("weight", "bias") if getattr(module, kind) is not None
+                }
+        for name in sorted(sources):
+            source = sources[name]
+            yield name, getattr(source, name.rsplit(".", 1)[-1]) if isinstance(source, Part) else source
+
+    def _compile(self, backend: Backend) -> None:
+        lowered = [layer for layer in self._layers if isinstance(layer, LoweredLayer)]
+        if len(lowered) < len(self._layers) or len({spec.device for spec in self.specs}) > 1:
+            raise ConfigError(
+                f"compile needs all layers lowered and on one device; of {self.name}'s {len(self._layers)}, "
+                f"{len(lowered)} are lowered: use optimize='auto' with a Llama, Mistral or Qwen model, or no compile"
+            )
+        self._static = StaticLayers(lowered, backend)
+
+    def _lower(self, kernels: str, owned: bool) -> None:
         """Replace layers by their lean equivalents, each one compared with its original first."""
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, 5, self.hidden_size, generator=generator, dtype=torch.float64)
+        lowered = [lower(layer, owned=owned) for layer in self._layers]
+        head = lower_head(self.model, self.lm_head, self.embedding)
+        weights = [weight for layer in lowered if layer is not None for weight in layer.weights]
+        chosen = choose_kernels([*weights, *([head[0].weight] if head else [])], kernels)
+        del weights
         layers: list[Any] = list(self._layers)
-        for number, layer in enumerate(layers):
-            lowered = lower(layer)
-            if lowered is None:
+        for number, lean in enumerate(lowered):
+            if lean is None:
                 continue
-            sample = hidden.to(self.specs[number].device, self.specs[number].dtype)
-            expected, got = (self._run_alone(number, candidate, sample) for candidate in (layer, lowered))
-            scale = float(expected.double().abs().max())
-            off = float((expected.double() - got.double()).abs().max())
-            if off <= _ROUNDING.get(self.dtype, 0.1) * scale:
-                layers[number] = lowered
-            else:
-                warnings.warn(
-                    f"{self.name}: layer {number} ({type(layer).__name__}) differs by {off:.3g} on values up to "
-                    f"{scale:.3g} when lowered, and stays as it is",
-                    stacklevel=2,
-                )
+            lean.use(chosen)
+            if self._agrees(number, layers[number], lean):
+                lean.install()
+                layers[number] = lean
         self._layers = tuple(layers)
+        self._norm = lower_norm(self.norm) or self.norm
+        if head is not None:
+            product, site = head
+            kernel = chosen.get(tuple(product.weight.shape), "linear")
+            self._head = PRODUCTS[kernel](product.weight, product.bias) if kernel != "linear" else product
+            self._head.install([site])
+            if owned and self._head is not product:
+                forget(product.weight)
+            self.lm_head = site.linear
+
+    def _agrees(self, number: int, layer: nn.Module, lowered: LoweredLayer) -> bool:
+        """Whether a lowered layer computes what its original does; if not, a warning says which layer stays."""
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(5, self.hidden_size, generator=generator, dtype=torch.float64)
+        sample = hidden.to(self.specs[number].device, self.specs[number].dtype)
+        what = f"{self.name}: layer {number} ({type(layer).__name__})"
+        try:
+            expected, got = (self._run_alone(number, candidate, sample) for candidate in (layer, lowered))
+        except RuntimeError as error:
+            warnings.warn(f"{what} cannot be lowered, and stays as it is: {_first_line(error)}", stacklevel=5)
+            return False
+        scale = float(expected.double().abs().max())
+        off = float((expected.double() - got.double()).abs().max())
+        if off <= _ROUNDING.get(self.dtype, 0.1) * scale:
+            return True
+        warnings.warn(
+            f"{what} differs by {off:.3g} on values up to {scale:.3g} when lowered, and stays as it is", stacklevel=5
+        )
+        return False
 
     def _run_alone(self, number: int, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """One layer over a prefix of two rows and a tree of three, [5, D]."""
+        """One layer over a prefix of two rows and a tree of three; ``hidden`` and the result are [5, D]."""
         former, self._layers = self._layers, (*self._layers[:number], layer, *self._layers[number + 1 :])
         try:
             with self.active():
                 cache = KVCache(self.specs, capacity=8, rows=8)
                 rows: list[TargetOutput] = []
                 for draft in (Draft.chain((0, 0)), Draft((0, 0, 0), (-1, 0, 0))):
-                    part = hidden[:, len(rows) * 2 :][:, : len(draft)]
+                    part = hidden[len(rows) * 2 :][: len(draft)]
                     block = Block.of(draft, cache, self.device, self.backend)
-                    entry = Entry(number, part[0])
+                    entry = Entry(number, part)
                     rows.append(self.forward(block, entry=entry, exit_layer=number + 1, taps=(number + 1,)))
                     cache.commit(range(len(draft)))
                 return torch.cat([output.taps[number + 1] for output in rows])
@@ -324,9 +437,9 @@ class TransformersTarget:
         expected = self._own_logits(tokens)[4:]
         try:
             with self.active(_PROBE):
-                hidden = self.embedding(torch.tensor([tokens[:1]], device=self.device))
-                positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-                self._walk(hidden, positions, 0, self.num_layers, {}, (), {"use_cache": False, "note": specs.append})
+                block = Block(KVCache([], capacity=1, rows=1), tokens[:1], device=self.device)
+                hidden = self.embedding(block.tokens)[0]
+                self._walk(hidden, block, 0, self.num_layers, {}, (), {"use_cache": False, "note": specs.append})
             with self.active():
                 cache = KVCache(specs, capacity=16, rows=16)
                 self.forward(Block(cache, tokens[:4], device=self.device, backend=self.backend), rows=())

@@ -29,10 +29,9 @@ settings.load_profile("specdec")
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the tests measure stays out of the user's cache folder."""
-    folder = tmp_path_factory.mktemp("cache")
+    """What the tests measure of this machine stays out of the user's cache folder; child processes inherit it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec.cost.cache_folder", lambda: folder)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

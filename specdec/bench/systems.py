@@ -25,6 +25,7 @@ from specdec.drafter import Context, Drafter, DraftSession, Observation
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, unknown
 from specdec.registry import drafter_names, make_drafter, parse_drafter
+from specdec.target import TransformersTarget
 
 __all__ = ["GROUP", "Drafted", "Output", "System", "TransformersSystem", "check_specs", "make_systems"]
 
@@ -160,9 +161,9 @@ class TransformersSystem:
                 raise ConfigError(unknown(f"option of {label}", name, self.Options))
         self.label, self.options = label, {**self.Options, **options}
         self._target, self._plan = engine.target, plan
-        self._model: Any = getattr(engine.target, "model", None)
-        if self._model is None:
+        if not isinstance(engine.target, TransformersTarget):
             raise ConfigError(f"{label} needs a transformers model, and the target is {type(engine.target).__name__}")
+        self._model: Any = engine.target.plain_model()  # ours may have repacked its weights
         self.comparable = plan.temperature == 0  # its random numbers are its own
 
     @classmethod

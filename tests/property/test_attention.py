@@ -85,7 +85,7 @@ class World:
         """The same by specdec: the text committed in chunks, then the tree in one piece or two."""
         case = self.case
         spec = LayerSpec(GROUPS, WIDTH, VALUE_WIDTH, case.window, torch.device("cpu"), self.keys.dtype)
-        cache = KVCache([spec], capacity=case.length + 1, rows=MOST)
+        cache = KVCache([spec], capacity=case.length + 1, rows=max(MOST, len(case.parents)))
         for array in (*cache.keys, *cache.values):
             array.fill_(torch.nan)  # a slot that is read before it was written shows
         for start in range(0, case.length, 5):

@@ -1,0 +1,121 @@
+"""Attention over a step's tree in Triton, going on from where attention over the prefix ended.
+
+The tree is some hundred keys at most, of which each row sees its ancestors. A flash kernel takes no such mask, and the
+masked kernels of torch would read the whole prefix for it; so the prefix goes through flash, and this kernel takes the
+log-sum-exp that it returned as the start of its own running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867):
+maximum l, sum 1, output o is the state in which flash left off. One launch, no merge afterwards.
+
+Rows are a group's query heads times the tree's rows, so that keys are read once per group. Runs on CUDA, and on a CPU
+under Triton's interpreter (``TRITON_INTERPRET=1``), which is how the tests check it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["tree_attention"]
+
+_ROWS, _KEYS = 16, 32  # per program and per turn; the least that tensor cores take, as trees are small
+
+
+@triton.jit
+def _tree(
+    query, keys, values, mask, slots, prior, prior_weight, output,
+    rows, size, first, scale,
+    query_head, query_row, key_head, key_slot, value_head, value_slot, mask_row, prior_head, prior_row,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, INDEXED: tl.constexpr, CONTINUED: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # row r of the tree, head g of the group: r * GROUP + g
+    row, own = place // GROUP, head * GROUP + place % GROUP
+    live = row < rows
+    wide, value_wide = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
+    inside, value_inside = wide < WIDTH, value_wide < VALUE_WIDTH
+
+    at = query + own[:, None] * query_head + row[:, None] * query_row + wide[None, :]
+    q = tl.load(at, mask=live[:, None] & inside[None, :], other=0.0)
+    if CONTINUED:
+        top = tl.load(prior_weight + own * rows + row, mask=live, other=0.0)
+        total = tl.full([ROWS], 1.0, tl.float32)
+        at = prior + own[:, None] * prior_head + row[:, None] * prior_row + value_wide[None, :]
+        mixed = tl.load(at, mask=live[:, None] & value_inside[None, :], other=0.0).to(tl.float32)
+    else:
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, VALUE_WIDE], tl.float32)
+
+    for start in range(0, size, KEYS):
+        key = start + tl.arange(0, KEYS)
+        known = key < size
+        slot = tl.load(slots + key, mask=known, other=0) if INDEXED else first + key
+        at = keys + head * key_head + slot[None, :] * key_slot + wide[:, None]
+        k = tl.load(at, mask=known[None, :] & inside[:, None], other=0.0)  # [WIDE, KEYS]
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if MASKED:
+            at = mask + row[:, None] * mask_row + key[None, :]
+            scores += tl.load(at, mask=live[:, None] & known[None, :], other=float("-inf")).to(tl.float32)
+        else:
+            scores = tl.where(known[None, :] & (key[None, :] <= row[:, None]), scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen nothing yet has no maximum to subtract.
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        share = tl.exp(scores - level[:, None])
+        shrink = tl.exp(top - level)
+        at = values + head * value_head + slot[:, None] * value_slot + value_wide[None, :]
+        v = tl.load(at, mask=known[:, None] & value_inside[None, :], other=0.0)
+        mixed = mixed * shrink[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(share, 1)
+        top = higher
+
+    at = output + (own[:, None] * rows + row[:, None]) * VALUE_WIDTH + value_wide[None, :]
+    result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(at, result.to(output.dtype.element_ty), mask=live[:, None] & value_inside[None, :])
+
+
+def tree_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tail: tuple[int, int] | torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    prior: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """[1, Hq, T, Dv] in the query's dtype.
+
+    Args:
+        query: [1, Hq, T, D].
+        keys, values: [1, Hkv, slots, D or Dv], all of a layer's; the last dimension is contiguous.
+        tail: the slots to attend over, a range or int64 indices [S]: nothing is gathered.
+        mask: [T, S] additive; None where row i sees the tail's first i + 1 keys.
+        prior: output [1, Hq, T, Dv] and log-sum-exp [1, Hq, T] over other keys, to go on from.
+    """
+    _, query_heads, rows, width = query.shape
+    heads, value_width = keys.shape[1], values.shape[-1]
+    indexed = isinstance(tail, torch.Tensor)
+    first, size = (0, len(tail)) if isinstance(tail, torch.Tensor) else (tail[0], tail[1] - tail[0])
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    output = torch.empty(1, query_heads, rows, value_width, dtype=query.dtype, device=query.device)
+    before, weight = (query, query) if prior is None else (prior[0], prior[1].float().contiguous())
+    if before.stride(-1) != 1:
+        before = before.contiguous()
+    group = query_heads // heads
+    grid = (heads, triton.cdiv(rows * group, _ROWS))
+    launch: Any = _tree[grid]
+    launch(
+        query, keys, values, query if mask is None else mask, tail if indexed else query, before, weight, output,
+        rows, size, first, scale,
+        query.stride(1), query.stride(2), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
+        0 if mask is None else mask.stride(0), before.stride(1), before.stride(2),
+        GROUP=group, WIDTH=width, VALUE_WIDTH=value_width,
+        WIDE=max(16, triton.next_power_of_2(width)), VALUE_WIDE=max(16, triton.next_power_of_2(value_width)),
+        ROWS=_ROWS, KEYS=_KEYS, MASKED=mask is not None, INDEXED=indexed, CONTINUED=prior is not None,
+    )  # fmt: skip
+    return output

@@ -1,0 +1,74 @@
+"""The Triton tree kernel under Triton's interpreter: random trees, windows and rings against a softmax over lists."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from specdec import attention
+from tests.property.test_attention import Case, World, cases
+
+pytest.importorskip("triton", reason="Triton is not installed")
+kernel = pytest.importorskip("specdec.kernels.tree").tree_attention
+if not torch.cuda.is_available():
+    assert type(kernel.__globals__["_tree"]).__name__ == "InterpretedFunction", "tests/conftest.py sets the interpreter"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The split path takes the kernel on this CPU; per call, whether it went on from a prefix."""
+    made: list[bool] = []
+
+    def counted(*args: object) -> torch.Tensor:
+        made.append(args[-1] is not None)
+        return kernel(*args)
+
+    monkeypatch.setattr(attention, "_tree_kernel", lambda query: counted)
+    return made
+
+
+@given(case=cases())
+@settings(max_examples=25)
+def test_rows_see_their_ancestors_and_the_window(calls: list[bool], case: Case) -> None:
+    calls.clear()
+    world = World(Case(**{**vars(case), "softcap": None}))
+    expected = world.naive()
+    for pieces in (False, True):
+        assert (world.attended("split", pieces=pieces).double() - expected).abs().max() < 1e-6
+    assert calls
+
+
+def test_more_rows_and_keys_than_one_program_takes(calls: list[bool]) -> None:
+    """Two programs per head, two turns over the keys, with and without a prefix; half precision stays near."""
+    for length in (0, 21):
+        parents = [-1, *(max(0, row - 3) for row in range(1, 45))]
+        case = Case(length=length, parents=parents, first=0, window=None, softcap=None, seed=0)
+        for dtype, bound in ((torch.float32, 1e-6), (torch.float16, 4e-3)):
+            world = World(case, dtype)
+            got = world.attended("split", pieces=False)
+            assert got.dtype == dtype
+            assert (got.double() - world.naive()).abs().max() < bound
+    assert calls == [False, False, True, True]
+
+
+def test_widths_that_are_no_power_of_two() -> None:
+    query, keys, values = torch.randn(1, 6, 5, 12), torch.randn(1, 2, 9, 12), torch.randn(1, 2, 9, 20)
+    got = kernel(query, keys, values, (3, 8), None, 0.3)
+    seen = torch.ones(5, 5).tril().bool()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, keys[:, :, 3:8], values[:, :, 3:8], attn_mask=seen, scale=0.3, enable_gqa=True
+    )
+    assert (got - expected).abs().max() < 1e-6
+    slots = torch.tensor([3, 4, 5, 6, 7])
+    assert torch.equal(kernel(query, keys, values, slots, None, 0.3), got)
+
+
+def test_without_triton_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "specdec.kernels.tree", None)
+    assert attention._load_tree_kernel.__wrapped__() is None
+    case = Case(length=7, parents=[-1, 0, 0, 1], first=0, window=4, softcap=None, seed=0)
+    world = World(case)
+    assert (world.attended("split", pieces=False).double() - world.naive()).abs().max() < 1e-6
