@@ -6,7 +6,6 @@ arXiv 2404.18911, section 3.1). A checkpoint is a folder with ``model.safetensor
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -20,11 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from drafters.fingerprint import fingerprint
 from specdec.config import parse
 from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
 
-__all__ = ["VARIANTS", "Adapter", "AdapterCache", "AdapterConfig", "fingerprint", "fitting_heads", "random_adapter"]
+__all__ = ["VARIANTS", "Adapter", "AdapterCache", "AdapterConfig", "fitting_heads", "random_adapter"]
 
 VARIANTS = ("attention", "head", "layer", "mlp")
 """The paper's Table 2: attention alone, attention with a head of its own, attention and MLP, MLP alone."""
@@ -317,22 +317,6 @@ def rotations(positions: torch.Tensor, config: AdapterConfig, dtype: torch.dtype
 def fitting_heads(hidden_size: int, wanted: int) -> int:
     """The most heads, up to ``wanted``, that divide the width into even parts."""
     return next(n for n in range(wanted, 0, -1) if hidden_size % n == 0 and hidden_size // n % 2 == 0)
-
-
-def fingerprint(target: Target) -> str:
-    """A target's architecture and a hash over a few values of each of its weights, the same in any dtype.
-
-    Values are rounded to bfloat16 first, so a model saved in bfloat16 and loaded in float32 keeps its fingerprint.
-    """
-    model: nn.Module | None = getattr(target, "model", None)
-    digest = hashlib.sha256()
-    for _, weight in sorted(model.named_parameters()) if model is not None else ():
-        if not weight.is_meta:
-            flat = weight.detach().reshape(-1)
-            few = flat[:: max(1, len(flat) // 16)][:16].to("cpu", torch.bfloat16)
-            digest.update(few.view(torch.int16).numpy().tobytes())
-    shape = f"{target.num_layers}x{target.hidden_size}-v{target.vocab_size}"
-    return f"{getattr(target, 'name', type(target).__name__)}-{shape}-{digest.hexdigest()[:16]}"
 
 
 def random_adapter(

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from drafters.adapter import Adapter, AdapterCache, AdapterConfig, config_of, fingerprint
+from drafters.adapter import Adapter, AdapterCache, AdapterConfig, config_of
+from drafters.fingerprint import fingerprint
 from specdec.block import Block
 from specdec.draft import Draft, Entry
 from specdec.drafter import Context, DrafterBase, Observation

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from specdec.errors import ConfigError
 from training.stdlib_corpus import read_files
 
-__all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "read_samples"]
+__all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
 
 TEMPLATES = ("auto", "tokenizer", "vicuna")
 STDLIB = "stdlib"
@@ -106,6 +106,44 @@ def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, ski
         else:
             text = _text(Path(source))
             yield _plain(text, tokenizer, _held_out(text, config))
+
+
+def load_samples(
+    data: Sequence[str],
+    eval_data: Sequence[str],
+    config: TextConfig,
+    tokenizer: Any,
+    say: Callable[[str], object] = print,
+) -> tuple[list[Sample], list[Sample]]:
+    """Samples to train on and to evaluate with; says what was left out.
+
+    Args:
+        data, eval_data: sources as for ``read_samples``; an empty ``eval_data`` holds out a share of ``data``.
+        config: how texts become samples.
+        tokenizer: the target's.
+        say: takes a line at a time.
+
+    Raises:
+        ConfigError: nothing usable in the data.
+    """
+    skips = Skips()
+    samples = list(read_samples(data, tokenizer, config, skips))
+    held = list(read_samples(eval_data, tokenizer, config, skips))
+    for line in skips.lines():
+        say(line)
+    if eval_data and not held:
+        raise ConfigError(f"{', '.join(eval_data)}: not one usable conversation to evaluate with; {_why(skips)}")
+    learnt = samples if held else [s for s in samples if not s.held_out]
+    held = held or [s for s in samples if s.held_out]
+    if not learnt:  # so few that all were held out
+        learnt, held = held, []
+    if not learnt:
+        raise ConfigError(f"{', '.join(data)}: not one usable conversation; {_why(skips)}")
+    return learnt, held or learnt[:1]
+
+
+def _why(skips: Skips) -> str:
+    return "; ".join(skips.lines()) or "the files are empty"
 
 
 def _text(path: Path) -> str:

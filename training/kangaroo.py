@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import nn
 from transformers import AutoTokenizer
 
-from drafters.adapter import Adapter, AdapterConfig, fingerprint, fitting_heads
+from drafters.adapter import Adapter, AdapterConfig, fitting_heads
+from drafters.fingerprint import fingerprint
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.target import TransformersTarget, embedded_model
-from training.acceptance import Tally, Written, greedy_texts
-from training.data import Sample, Skips, TextConfig, read_samples
+from training.acceptance import EvalConfig, Tally, Written, greedy_texts
+from training.card import identity, model_card
+from training.data import TextConfig, load_samples
 from training.features import FrozenTarget
 from training.log import read_log
 from training.loop import LoopConfig, new_accelerator, train
 from training.packing import Batch, Windows, pack
 
-__all__ = ["Config", "EvalConfig", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
+__all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
 
 LABELS = ("soft", "hard")
 
@@ -39,15 +40,6 @@ class NewAdapter:
     intermediate_size: int = 0
     eta: float = 0.6
     gamma: int = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
-    """Held-out evaluation: the target continues ``prompts`` texts, up to ``prompt`` tokens each, by up to ``new``."""
-
-    prompts: int = 24
-    prompt: int = 128
-    new: int = 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,29 +179,6 @@ def new_adapter(config: NewAdapter, target: TransformersTarget, *, seed: int = 0
     return adapter
 
 
-def load_samples(config: Config, tokenizer: Any, say: Any = print) -> tuple[list[Sample], list[Sample]]:
-    """Training and held-out samples; says what was left out.
-
-    Raises:
-        ConfigError: nothing usable in the data.
-    """
-    skips = Skips()
-    samples = list(read_samples(config.data, tokenizer, config.text, skips))
-    held = list(read_samples(config.eval_data, tokenizer, config.text, skips)) if config.eval_data else []
-    for line in skips.lines():
-        say(line)
-    learnt = samples if held else [s for s in samples if not s.held_out]
-    held = held or [s for s in samples if s.held_out]
-    if not learnt:  # so few that all were held out
-        learnt, held = held, []
-    if not learnt:
-        raise ConfigError(
-            f"{', '.join(config.data)}: not one usable conversation; "
-            + ("; ".join(skips.lines()) or "the files are empty")
-        )
-    return learnt, held or learnt[:1]
-
-
 def run(config: Config) -> dict[str, float]:
     """Train as a config says; returns the best checkpoint's evaluation.
 
@@ -221,7 +190,7 @@ def run(config: Config) -> dict[str, float]:
     target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model() if config.model == "tiny" else config.model)
     adapter = new_adapter(config.adapter, target, seed=config.loop.seed)
-    learnt, held = load_samples(config, tokenizer, say)
+    learnt, held = load_samples(config.data, config.eval_data, config.text, tokenizer, say)
     windows = pack(learnt, config.text.length)
     parameters = sum(p.numel() for p in adapter.parameters())
     say(
@@ -232,9 +201,10 @@ def run(config: Config) -> dict[str, float]:
     texts = greedy_texts(Engine(target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
     trainable = KangarooTraining(adapter, target, texts, labels=config.labels, top_k=config.top_k)
     out = Path(config.out)
-    best = train(trainable, windows, config.loop, accelerator, out, run=description(config, adapter))
+    run_is = identity(config, {"adapter": asdict(adapter.config)})
+    best = train(trainable, windows, config.loop, accelerator, out, run=run_is)
     if accelerator.is_main_process:
-        (out / "best" / "README.md").write_text(model_card(config, adapter, windows, read_log(out / "log.jsonl")))
+        (out / "best" / "README.md").write_text(card(config, adapter, windows, read_log(out / "log.jsonl")))
     say(
         f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
         f"--drafter kangaroo --set kangaroo.adapter={config.out}/best"
@@ -242,46 +212,21 @@ def run(config: Config) -> dict[str, float]:
     return best
 
 
-def model_card(config: Config, adapter: Adapter, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
+def card(config: Config, adapter: Adapter, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
     """What the adapter is, how it was made and how it did, in Markdown."""
-    own, loop = adapter.config, config.loop
-    steps = [line for line in lines if "loss" in line]
-    tokens = sum(line["tokens"] for line in steps) / max(len(steps), 1) * (steps[-1]["step"] if steps else 0)
-    judged = config.evaluation
-    table = "".join(
-        f"| {line['step']} | {line['tokens_per_step']:.3f} | {line['accepted_1']:.3f} | {line['overlap']:.3f} |\n"
-        for line in lines
-        if "overlap" in line
+    own, head = adapter.config, "the target's own head" if adapter.head is None else "a head of its own"
+    opening = (
+        f"Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant `{own.variant}`, "
+        f"{sum(p.numel() for p in adapter.parameters()):,} parameters, "
+        f"{head} on top. Its weights are trained from nothing; the target stays as it was."
     )
-    return f"""# Kangaroo adapter
-
-Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant `{own.variant}`, \
-{sum(p.numel() for p in adapter.parameters()):,} parameters, the target's own head on top. Its weights are trained \
-from nothing; the target stays as it was.
-
-- Data: {", ".join(Path(source).name for source in config.data)}; {len(windows):,} windows of {windows.length} tokens, \
-{windows.trained:,} of them trained tokens, hash {windows.digest}.
-- Training: `specdec train kangaroo` with the options below; about {tokens / 1e6:.1f} M tokens in \
-{steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes.
-- Evaluation: {judged.prompts} held-out prompts of up to {judged.prompt} tokens, {judged.new} new tokens each, greedy, \
-eta {own.eta:g}, gamma {own.gamma}. Tokens per step count the bonus token; overlap is the mean of sum(min(p, q)).
-
-| step | tokens per step | first draft accepted | overlap |
-|---:|---:|---:|---:|
-{table}
-```yaml
-{yaml.safe_dump({"labels": config.labels, "top_k": config.top_k, "loop": asdict(loop)}, sort_keys=False).strip()}
-```
-"""
-
-
-def description(config: Config, adapter: Adapter) -> Mapping[str, Any]:
-    """What may not change between a run and its continuation."""
-    free = replace(config.loop, wandb="off", log_every=1, save_every=1)
-    return {
-        "adapter": asdict(adapter.config),
-        "loop": asdict(free),
-        "evaluation": asdict(config.evaluation),
-        "labels": config.labels,
-        "top_k": config.top_k,
-    }
+    columns = {"tokens_per_step": "tokens per step", "overlap": "overlap"}
+    columns |= {f"accepted_{place}": f"draft {place} accepted" for place in range(1, own.gamma + 1)}
+    columns |= {f"ctar_{w}": f"CTAR({w})" for w in range(1, 7)}
+    note = (
+        f"Eta {own.eta:g}, gamma {own.gamma}. Tokens per step count the bonus token; overlap is the mean of "
+        "sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more."
+    )
+    return model_card(
+        "Kangaroo adapter", opening, config=config, windows=windows, lines=lines, columns=columns, note=note
+    )

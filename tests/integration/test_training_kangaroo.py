@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from drafters.adapter import Adapter, fingerprint
+from drafters.adapter import Adapter
+from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig
 from specdec import Engine
 from specdec.config import parse
@@ -30,9 +31,9 @@ from tests.models import FAMILIES, prompt_of
 from training.acceptance import Tally, Written
 from training.cli import app, coloured
 from training.convert import convert
-from training.data import Sample
+from training.data import Sample, load_samples
 from training.features import FrozenTarget
-from training.kangaroo import Config, KangarooTraining, NewAdapter, load_samples, new_adapter, run, soft_loss
+from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss
 from training.log import read_log
 from training.packing import pack
 
@@ -203,7 +204,7 @@ class TestBadInput:
         config = Config(data=[str(path)])
         tokenizer = AutoTokenizer.from_pretrained(embedded_model())
         with pytest.raises(ConfigError, match=r"not one usable conversation; 1 skipped: no list"):
-            load_samples(config, tokenizer, say=lambda line: None)
+            load_samples(config.data, (), config.text, tokenizer, say=lambda line: None)
 
     def test_no_data(self) -> None:
         with pytest.raises(ConfigError, match="--data FILE"):

@@ -17,10 +17,10 @@ from drafters.adapter import (
     Adapter,
     AdapterCache,
     AdapterConfig,
-    fingerprint,
     fitting_heads,
     random_adapter,
 )
+from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig, KangarooSession
 from specdec import Engine, SamplingParams
 from specdec.draft import Draft
