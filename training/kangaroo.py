@@ -28,6 +28,7 @@ from training.packing import Batch, Windows, pack
 __all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
 
 LABELS = ("soft", "hard")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class NewAdapter:
     intermediate_size: int = 0
     eta: float = 0.6
     gamma: int = 6
+    branch: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class Config:
         out: folder of checkpoint, log and result.
         labels: ``soft``, the target's distribution, or ``hard``, its largest token.
         top_k: keep only this much of the soft labels, for large vocabularies; 0 keeps all.
+        save_dtype: of the adapter's file, ``float32`` or ``bfloat16``; checkpoints keep float32.
         adapter, text, loop, evaluation: see their classes.
     """
 
@@ -64,6 +67,7 @@ class Config:
     out: str = "runs/kangaroo"
     labels: str = "soft"
     top_k: int = 0
+    save_dtype: str = "float32"
     adapter: NewAdapter = field(default_factory=NewAdapter)
     text: TextConfig = field(default_factory=TextConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -74,6 +78,8 @@ class Config:
             raise ConfigError(f"labels is {self.labels!r}; it must be one of {', '.join(LABELS)}")
         if self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k}; it must be >= 0, where 0 keeps the whole distribution")
+        if self.save_dtype not in DTYPES:
+            raise ConfigError(f"save_dtype is {self.save_dtype!r}; it must be one of {', '.join(DTYPES)}")
         if not self.data:
             raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
 
@@ -91,12 +97,14 @@ class KangarooTraining:
         *,
         labels: str = "soft",
         top_k: int = 0,
+        save_dtype: str = "float32",
     ) -> None:
         self.module: nn.Module = adapter
         self.adapter = adapter
         self._layer = adapter.config.exit_layer
         self.frozen = FrozenTarget(target, [self._layer])
         self._texts, self._labels, self._top_k = texts, labels, top_k
+        self._dtype = DTYPES[save_dtype]
 
     def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         features, states = self.frozen.read(batch)
@@ -133,7 +141,7 @@ class KangarooTraining:
         return right.tolist(), q.max(-1).values.tolist(), float(overlap)
 
     def save(self, folder: Path) -> None:
-        self.adapter.save_pretrained(folder)
+        self.adapter.save_pretrained(folder, dtype=self._dtype)
 
 
 def soft_loss(guess: torch.Tensor, wanted: torch.Tensor, *, labels: str = "soft", top_k: int = 0) -> torch.Tensor:
@@ -172,6 +180,7 @@ def new_adapter(config: NewAdapter, target: TransformersTarget, *, seed: int = 0
             norm_eps=float(getattr(own, "rms_norm_eps", 1e-6)),
             eta=config.eta,
             gamma=config.gamma,
+            branch=config.branch,
             target=fingerprint(target),
         )
     )
@@ -199,7 +208,9 @@ def run(config: Config) -> dict[str, float]:
     )
     judged = config.evaluation
     texts = greedy_texts(Engine(target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
-    trainable = KangarooTraining(adapter, target, texts, labels=config.labels, top_k=config.top_k)
+    trainable = KangarooTraining(
+        adapter, target, texts, labels=config.labels, top_k=config.top_k, save_dtype=config.save_dtype
+    )
     out = Path(config.out)
     run_is = identity(config, {"adapter": asdict(adapter.config)})
     best = train(trainable, windows, config.loop, accelerator, out, run=run_is)

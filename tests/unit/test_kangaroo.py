@@ -15,11 +15,11 @@ from drafters import kangaroo
 from drafters.adapter import (
     VARIANTS,
     Adapter,
-    AdapterCache,
     AdapterConfig,
     fitting_heads,
     random_adapter,
 )
+from drafters.adapter_step import AdapterCache, AdapterStep
 from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig, KangarooSession
 from specdec import Engine, SamplingParams
@@ -81,11 +81,12 @@ def test_step_by_step_equals_the_whole_text(variant: str) -> None:
     features = torch.randn(1, 11, 32, dtype=torch.float64)
     head = torch.nn.Linear(32, 32, dtype=torch.float64).requires_grad_(False)
     whole = adapter(features, torch.arange(11)[None], head)
-    cache = AdapterCache(adapter, 11)
+    step = AdapterStep(adapter)
+    cache = AdapterCache(step, 11)
     if variant != "mlp":
-        adapter.absorb(features[0, :4], cache)
-    rows = [adapter.step(features[0, first:last], cache) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
-    found = adapter.logits(torch.cat(rows), head)
+        step.absorb(features[0, :4], cache)
+    rows = [step.step(features[0, first:last], cache) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
+    found = step.logits(torch.cat(rows), head)
     torch.testing.assert_close(found, whole[[4, 7, 8, 10]])
 
 
