@@ -242,10 +242,10 @@ def run(config: Config) -> dict[str, float]:
     )
     if accelerator.is_main_process:
         (out / "best" / "README.md").write_text(card(config, heads, windows, read_log(out / "log.jsonl")))
-    say(
-        f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
-        f"--drafter medusa --set medusa.heads={config.out}/best"
-    )
+        say(
+            f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
+            f"--drafter medusa --set medusa.heads={config.out}/best"
+        )
     return best
 
 
