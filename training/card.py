@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import sys
@@ -14,9 +15,10 @@ import torch
 import transformers
 import yaml
 
+from specdec.errors import CheckpointError
 from training.packing import Windows
 
-__all__ = ["command_line", "identity", "model_card"]
+__all__ = ["command_line", "identity", "model_card", "write_card"]
 
 _PLACES = ("model", "data", "eval_data", "out", "text")  # the data's hash and the target's fingerprint say it better
 
@@ -87,6 +89,20 @@ trained tokens, hash {windows.digest}.
 {yaml.safe_dump(options, sort_keys=False).strip()}
 ```
 """
+
+
+def write_card(folder: Path, text: str) -> None:
+    """``README.md`` in the folder of the weights, beside its name first.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    beside = folder / "README.md.partial"
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, folder / "README.md")
+    except OSError as error:
+        raise CheckpointError(f"cannot write the card in {str(folder)!r}: {error}; the weights are there") from error
 
 
 def _table(lines: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:

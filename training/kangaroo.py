@@ -10,16 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoTokenizer
 
 from drafters.adapter import Adapter, AdapterConfig, fitting_heads
 from drafters.fingerprint import fingerprint
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.target import TransformersTarget, embedded_model
+from specdec.target import TransformersTarget
 from training.acceptance import EvalConfig, Tally, Written, greedy_texts
-from training.card import identity, model_card
-from training.data import TextConfig, load_samples
+from training.card import identity, model_card, write_card
+from training.data import TextConfig, load_samples, load_tokenizer
 from training.features import FrozenTarget
 from training.log import read_log
 from training.loop import LoopConfig, new_accelerator, train
@@ -197,9 +196,11 @@ def run(config: Config) -> dict[str, float]:
     accelerator = new_accelerator(config.loop)
     say = accelerator.print
     target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model() if config.model == "tiny" else config.model)
+    tokenizer = load_tokenizer(config.model)
     adapter = new_adapter(config.adapter, target, seed=config.loop.seed)
-    learnt, held = load_samples(config.data, config.eval_data, config.text, tokenizer, say)
+    learnt, held = load_samples(
+        config.data, config.eval_data, config.text, tokenizer, say, vocab_size=target.vocab_size
+    )
     windows = pack(learnt, config.text.length)
     parameters = sum(p.numel() for p in adapter.parameters())
     say(
@@ -215,11 +216,11 @@ def run(config: Config) -> dict[str, float]:
     run_is = identity(config, {"adapter": asdict(adapter.config)})
     best = train(trainable, windows, config.loop, accelerator, out, run=run_is)
     if accelerator.is_main_process:
-        (out / "best" / "README.md").write_text(card(config, adapter, windows, read_log(out / "log.jsonl")))
-    say(
-        f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
-        f"--drafter kangaroo --set kangaroo.adapter={config.out}/best"
-    )
+        write_card(out / "best", card(config, adapter, windows, read_log(out / "log.jsonl")))
+        say(
+            f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
+            f"--drafter kangaroo --set kangaroo.adapter={config.out}/best"
+        )
     return best
 
 

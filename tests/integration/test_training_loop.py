@@ -207,6 +207,23 @@ def test_the_log_survives_a_line_cut_short(tmp_path: Path) -> None:
     ]
 
 
+def test_a_full_disk_leaves_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = log.TrainingLog(tmp_path, 0)
+    first.write(step=1, loss=2.0)
+
+    def full(path: Path, text: str, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CheckpointError, match=r"log\.jsonl.*No space left.*start the same command again"):
+        log.TrainingLog(tmp_path, 1)
+    assert log.read_log(tmp_path / "log.jsonl") == [{"step": 1, "loss": 2.0}]
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "log.jsonl").mkdir()  # a file that cannot be opened, on any machine
+    with pytest.raises(CheckpointError, match=r"cannot write the log"):
+        first.write(step=2, loss=1.0)
+
+
 def test_the_plot_is_drawn(windows: Windows, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trained(windows, tmp_path)
