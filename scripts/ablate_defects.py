@@ -56,7 +56,7 @@ def trained_once(
     trainable = KangarooTraining(adapter, engine.target, texts, labels=config.labels, top_k=config.top_k)
     train(trainable, pack(samples, config.text.length), config.loop, accelerator, out, run={"case": out.name})
     with torch.no_grad():
-        openings = [right for text in texts for right in trainable.judge(text)[0][:2]]
+        openings = [rank == 0 for text in texts for rank in trainable.judge(text)[0][:2]]
     return {**trainable.evaluate(), "opening": statistics.mean(openings)}
 
 
@@ -65,10 +65,14 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/train/kangaroo.yaml"))
     parser.add_argument("--data", nargs="+", required=True, help="conversations: .json or .jsonl")
     parser.add_argument("--template", default="auto", help="auto, tokenizer or vicuna")
+    parser.add_argument("--length", type=int, default=256, help="of a training window, tokens")
     parser.add_argument("--variant", default="attention")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument(
+        "--prompt", type=int, default=384, help="longest prompt, so that it ends where the answer begins"
+    )
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0, help="0 leaves torch's own choice")
     parser.add_argument("--out", type=Path, default=Path("runs/defects"))
@@ -78,9 +82,9 @@ def main() -> None:
     config = parse(Config, {**load_yaml(args.config), "data": args.data}, where=str(args.config))
     config = replace(
         config,
-        text=replace(config.text, template=args.template),
+        text=replace(config.text, template=args.template, length=args.length),
         adapter=replace(config.adapter, variant=args.variant),
-        evaluation=replace(config.evaluation, prompts=args.prompts, new=args.new),
+        evaluation=replace(config.evaluation, prompts=args.prompts, prompt=args.prompt, new=args.new),
         loop=replace(config.loop, steps=args.steps, eval_every=args.steps, wandb="off"),
     )
     engine = Engine.from_pretrained(config.model)

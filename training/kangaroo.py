@@ -119,13 +119,17 @@ class KangarooTraining:
         config = self.adapter.config
         tally, matched, count = Tally(config.gamma), 0.0, 0
         for text in self._texts:
-            right, confidence, overlap = self.judge(text)
-            tally.add(right, [c > config.eta for c in confidence])
-            matched, count = matched + overlap, count + len(right)
+            ranks, confidence, overlap = self.judge(text)
+            trusted = [c > config.eta for c in confidence]
+            right = [rank < (1 if sure else config.branch) for rank, sure in zip(ranks, trusted, strict=True)]
+            tally.add(right, trusted)
+            matched, count = matched + overlap, count + len(ranks)
         return {**tally.figures(), "overlap": matched / max(count, 1)}
 
-    def judge(self, text: Written) -> tuple[list[bool], list[float], float]:
-        """For each new token: was the guess right, how sure was it; and the sum of ``min(p, q)`` over them."""
+    def judge(self, text: Written) -> tuple[list[int], list[float], float]:
+        """For each new token: its rank among the guesses, 0 being the best, how sure that one was; and the sum of
+        ``min(p, q)`` over them.
+        """
         size, device = len(text.tokens), self.frozen.target.device
         tokens = torch.tensor([text.tokens], device=device)
         places = torch.arange(text.prompt - 1, size - 1, device=device)
@@ -136,8 +140,8 @@ class KangarooTraining:
         guess = self.adapter(early, batch.positions, self.frozen.head, rows=places).float()
         q = torch.softmax(guess, -1)
         overlap = torch.minimum(torch.softmax(self.frozen.head(states).float(), -1), q).sum()
-        right = guess.argmax(-1) == tokens[0, places + 1]
-        return right.tolist(), q.max(-1).values.tolist(), float(overlap)
+        ranks = (guess > guess.gather(1, tokens[0, places + 1, None])).sum(1)
+        return ranks.tolist(), q.max(-1).values.tolist(), float(overlap)
 
     def save(self, folder: Path) -> None:
         self.adapter.save_pretrained(folder, dtype=self._dtype)
@@ -236,8 +240,8 @@ def card(config: Config, adapter: Adapter, windows: Windows, lines: Sequence[Map
     columns |= {f"accepted_{place}": f"draft {place} accepted" for place in range(1, own.gamma + 1)}
     columns |= {f"ctar_{w}": f"CTAR({w})" for w in range(1, 7)}
     note = (
-        f"Eta {own.eta:g}, gamma {own.gamma}. Tokens per step count the bonus token; overlap is the mean of "
-        "sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more."
+        f"Eta {own.eta:g}, gamma {own.gamma}, branch {own.branch}. Tokens per step count the bonus token; overlap is "
+        "the mean of sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more."
     )
     return model_card(
         "Kangaroo adapter", opening, config=config, windows=windows, lines=lines, columns=columns, note=note

@@ -116,8 +116,9 @@ def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], 
 def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -> None:
     """The tally over given texts counts the very steps that decoding takes."""
     target = target_of("llama", torch.float32)
-    for variant, eta, gamma in (("attention", 0.05, 4), ("mlp", 0.0, 2), ("layer", 1.0, 6), ("head", 0.06, 3)):
-        adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma), target)
+    kinds = (("attention", 0.05, 4, 1), ("mlp", 0.0, 2, 1), ("layer", 1.0, 6, 3), ("head", 0.06, 3, 2))
+    for variant, eta, gamma, branch in kinds:
+        adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma, branch=branch), target)
         engine = Engine(target, None, Kangaroo(KangarooConfig(), adapter.requires_grad_(False)))
         texts, steps, tokens = [], 0, 0
         for seed in range(4):
