@@ -48,11 +48,13 @@ class TrainingLog:
         if self._run is not None:
             self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
 
-    def close(self) -> None:
-        """Draw the plot and end the wandb run."""
-        plot(read_log(self.path), self.path.with_name("loss.png"))
+    def close(self) -> bool:
+        """Draw the plot and end the wandb run; False where there is nothing to draw with."""
+        with _disk(self.path.with_name("loss.png")):
+            drawn = plot(read_log(self.path), self.path.with_name("loss.png"))
         if self._run is not None:
             self._run.finish()
+        return drawn
 
 
 @contextmanager
