@@ -6,7 +6,6 @@ arXiv 2404.18911, section 3.1). A checkpoint is a folder with ``model.safetensor
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -20,11 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from drafters.fingerprint import fingerprint
 from specdec.config import parse
 from specdec.errors import CheckpointError, ConfigError
-from specdec.target import Target, TransformersTarget
+from specdec.target import Target
 
-__all__ = ["VARIANTS", "Adapter", "AdapterCache", "AdapterConfig", "fingerprint", "fitting_heads", "random_adapter"]
+__all__ = ["VARIANTS", "Adapter", "AdapterConfig", "fitting_heads", "random_adapter", "rotations"]
 
 VARIANTS = ("attention", "head", "layer", "mlp")
 """The paper's Table 2: attention alone, attention with a head of its own, attention and MLP, MLP alone."""
@@ -47,6 +47,7 @@ class AdapterConfig:
         norm_eps: of the RMS norms.
         eta: confidence at or below which drafting stops.
         gamma: most drafts of a round.
+        branch: alternatives for the token with which a round ends for want of confidence.
         target: fingerprint of the model that it was trained for; empty if not known.
     """
 
@@ -60,10 +61,11 @@ class AdapterConfig:
     norm_eps: float = 1e-6
     eta: float = 0.6
     gamma: int = 6
+    branch: int = 1
     target: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma"):
+        for name in ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma", "branch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"adapter.{name} is {getattr(self, name)}; it must be at least 1")
         if self.variant not in VARIANTS:
@@ -129,29 +131,8 @@ class Adapter(nn.Module):
         flat = features.flatten(0, 1)
         return self.logits(self._top(flat if rows is None else flat[rows]), head)
 
-    def absorb(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
-        """Cache keys and values of ``features`` [T, D] as the next T positions; returns their norm [1, T, D]."""
-        normed = self._normed(features[None], self.input_norm)
-        cache.append(self._rotated(self.k_proj(normed), cache.rotary(len(features))), self._split(self.v_proj(normed)))
-        return normed
-
-    def step(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
-        """Hidden state [1, D] for the head, after the last of ``features`` [T, D], the next T positions.
-
-        With a single layer, keys and values depend on the features alone, so only the last row needs a query; and as it
-        sees everything, no mask.
-        """
-        last = features[-1:]
-        if self.config.variant == "mlp":
-            return self._top(last)
-        rotary = cache.rotary(len(features))
-        normed = self.absorb(features, cache)[:, -1:]
-        query = self._rotated(self.q_proj(normed), (rotary[0][-1:], rotary[1][-1:]))
-        seen = F.scaled_dot_product_attention(query, *cache.seen())
-        return self._top(last + self.o_proj(seen.flatten(1)))
-
     def logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """[..., V] of what ``step`` returned."""
+        """[..., V] of states that passed the last norm."""
         own: torch.Tensor = (head if self.head is None else self.head)(hidden)
         return own
 
@@ -193,14 +174,18 @@ class Adapter(nn.Module):
                 if bool(scale.any()):
                     self.norm.copy_(scale[0])
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write weights and config; each file beside its name first, so that a full disk leaves the former ones whole.
+
+        Args:
+            folder: made if it is not there.
+            dtype: of the weights in the file; None keeps theirs.
 
         Raises:
             CheckpointError: the files could not be written.
         """
         folder = Path(folder)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in self.state_dict().items()}
         text = json.dumps(asdict(self.config), indent=2) + "\n"
         parts = {name: folder / f"{name}.partial" for name in (_WEIGHTS, _CONFIG)}
         try:
@@ -275,34 +260,6 @@ def load_strictly(adapter: Adapter, tensors: Mapping[str, torch.Tensor], source:
     adapter.load_state_dict(dict(tensors))
 
 
-class AdapterCache:
-    """Keys and values of one sequence's adapter, [1, heads, capacity, D / heads]; its positions are its own."""
-
-    def __init__(self, adapter: Adapter, capacity: int) -> None:
-        config, like = adapter.config, adapter.norm
-        self.length = 0
-        shape = (1, config.heads, capacity, config.hidden_size // config.heads)
-        self.keys, self.values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
-        places = torch.arange(capacity, device=like.device)
-        self._cos, self._sin = rotations(places, config, like.dtype)
-
-    def rotary(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [rows, D / heads] of the next positions."""
-        last = self.length + rows
-        return self._cos[self.length : last], self._sin[self.length : last]
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the next positions' keys and values [1, heads, T, D / heads]."""
-        rows = keys.shape[2]
-        self.keys.narrow(2, self.length, rows).copy_(keys)
-        self.values.narrow(2, self.length, rows).copy_(values)
-        self.length += rows
-
-    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All that is stored."""
-        return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
-
-
 def rotations(positions: torch.Tensor, config: AdapterConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of rotary positions: [T, d] for [T] positions, [B, 1, T, d] for [B, T]."""
     size = config.hidden_size // config.heads
@@ -317,21 +274,6 @@ def rotations(positions: torch.Tensor, config: AdapterConfig, dtype: torch.dtype
 def fitting_heads(hidden_size: int, wanted: int) -> int:
     """The most heads, up to ``wanted``, that divide the width into even parts."""
     return next(n for n in range(wanted, 0, -1) if hidden_size % n == 0 and hidden_size // n % 2 == 0)
-
-
-def fingerprint(target: Target) -> str:
-    """A target's architecture and a hash over a few values of each of its weights, the same in any dtype.
-
-    Values are rounded to bfloat16 first, so a model saved in bfloat16 and loaded in float32 keeps its fingerprint.
-    """
-    digest = hashlib.sha256()
-    for _, weight in target.named_weights() if isinstance(target, TransformersTarget) else ():
-        if not weight.is_meta:
-            flat = weight.detach().reshape(-1)
-            few = flat[:: max(1, len(flat) // 16)][:16].to("cpu", torch.bfloat16)
-            digest.update(few.view(torch.int16).numpy().tobytes())
-    shape = f"{target.num_layers}x{target.hidden_size}-v{target.vocab_size}"
-    return f"{getattr(target, 'name', type(target).__name__)}-{shape}-{digest.hexdigest()[:16]}"
 
 
 def random_adapter(

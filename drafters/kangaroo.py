@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-from drafters.adapter import Adapter, AdapterCache, AdapterConfig, config_of, fingerprint
+from drafters.adapter import Adapter, AdapterConfig, config_of
+from drafters.adapter_step import AdapterCache, AdapterStep
+from drafters.fingerprint import fingerprint
 from specdec.block import Block
 from specdec.draft import Draft, Entry
 from specdec.drafter import Context, DrafterBase, Observation
@@ -39,14 +41,14 @@ class KangarooConfig:
         eta: confidence at or below which a round ends; None takes the adapter's own.
         gamma: most drafts of a round; None takes the adapter's own.
         branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
-            paper's chain.
+            paper's chain; None takes the adapter's own.
         check_target: refuse a model that is not the one the adapter was trained for.
     """
 
     adapter: str | None = None
     eta: float | None = None
     gamma: int | None = None
-    branch: int = 1
+    branch: int | None = None
     check_target: bool = True
 
     def __post_init__(self) -> None:
@@ -71,10 +73,11 @@ class Kangaroo(DrafterBase):
 
     def __init__(self, config: KangarooConfig, adapter: Adapter) -> None:
         super().__init__(config)
-        self.adapter = adapter
+        self.adapter = AdapterStep(adapter)
         self.exit_layer = adapter.config.exit_layer
         self.eta = adapter.config.eta if config.eta is None else config.eta
         self.gamma = adapter.config.gamma if config.gamma is None else config.gamma
+        self.branch = adapter.config.branch if config.branch is None else config.branch
         self.taps = frozenset({self.exit_layer})
 
     @classmethod
@@ -142,6 +145,7 @@ class KangarooSession:
         self._drafted: list[int] = []  # the tokens, from the root on, that it has seen in this round
         params = context.sampling
         self._processors = params.processors()
+        self._reads_prefix = params.repetition_penalty != 1
         self._sampled = params.temperature > 0 and params.acceptance != "typical"
         self._coupled = self._sampled and params.acceptance == "match"
 
@@ -156,12 +160,11 @@ class KangarooSession:
         q: dict[int, torch.Tensor] = {}
         confident, last = True, 0
         while confident and last < most:
-            logits = self._guess(tokens[last], features[-1])
-            scores, probabilities = self._scores(logits, tokens[1:])
-            confidence = probabilities.max()
-            confident = bool(confidence > drafter.eta)
-            branch = 1 if confident else min(drafter.config.branch, room - len(tokens))
-            chosen = [int(scores.argmax())] if branch == 1 else _largest(scores, branch)
+            probabilities = self._probabilities(self._guess(tokens[last], features[-1]), tokens[1:])
+            confidence, best = probabilities.max(-1)
+            confident = float(confidence) > drafter.eta
+            branch = 1 if confident else min(drafter.branch, room - len(tokens))
+            chosen = self._chosen(probabilities, int(best), branch, len(tokens) - 1)
             if self._sampled and not self._coupled:
                 q[last] = probabilities
             first = len(tokens)
@@ -218,30 +221,45 @@ class KangarooSession:
         hidden = self._adapter.step(rows.to(self._cache.keys.device), self._cache)
         return self._adapter.logits(hidden, self._context.target.head)[0]
 
-    def _scores(self, logits: torch.Tensor, path: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What to take the largest of, and the probabilities q, both [V], for the token after ``path``.
-
-        With Gumbel noise the largest is a draw from q, and the largest few are draws without replacement. In ``match``
-        the noise is the one that the target's own draw will use, so that the two tend to agree (Daliri et al. 2024).
-        """
-        context = self._context
+    def _probabilities(self, logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
+        """[V] the draft's distribution of the token after ``path``, under the processors that the target's is under."""
         if self._processors:
-            ids: Any = torch.tensor([[*context.tokens, *path]], device=logits.device)
+            prefix = [*self._context.tokens, *path] if self._reads_prefix else []
+            ids: Any = torch.tensor([prefix], dtype=torch.long, device=logits.device)
             scores: Any = logits[None].float()
             logits = self._processors(ids, scores)[0]
-        probabilities = torch.softmax(logits, -1, dtype=torch.float64 if self._sampled else torch.float32)
-        if not self._sampled:
-            return logits, probabilities
-        position = len(context.tokens)
+        return torch.softmax(logits, -1, dtype=torch.float64 if self._sampled else torch.float32)
+
+    def _chosen(self, probabilities: torch.Tensor, best: int, count: int, depth: int) -> list[int]:
+        """Up to ``count`` tokens, ``depth`` tokens below the root: the likeliest, or draws without replacement.
+
+        In ``match`` the noise is the one that the target's own draw will use, so that the two tend to agree (Daliri et
+        al. 2024). In ``reject`` a draw inverts the distribution function, for which one number does.
+        """
+        noise, position = self._context.noise, len(self._context.tokens)
         if self._coupled:
-            noise = context.noise.gumbel(position + len(path))
-        else:
-            noise = context.noise.gumbel(position, Noise.DRAFT, len(path))
-        return probabilities.log() + noise, probabilities
+            return _largest(probabilities.log() + noise.gumbel(position + depth), count)
+        if not self._sampled:
+            return [best] if count == 1 else _largest(probabilities.log(), count)
+        chosen: list[int] = []
+        while len(chosen) < count:
+            if chosen:
+                probabilities = probabilities.clone()
+                probabilities[chosen[-1]] = 0
+            sums = probabilities.cumsum(-1)
+            total = float(sums[-1])
+            if not total > 0:
+                break
+            # The first sum that is not below a positive number ends a step up: its token has probability.
+            drawn = total * noise.uniform(position, Noise.DRAFT, depth + len(chosen))
+            chosen.append(int(torch.searchsorted(sums, drawn)))
+        return chosen
 
 
 def _largest(scores: torch.Tensor, count: int) -> list[int]:
     """The tokens of the largest finite scores, best first."""
-    values, tokens = scores.topk(count)
+    if count == 1:
+        return [int(scores.argmax())]
+    values, tokens = scores.topk(min(count, len(scores)))
     chosen: list[int] = tokens[torch.isfinite(values)].tolist()
     return chosen

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from drafters.adapter import fingerprint
+from drafters.fingerprint import fingerprint
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from drafters.adapter import fingerprint
+from drafters.fingerprint import fingerprint
 from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
 

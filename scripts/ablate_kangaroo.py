@@ -1,4 +1,4 @@
-"""Kangaroo's choices, measured: exit layer, adapter variant, eta and gamma (the paper's Figure 3 and Table 2).
+"""Kangaroo's choices, measured: exit layer, adapter variant, eta, gamma, branch (the paper's Figure 3 and Table 2).
 
     python scripts/ablate_kangaroo.py --out runs/ablate
 
@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import transformers
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -66,74 +72,105 @@ class Together:
             part.save(folder / name)
 
 
-def measure(engine: Engine, prompts: Sequence[Sequence[int]], new: int, sampling: SamplingParams) -> dict[str, float]:
-    """Tokens per step and seconds per token over all prompts; decoding time only, the prefill is the same for all."""
-    steps = tokens = rows = 0
-    seconds = 0.0
-    for prompt in prompts:
-        stats = engine.generate(prompt, new, sampling).stats
-        steps, tokens, rows = steps + stats.steps, tokens + stats.new_tokens, rows + sum(stats.rows)
-        seconds += stats.seconds.decode
-    return {"tokens_per_step": tokens / steps, "rows_per_step": rows / steps, "seconds_per_token": seconds / tokens}
+Figures = dict[str, float]
+Group = dict[str, dict[str, Figures]]
+"""Setting -> temperature -> figures."""
 
 
 def compare(
-    plain: Engine,
-    settings: dict[str, Kangaroo],
-    prompts: Sequence[Sequence[int]],
-    new: int,
-    rounds: int,
-    sampling: SamplingParams,
-) -> dict[str, dict[str, float]]:
-    """Every setting against plain decoding; each round times plain and all settings, and the fastest round counts."""
-    best: dict[str, dict[str, float]] = {}
-    for _ in range(rounds):
-        for name, drafter in {"none": None, **settings}.items():
-            engine = plain if drafter is None else plain.with_drafter(drafter)
-            found = measure(engine, prompts, new, sampling)
-            if name not in best or found["seconds_per_token"] < best[name]["seconds_per_token"]:
-                best[name] = found
-    base = best["none"]["seconds_per_token"]
-    return {name: {**found, "speedup": base / found["seconds_per_token"]} for name, found in best.items()}
+    plain: Engine, settings: dict[str, Kangaroo], prompts: Sequence[Sequence[int]], args: argparse.Namespace
+) -> Group:
+    """Every setting against plain decoding, prompt by prompt in turn; decoding time only, the prefill is the same.
+
+    A prompt's time is the median of its rounds, a setting's speed what its prompts' times add up to.
+    """
+    engines = {"none": plain, **{name: plain.with_drafter(drafter) for name, drafter in settings.items()}}
+    found: Group = {name: {} for name in engines}
+    for temperature in args.temperatures:
+        sampling = SamplingParams(temperature=temperature)
+        seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in engines}
+        counts = dict.fromkeys(engines, (0, 0, 0))
+        for _ in range(args.rounds):
+            for number, prompt in enumerate(prompts):
+                for name, engine in engines.items():
+                    stats = engine.generate(prompt, args.new, sampling).stats
+                    seconds[name][number].append(stats.seconds.decode / stats.new_tokens)
+                    counts[name] = tuple(
+                        a + b
+                        for a, b in zip(counts[name], (stats.new_tokens, stats.steps, sum(stats.rows)), strict=True)
+                    )
+        per_token = {name: sum(map(statistics.median, times)) for name, times in seconds.items()}
+        for name, (tokens, steps, rows) in counts.items():
+            found[name][f"{temperature:g}"] = {
+                "tokens_per_step": tokens / steps,
+                "rows_per_step": rows / steps,
+                "speedup": per_token["none"] / per_token[name],
+            }
+    return found
 
 
 def drafter_of(adapter: Path, plain: Engine, **options: object) -> Kangaroo:
     return Kangaroo.build(parse(KangarooConfig, {"adapter": str(adapter), **options}, where="kangaroo"), plain.target)
 
 
-def table(title: str, found: dict[str, dict[str, float]]) -> str:
-    lines = [f"### {title}", "", "| setting | tokens per step | rows per step | speedup |", "|---|---:|---:|---:|"]
-    for name, f in found.items():
-        lines.append(f"| {name} | {f['tokens_per_step']:.2f} | {f['rows_per_step']:.2f} | {f['speedup']:.2f} |")
+def table(title: str, found: Group) -> str:
+    temperatures = list(next(iter(found.values())))
+    heads = " | ".join(f"T={t}: tokens per step | rows | speedup" for t in temperatures)
+    lines = [f"### {title}", "", f"| setting | {heads} |", "|---|" + "---:|" * (3 * len(temperatures))]
+    for name, by_temperature in found.items():
+        cells = [f"{v:.2f}" for t in temperatures for v in by_temperature[t].values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def draw(groups: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
-    figure = Figure(figsize=(4 * len(groups), 3.6), layout="constrained")
-    for axes, (title, found) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True):
+def draw(groups: dict[str, Group], path: Path) -> None:
+    """Tokens per step above, speedup below, a column for each group and a line for each temperature."""
+    figure = Figure(figsize=(3 * len(groups), 5), layout="constrained")
+    grid = figure.subplots(2, len(groups), squeeze=False, sharey="row", sharex="col")
+    shown = {"tokens_per_step": "tokens per step", "speedup": "speedup over plain decoding"}
+    for column, (title, found) in enumerate(groups.items()):
         names = [name for name in found if name != "none"]
-        axes.plot(names, [found[n]["speedup"] for n in names], marker="o", label="speedup")
-        axes.plot(names, [found[n]["tokens_per_step"] for n in names], marker="s", label="tokens per step")
-        axes.axhline(1, color="grey", linewidth=0.8)
-        axes.set_title(title, fontsize=10)
-        axes.tick_params(axis="x", rotation=40, labelsize=8)
-        axes.legend(fontsize=8)
+        for axes, (key, label) in zip(grid[:, column], shown.items(), strict=True):
+            for temperature in next(iter(found.values())):
+                axes.plot(names, [found[n][temperature][key] for n in names], marker="o", label=f"T={temperature}")
+            axes.axhline(1, color="grey", linewidth=0.8)
+            axes.tick_params(axis="x", rotation=40, labelsize=8)
+            if column == 0:
+                axes.set_ylabel(label, fontsize=9)
+        grid[0, column].set_title(title, fontsize=10)
+    grid[0, 0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def environment() -> dict[str, object]:
+    """What a figure is worth nothing without."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=Path, default=Path("configs/train/kangaroo.yaml"))
     parser.add_argument("--out", type=Path, default=Path("runs/ablate"))
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--variant-layer", type=int, default=2, help="exit layer of the four variants")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 3, 4, 6])
+    parser.add_argument("--variant-layer", type=int, default=4, help="exit layer of the four variants")
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=4, help="train on one token in this many")
     parser.add_argument("--eta", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8])
     parser.add_argument("--gamma", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--branch", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tuned", type=Path, help="adapter for eta, gamma and branch; without it, the attention one")
     parser.add_argument("--threads", type=int, default=0, help="0 leaves torch's own choice")
     args = parser.parse_args()
     if args.threads:
@@ -157,8 +194,7 @@ def main() -> None:
 
     prompts = [text.tokens[: text.prompt] for text in texts]
     last = args.out / "last"
-    same = last / f"l={args.variant_layer}"
-    greedy = SamplingParams()
+    same = last / f"l={args.variant_layer}" if args.tuned is None else args.tuned
     names = {**{n: n for n in kinds}, f"l={args.variant_layer}": "attention"}
     groups = {
         "exit layer": {f"l={layer}": drafter_of(last / f"l={layer}", plain) for layer in args.layers},
@@ -167,9 +203,10 @@ def main() -> None:
         },
         "eta": {f"{eta:g}": drafter_of(same, plain, eta=eta) for eta in args.eta},
         "gamma": {f"{gamma}": drafter_of(same, plain, gamma=gamma) for gamma in args.gamma},
+        "branch": {f"{branch}": drafter_of(same, plain, branch=branch) for branch in args.branch},
     }
-    found = {t: compare(plain, s, prompts, args.new, args.rounds, greedy) for t, s in groups.items()}
-    (args.out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
+    found = {title: compare(plain, settings, prompts, args) for title, settings in groups.items()}
+    (args.out / "figures.json").write_text(json.dumps({"environment": environment(), **found}, indent=1) + "\n")
     (args.out / "table.md").write_text("\n".join(table(title, rows) for title, rows in found.items()))
     draw(found, args.out / "plot.png")
     print((args.out / "table.md").read_text())

@@ -13,9 +13,18 @@ from dataclasses import dataclass, field
 from specdec.engine import Engine
 from training.data import Sample
 
-__all__ = ["Tally", "Written", "greedy_texts"]
+__all__ = ["EvalConfig", "Tally", "Written", "greedy_texts"]
 
 _DEEPEST = 6  # CTAR(1) .. CTAR(6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation: the target continues ``prompts`` texts, up to ``prompt`` tokens each, by up to ``new``."""
+
+    prompts: int = 24
+    prompt: int = 128
+    new: int = 96
 
 
 @dataclass(frozen=True, slots=True)

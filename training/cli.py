@@ -76,12 +76,9 @@ def show_sample(
     tokens: int = typer.Option(1500, help="At most this many tokens."),
 ) -> None:
     """Print one sample with the trained tokens in green and the others dimmed."""
-    from transformers import AutoTokenizer
+    from training.data import Skips, TextConfig, load_tokenizer, read_samples
 
-    from specdec.target import embedded_model
-    from training.data import Skips, TextConfig, read_samples
-
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model() if model == "tiny" else model)
+    tokenizer = load_tokenizer(model)
     skips = Skips()
     samples = list(read_samples(data, tokenizer, TextConfig(template=template), skips))
     if not 0 <= index < len(samples):

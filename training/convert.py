@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from drafters.adapter import Adapter, AdapterConfig, fingerprint, load_strictly
+from drafters.adapter import Adapter, AdapterConfig, load_strictly
+from drafters.fingerprint import fingerprint
 from drafters.kangaroo import check_fit
 from specdec.errors import CheckpointError
 from specdec.target import Target

@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import ConfigError
+from transformers import AutoTokenizer
+
+from specdec.errors import CheckpointError, ConfigError
+from specdec.target import embedded_model
 from training.stdlib_corpus import read_files
 
-__all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "read_samples"]
+__all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "load_tokenizer", "read_samples"]
 
 TEMPLATES = ("auto", "tokenizer", "vicuna")
 STDLIB = "stdlib"
@@ -106,6 +109,68 @@ def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, ski
         else:
             text = _text(Path(source))
             yield _plain(text, tokenizer, _held_out(text, config))
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of ``tiny``, a folder, or a hub id.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(embedded_model() if model == "tiny" else model)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"no tokenizer at {model!r}: {reason}; save one beside the weights") from error
+
+
+def load_samples(
+    data: Sequence[str],
+    eval_data: Sequence[str],
+    config: TextConfig,
+    tokenizer: Any,
+    say: Callable[[str], object] = print,
+    *,
+    vocab_size: int | None = None,
+) -> tuple[list[Sample], list[Sample]]:
+    """Samples to train on and to evaluate with; says what was left out.
+
+    Args:
+        data, eval_data: sources as for ``read_samples``; an empty ``eval_data`` holds out a share of ``data``.
+        config: how texts become samples.
+        tokenizer: the target's.
+        say: takes a line at a time.
+        vocab_size: of the target, if known.
+
+    Raises:
+        ConfigError: nothing usable in the data, or tokens that the target does not have.
+    """
+    skips = Skips()
+    samples = list(read_samples(data, tokenizer, config, skips))
+    held = list(read_samples(eval_data, tokenizer, config, skips))
+    for line in skips.lines():
+        say(line)
+    if eval_data and not held:
+        raise ConfigError(f"{', '.join(eval_data)}: not one usable conversation to evaluate with; {_why(skips)}")
+    if (
+        vocab_size is not None
+        and (top := max((max(s.tokens) for s in (*samples, *held) if s.tokens), default=0)) >= vocab_size
+    ):
+        raise ConfigError(
+            f"the tokenizer gives token {top}, and the model knows [0, {vocab_size}): it is another model's tokenizer; "
+            "put the model's own beside its weights"
+        )
+    learnt = samples if held else [s for s in samples if not s.held_out]
+    held = held or [s for s in samples if s.held_out]
+    if not learnt:  # so few that all were held out
+        learnt, held = held, []
+    if not learnt:
+        raise ConfigError(f"{', '.join(data)}: not one usable conversation; {_why(skips)}")
+    return learnt, held or learnt[:1]
+
+
+def _why(skips: Skips) -> str:
+    return "; ".join(skips.lines()) or "the files are empty"
 
 
 def _text(path: Path) -> str:

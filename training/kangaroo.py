@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import nn
-from transformers import AutoTokenizer
 
-from drafters.adapter import Adapter, AdapterConfig, fingerprint, fitting_heads
+from drafters.adapter import Adapter, AdapterConfig, fitting_heads
+from drafters.fingerprint import fingerprint
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.target import TransformersTarget, embedded_model
-from training.acceptance import Tally, Written, greedy_texts
-from training.data import Sample, Skips, TextConfig, read_samples
+from specdec.target import TransformersTarget
+from training.acceptance import EvalConfig, Tally, Written, greedy_texts
+from training.card import identity, model_card, write_card
+from training.data import TextConfig, load_samples, load_tokenizer
 from training.features import FrozenTarget
 from training.log import read_log
 from training.loop import LoopConfig, new_accelerator, train
 from training.packing import Batch, Windows, pack
 
-__all__ = ["Config", "EvalConfig", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
+__all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
 
 LABELS = ("soft", "hard")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +40,7 @@ class NewAdapter:
     intermediate_size: int = 0
     eta: float = 0.6
     gamma: int = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
-    """Held-out evaluation: the target continues ``prompts`` texts, up to ``prompt`` tokens each, by up to ``new``."""
-
-    prompts: int = 24
-    prompt: int = 128
-    new: int = 96
+    branch: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +55,7 @@ class Config:
         out: folder of checkpoint, log and result.
         labels: ``soft``, the target's distribution, or ``hard``, its largest token.
         top_k: keep only this much of the soft labels, for large vocabularies; 0 keeps all.
+        save_dtype: of the adapter's file, ``float32`` or ``bfloat16``; checkpoints keep float32.
         adapter, text, loop, evaluation: see their classes.
     """
 
@@ -72,6 +66,7 @@ class Config:
     out: str = "runs/kangaroo"
     labels: str = "soft"
     top_k: int = 0
+    save_dtype: str = "float32"
     adapter: NewAdapter = field(default_factory=NewAdapter)
     text: TextConfig = field(default_factory=TextConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -82,6 +77,8 @@ class Config:
             raise ConfigError(f"labels is {self.labels!r}; it must be one of {', '.join(LABELS)}")
         if self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k}; it must be >= 0, where 0 keeps the whole distribution")
+        if self.save_dtype not in DTYPES:
+            raise ConfigError(f"save_dtype is {self.save_dtype!r}; it must be one of {', '.join(DTYPES)}")
         if not self.data:
             raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
 
@@ -99,12 +96,14 @@ class KangarooTraining:
         *,
         labels: str = "soft",
         top_k: int = 0,
+        save_dtype: str = "float32",
     ) -> None:
         self.module: nn.Module = adapter
         self.adapter = adapter
         self._layer = adapter.config.exit_layer
         self.frozen = FrozenTarget(target, [self._layer])
         self._texts, self._labels, self._top_k = texts, labels, top_k
+        self._dtype = DTYPES[save_dtype]
 
     def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         features, states = self.frozen.read(batch)
@@ -120,13 +119,17 @@ class KangarooTraining:
         config = self.adapter.config
         tally, matched, count = Tally(config.gamma), 0.0, 0
         for text in self._texts:
-            right, confidence, overlap = self.judge(text)
-            tally.add(right, [c > config.eta for c in confidence])
-            matched, count = matched + overlap, count + len(right)
+            ranks, confidence, overlap = self.judge(text)
+            trusted = [c > config.eta for c in confidence]
+            right = [rank < (1 if sure else config.branch) for rank, sure in zip(ranks, trusted, strict=True)]
+            tally.add(right, trusted)
+            matched, count = matched + overlap, count + len(ranks)
         return {**tally.figures(), "overlap": matched / max(count, 1)}
 
-    def judge(self, text: Written) -> tuple[list[bool], list[float], float]:
-        """For each new token: was the guess right, how sure was it; and the sum of ``min(p, q)`` over them."""
+    def judge(self, text: Written) -> tuple[list[int], list[float], float]:
+        """For each new token: its rank among the guesses, 0 being the best, how sure that one was; and the sum of
+        ``min(p, q)`` over them.
+        """
         size, device = len(text.tokens), self.frozen.target.device
         tokens = torch.tensor([text.tokens], device=device)
         places = torch.arange(text.prompt - 1, size - 1, device=device)
@@ -137,11 +140,11 @@ class KangarooTraining:
         guess = self.adapter(early, batch.positions, self.frozen.head, rows=places).float()
         q = torch.softmax(guess, -1)
         overlap = torch.minimum(torch.softmax(self.frozen.head(states).float(), -1), q).sum()
-        right = guess.argmax(-1) == tokens[0, places + 1]
-        return right.tolist(), q.max(-1).values.tolist(), float(overlap)
+        ranks = (guess > guess.gather(1, tokens[0, places + 1, None])).sum(1)
+        return ranks.tolist(), q.max(-1).values.tolist(), float(overlap)
 
     def save(self, folder: Path) -> None:
-        self.adapter.save_pretrained(folder)
+        self.adapter.save_pretrained(folder, dtype=self._dtype)
 
 
 def soft_loss(guess: torch.Tensor, wanted: torch.Tensor, *, labels: str = "soft", top_k: int = 0) -> torch.Tensor:
@@ -180,34 +183,12 @@ def new_adapter(config: NewAdapter, target: TransformersTarget, *, seed: int = 0
             norm_eps=float(getattr(own, "rms_norm_eps", 1e-6)),
             eta=config.eta,
             gamma=config.gamma,
+            branch=config.branch,
             target=fingerprint(target),
         )
     )
     adapter.start_from(target, seed=seed)
     return adapter
-
-
-def load_samples(config: Config, tokenizer: Any, say: Any = print) -> tuple[list[Sample], list[Sample]]:
-    """Training and held-out samples; says what was left out.
-
-    Raises:
-        ConfigError: nothing usable in the data.
-    """
-    skips = Skips()
-    samples = list(read_samples(config.data, tokenizer, config.text, skips))
-    held = list(read_samples(config.eval_data, tokenizer, config.text, skips)) if config.eval_data else []
-    for line in skips.lines():
-        say(line)
-    learnt = samples if held else [s for s in samples if not s.held_out]
-    held = held or [s for s in samples if s.held_out]
-    if not learnt:  # so few that all were held out
-        learnt, held = held, []
-    if not learnt:
-        raise ConfigError(
-            f"{', '.join(config.data)}: not one usable conversation; "
-            + ("; ".join(skips.lines()) or "the files are empty")
-        )
-    return learnt, held or learnt[:1]
 
 
 def run(config: Config) -> dict[str, float]:
@@ -219,9 +200,11 @@ def run(config: Config) -> dict[str, float]:
     accelerator = new_accelerator(config.loop)
     say = accelerator.print
     target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model() if config.model == "tiny" else config.model)
+    tokenizer = load_tokenizer(config.model)
     adapter = new_adapter(config.adapter, target, seed=config.loop.seed)
-    learnt, held = load_samples(config, tokenizer, say)
+    learnt, held = load_samples(
+        config.data, config.eval_data, config.text, tokenizer, say, vocab_size=target.vocab_size
+    )
     windows = pack(learnt, config.text.length)
     parameters = sum(p.numel() for p in adapter.parameters())
     say(
@@ -230,58 +213,36 @@ def run(config: Config) -> dict[str, float]:
     )
     judged = config.evaluation
     texts = greedy_texts(Engine(target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
-    trainable = KangarooTraining(adapter, target, texts, labels=config.labels, top_k=config.top_k)
-    out = Path(config.out)
-    best = train(trainable, windows, config.loop, accelerator, out, run=description(config, adapter))
-    if accelerator.is_main_process:
-        (out / "best" / "README.md").write_text(model_card(config, adapter, windows, read_log(out / "log.jsonl")))
-    say(
-        f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
-        f"--drafter kangaroo --set kangaroo.adapter={config.out}/best"
+    trainable = KangarooTraining(
+        adapter, target, texts, labels=config.labels, top_k=config.top_k, save_dtype=config.save_dtype
     )
+    out = Path(config.out)
+    run_is = identity(config, {"adapter": asdict(adapter.config)})
+    best = train(trainable, windows, config.loop, accelerator, out, run=run_is)
+    if accelerator.is_main_process:
+        write_card(out / "best", card(config, adapter, windows, read_log(out / "log.jsonl")))
+        say(
+            f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
+            f"--drafter kangaroo --set kangaroo.adapter={config.out}/best"
+        )
     return best
 
 
-def model_card(config: Config, adapter: Adapter, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
+def card(config: Config, adapter: Adapter, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
     """What the adapter is, how it was made and how it did, in Markdown."""
-    own, loop = adapter.config, config.loop
-    steps = [line for line in lines if "loss" in line]
-    tokens = sum(line["tokens"] for line in steps) / max(len(steps), 1) * (steps[-1]["step"] if steps else 0)
-    judged = config.evaluation
-    table = "".join(
-        f"| {line['step']} | {line['tokens_per_step']:.3f} | {line['accepted_1']:.3f} | {line['overlap']:.3f} |\n"
-        for line in lines
-        if "overlap" in line
+    own, head = adapter.config, "the target's own head" if adapter.head is None else "a head of its own"
+    opening = (
+        f"Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant `{own.variant}`, "
+        f"{sum(p.numel() for p in adapter.parameters()):,} parameters, "
+        f"{head} on top. Its weights are trained from nothing; the target stays as it was."
     )
-    return f"""# Kangaroo adapter
-
-Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant `{own.variant}`, \
-{sum(p.numel() for p in adapter.parameters()):,} parameters, the target's own head on top. Its weights are trained \
-from nothing; the target stays as it was.
-
-- Data: {", ".join(Path(source).name for source in config.data)}; {len(windows):,} windows of {windows.length} tokens, \
-{windows.trained:,} of them trained tokens, hash {windows.digest}.
-- Training: `specdec train kangaroo` with the options below; about {tokens / 1e6:.1f} M tokens in \
-{steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes.
-- Evaluation: {judged.prompts} held-out prompts of up to {judged.prompt} tokens, {judged.new} new tokens each, greedy, \
-eta {own.eta:g}, gamma {own.gamma}. Tokens per step count the bonus token; overlap is the mean of sum(min(p, q)).
-
-| step | tokens per step | first draft accepted | overlap |
-|---:|---:|---:|---:|
-{table}
-```yaml
-{yaml.safe_dump({"labels": config.labels, "top_k": config.top_k, "loop": asdict(loop)}, sort_keys=False).strip()}
-```
-"""
-
-
-def description(config: Config, adapter: Adapter) -> Mapping[str, Any]:
-    """What may not change between a run and its continuation."""
-    free = replace(config.loop, wandb="off", log_every=1, save_every=1)
-    return {
-        "adapter": asdict(adapter.config),
-        "loop": asdict(free),
-        "evaluation": asdict(config.evaluation),
-        "labels": config.labels,
-        "top_k": config.top_k,
-    }
+    columns = {"tokens_per_step": "tokens per step", "overlap": "overlap"}
+    columns |= {f"accepted_{place}": f"draft {place} accepted" for place in range(1, own.gamma + 1)}
+    columns |= {f"ctar_{w}": f"CTAR({w})" for w in range(1, 7)}
+    note = (
+        f"Eta {own.eta:g}, gamma {own.gamma}, branch {own.branch}. Tokens per step count the bonus token; overlap is "
+        "the mean of sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more."
+    )
+    return model_card(
+        "Kangaroo adapter", opening, config=config, windows=windows, lines=lines, columns=columns, note=note
+    )

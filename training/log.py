@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError
 
 __all__ = ["TrainingLog", "plot"]
 
@@ -29,20 +32,41 @@ class TrainingLog:
         self.path = folder / "log.jsonl"
         self._run = _wandb_run(wandb, folder, config)
         kept = [line for line in read_log(self.path) if line["step"] <= step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        beside = self.path.with_name(self.path.name + ".partial")
+        with _disk(self.path):
+            beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(beside, self.path)
 
     def write(self, **values: Any) -> None:
-        """One line; ``step`` must be among the values."""
-        with self.path.open("a", encoding="utf-8") as file:
+        """One line; ``step`` must be among the values.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder gone.
+        """
+        with _disk(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
         if self._run is not None:
             self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
 
-    def close(self) -> None:
-        """Draw the plot and end the wandb run."""
-        plot(read_log(self.path), self.path.with_name("loss.png"))
+    def close(self) -> bool:
+        """Draw the plot and end the wandb run; False where there is nothing to draw with."""
+        with _disk(self.path.with_name("loss.png")):
+            drawn = plot(read_log(self.path), self.path.with_name("loss.png"))
         if self._run is not None:
             self._run.finish()
+        return drawn
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Turns what a disk can do to a write into an error that says so."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the log {str(path)!r}: {error}; the last checkpoint is whole. Make room and start the same "
+            "command again"
+        ) from error
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -173,7 +173,8 @@ def train(
     bar.close()
     if log is not None:
         trainable.save(folder / "last")
-        log.close()
+        if not log.close():
+            accelerator.print("loss.png needs matplotlib: pip install matplotlib, then start the same command again")
     return dict(state["best"] or {})
 
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import nn
 from transformers import AutoTokenizer
 
-from drafters.adapter import fingerprint
+from drafters.fingerprint import fingerprint
 from drafters.medusa import Node, check_tree, nodes_of, preset
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.target import TransformersTarget, embedded_model
-from training.acceptance import Written, greedy_texts
-from training.data import TextConfig
+from training.acceptance import EvalConfig, Written, greedy_texts
+from training.card import identity, model_card
+from training.data import TextConfig, load_samples
 from training.features import FrozenTarget
-from training.kangaroo import EvalConfig, load_samples
 from training.log import read_log
 from training.loop import LoopConfig, new_accelerator, train
 from training.packing import Batch, Windows, pack
@@ -227,7 +226,7 @@ def run(config: Config) -> dict[str, float]:
     target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model() if config.model == "tiny" else config.model)
     heads = new_heads(config.heads, target)
-    learnt, held = load_samples(config, tokenizer, say)  # type: ignore[arg-type]
+    learnt, held = load_samples(config.data, config.eval_data, config.text, tokenizer, say)
     windows = pack(learnt, config.text.length)
     say(
         f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
@@ -238,66 +237,30 @@ def run(config: Config) -> dict[str, float]:
     texts = greedy_texts(Engine(target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
     trainable = MedusaTraining(heads, target, texts, tree=config.paths, labels=config.labels, decay=config.decay)
     out = Path(config.out)
-    best = train(trainable, windows, config.loop, accelerator, out, run=description(config, heads))
-    if accelerator.is_main_process:
-        (out / "best" / "README.md").write_text(model_card(config, heads, windows, read_log(out / "log.jsonl")))
-    say(
-        f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
-        f"--drafter medusa --set medusa.heads={config.out}/best"
+    best = train(
+        trainable, windows, config.loop, accelerator, out, run=identity(config, {"heads": asdict(heads.config)})
     )
+    if accelerator.is_main_process:
+        (out / "best" / "README.md").write_text(card(config, heads, windows, read_log(out / "log.jsonl")))
+        say(
+            f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
+            f"--drafter medusa --set medusa.heads={config.out}/best"
+        )
     return best
 
 
-def model_card(config: Config, heads: MedusaHeads, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
+def card(config: Config, heads: MedusaHeads, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
     """What the heads are, how they were made and how they did, in Markdown."""
-    own, judged = heads.config, config.evaluation
-    steps = [line for line in lines if "loss" in line]
-    tokens = sum(line["tokens"] for line in steps) / max(len(steps), 1) * (steps[-1]["step"] if steps else 0)
-    columns = [f"head_{number}_rank_{rank}" for number in range(1, own.heads + 1) for rank in range(_RANKS)]
-    table = "".join(
-        f"| {line['step']} | {line['tokens_per_step']:.3f} | " + " | ".join(f"{line[c]:.3f}" for c in columns) + " |\n"
-        for line in lines
-        if "tokens_per_step" in line
-    )
+    own = heads.config
     matrix = "each with a matrix of its own" if own.own_head else "sharing the target's own matrix"
-    return f"""# Medusa heads
-
-{own.heads} heads for `{own.target}`, {matrix}: {sum(p.numel() for p in heads.parameters()):,} parameters. The target \
-stays as it was.
-
-- Data: {", ".join(Path(source).name for source in config.data)}; {len(windows):,} windows of {windows.length} tokens, \
-{windows.trained:,} of them trained tokens, hash {windows.digest}.
-- Training: `specdec train medusa` with the options below; about {tokens / 1e6:.1f} M tokens in \
-{steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes.
-- Evaluation: {judged.prompts} held-out prompts of up to {judged.prompt} tokens, {judged.new} new tokens each, greedy. \
-Tokens per step, with the tree below, count the bonus token; `k.r` is how often the token k + 1 places on had rank r \
-with head k.
-
-| step | tokens per step | {" | ".join(f"{n}.{r}" for n in range(1, own.heads + 1) for r in range(_RANKS))} |
-|---:|---:|{"---:|" * len(columns)}
-{table}
-```yaml
-{yaml.safe_dump(_options(config), sort_keys=False).strip()}
-```
-"""
-
-
-def description(config: Config, heads: MedusaHeads) -> Mapping[str, Any]:
-    """What may not change between a run and its continuation."""
-    free = replace(config.loop, wandb="off", log_every=1, save_every=1)
-    return {
-        **_options(config),
-        "loop": asdict(free),
-        "heads": asdict(heads.config),  # with the target's fingerprint
-        "evaluation": asdict(config.evaluation),
-    }
-
-
-def _options(config: Config) -> dict[str, Any]:
-    return {
-        "labels": config.labels,
-        "decay": config.decay,
-        "tree": config.tree,
-        "heads": asdict(config.heads),
-        "loop": asdict(config.loop),
-    }
+    opening = (
+        f"{own.heads} heads for `{own.target}`, {matrix}: {sum(p.numel() for p in heads.parameters()):,} parameters. "
+        "The target stays as it was."
+    )
+    columns = {"tokens_per_step": "tokens per step"}
+    columns |= {f"head_{n}_rank_{rank}": f"{n}.{rank}" for n in range(1, own.heads + 1) for rank in range(_RANKS)}
+    note = (
+        "Tokens per step, with the tree below, count the bonus token; `k.r` is how often the token k + 1 places on had "
+        "rank r with head k."
+    )
+    return model_card("Medusa heads", opening, config=config, windows=windows, lines=lines, columns=columns, note=note)

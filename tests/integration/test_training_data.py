@@ -116,6 +116,17 @@ def test_system_turns_and_both_key_styles(tmp_path: Path, tokenizer: Any) -> Non
     assert "# System: s" in tokenizer.decode(sample.tokens)
 
 
+def test_several_files_of_several_kinds(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([talk(("human", "q"), ("gpt", "one"))]))
+    (tmp_path / "b.jsonl").write_text(json.dumps(talk(("human", "q"), ("bard", "two"))) + "\n")
+    (tmp_path / "c.txt").write_text("three")
+    skips = Skips()
+    sources = [str(tmp_path / name) for name in ("a.json", "b.jsonl", "c.txt")]
+    samples = list(read_samples(sources, tokenizer, TextConfig(), skips))
+    assert [learnt(sample, tokenizer) for sample in samples] == [["one"], ["two"], ["three"]]
+    assert skips.lines() == []
+
+
 def test_json_lines_with_a_broken_line(tmp_path: Path, tokenizer: Any) -> None:
     line = json.dumps(talk(("human", "q"), ("bing", "a")))
     samples, skips = read(tmp_path, tokenizer, f"{line}\n{{broken\n\n{line}\n", name="data.jsonl")

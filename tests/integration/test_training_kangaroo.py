@@ -9,18 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from drafters.adapter import Adapter, fingerprint
+from drafters.adapter import Adapter
+from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig
 from specdec import Engine
 from specdec.config import parse
@@ -28,13 +31,16 @@ from specdec.errors import CheckpointError, ConfigError
 from specdec.target import TransformersTarget, embedded_model
 from tests.models import FAMILIES, prompt_of
 from training.acceptance import Tally, Written
+from training.card import command_line
 from training.cli import app, coloured
 from training.convert import convert
-from training.data import Sample
+from training.data import Sample, TextConfig, load_samples, load_tokenizer
 from training.features import FrozenTarget
-from training.kangaroo import Config, KangarooTraining, NewAdapter, load_samples, new_adapter, run, soft_loss
+from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss
 from training.log import read_log
 from training.packing import pack
+
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]  # accelerate starts GPUs so
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +116,9 @@ def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], 
 def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -> None:
     """The tally over given texts counts the very steps that decoding takes."""
     target = target_of("llama", torch.float32)
-    for variant, eta, gamma in (("attention", 0.05, 4), ("mlp", 0.0, 2), ("layer", 1.0, 6), ("head", 0.06, 3)):
-        adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma), target)
+    kinds = (("attention", 0.05, 4, 1), ("mlp", 0.0, 2, 1), ("layer", 1.0, 6, 3), ("head", 0.06, 3, 2))
+    for variant, eta, gamma, branch in kinds:
+        adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma, branch=branch), target)
         engine = Engine(target, None, Kangaroo(KangarooConfig(), adapter.requires_grad_(False)))
         texts, steps, tokens = [], 0, 0
         for seed in range(4):
@@ -191,6 +198,54 @@ def test_a_run_killed_twice_ends_with_the_same_weights(model_folder: Path, talks
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.slow
+def test_two_processes_train_as_one(model_folder: Path, talks: Path, tmp_path: Path) -> None:
+    """DDP, on CPU: two processes of batch 2 end where one of batch 4 does."""
+    run(parse(Config, values(model_folder, talks, tmp_path / "one", steps=4, log_every=1), where="test"))
+    path = tmp_path / "two.yaml"
+    path.write_text(json.dumps(values(model_folder, talks, tmp_path / "two", batch=2, steps=4, log_every=1)))
+    command = [sys.executable, *LAUNCH, "-m", "training.cli", "train", "kangaroo", "--config", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("best at step") == 1
+    one, two = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("one", "two"))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    logs = [[x for x in read_log(tmp_path / name / "log.jsonl") if "loss" in x] for name in ("one", "two")]
+    for key in ("loss", "grad_norm", "tokens"):
+        assert [x[key] for x in logs[0]] == pytest.approx([x[key] for x in logs[1]], rel=1e-4)
+
+
+def test_the_card_tells_how_to_do_it_again(model_folder: Path, talks: Path, tmp_path: Path) -> None:
+    settings = values(model_folder, talks, tmp_path / "out", log_every=1, steps=10, eval_every=5)
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    result = CliRunner().invoke(app, ["train", "kangaroo", "--config", str(path), "--set", "save_dtype=bfloat16"])
+    assert result.exit_code == 0, result.output
+    card = (tmp_path / "out" / "best" / "README.md").read_text()
+    config = parse(Config, {**settings, "save_dtype": "bfloat16"}, where="test")
+    options = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    assert options["loop"] == asdict(config.loop)
+    assert (options["save_dtype"], options["data"], options["adapter"]["gamma"]) == ("bfloat16", ["talks.json"], 3)
+    lines = read_log(tmp_path / "out" / "log.jsonl")
+    figures = {line["step"]: line for line in lines if "overlap" in line}
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in card.splitlines() if line.startswith("|")]
+    assert rows[0][:4] == ["step", "loss", "tokens per step", "overlap"]
+    assert [int(row[0]) for row in rows[2:]] == list(figures) == [5, 10]
+    for row in rows[2:]:
+        assert float(row[2]) == pytest.approx(figures[int(row[0])]["tokens_per_step"], abs=1e-3)
+        loss = next(line["loss"] for line in lines if line["step"] == int(row[0]) and "loss" in line)
+        assert float(row[1]) == pytest.approx(loss, abs=1e-3)
+    weights = load_file(tmp_path / "out" / "best" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+
+
+def test_commands_are_shown_without_the_folder_of_their_program() -> None:
+    words = ["/opt/some/where/bin/specdec", "train", "kangaroo", "--data", "my talks.json"]
+    assert command_line(words) == "specdec train kangaroo --data 'my talks.json'"
+    assert command_line(["/opt/training/cli.py", "train"]) == "python -m training.cli train"
+
+
 class TestBadInput:
     @pytest.mark.parametrize("layer", [0, 3, 7])
     def test_wrong_exit_layer(self, target_of: Callable[..., TransformersTarget], layer: int) -> None:
@@ -203,7 +258,27 @@ class TestBadInput:
         config = Config(data=[str(path)])
         tokenizer = AutoTokenizer.from_pretrained(embedded_model())
         with pytest.raises(ConfigError, match=r"not one usable conversation; 1 skipped: no list"):
-            load_samples(config, tokenizer, say=lambda line: None)
+            load_samples(config.data, (), config.text, tokenizer, say=lambda line: None)
+
+    def test_nothing_to_evaluate_with(self, talks: Path, tmp_path: Path) -> None:
+        path = tmp_path / "empty.json"
+        path.write_text("[]")
+        tokenizer = AutoTokenizer.from_pretrained(embedded_model())
+        with pytest.raises(ConfigError, match=r"empty\.json.*: not one usable conversation to evaluate with"):
+            load_samples([str(talks)], [str(path)], TextConfig(), tokenizer, say=lambda line: None)
+
+    def test_the_tokenizer_of_another_model(self, talks: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(embedded_model())
+        with pytest.raises(ConfigError, match=r"the model knows \[0, 32\): it is another model's tokenizer"):
+            load_samples([str(talks)], [], TextConfig(), tokenizer, say=lambda line: None, vocab_size=32)
+
+    def test_no_tokenizer(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"no tokenizer at .*save one beside the weights"):
+            load_tokenizer(str(tmp_path))
+
+    def test_unknown_dtype_of_the_file(self) -> None:
+        with pytest.raises(ConfigError, match="save_dtype is 'int8'; it must be one of float32, bfloat16"):
+            Config(data=["x.json"], save_dtype="int8")
 
     def test_no_data(self) -> None:
         with pytest.raises(ConfigError, match="--data FILE"):

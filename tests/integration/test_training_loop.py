@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,14 +209,70 @@ def test_the_log_survives_a_line_cut_short(tmp_path: Path) -> None:
     ]
 
 
+def test_a_full_disk_leaves_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = log.TrainingLog(tmp_path, 0)
+    first.write(step=1, loss=2.0)
+
+    def full(path: Path, text: str, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CheckpointError, match=r"log\.jsonl.*No space left.*start the same command again"):
+        log.TrainingLog(tmp_path, 1)
+    assert log.read_log(tmp_path / "log.jsonl") == [{"step": 1, "loss": 2.0}]
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "log.jsonl").mkdir()  # a file that cannot be opened, on any machine
+    with pytest.raises(CheckpointError, match=r"cannot write the log"):
+        first.write(step=2, loss=1.0)
+
+
 def test_the_plot_is_drawn(windows: Windows, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trained(windows, tmp_path)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_no_plot_is_said(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+    trained(windows, tmp_path)
+    assert "loss.png needs matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_gradients_are_clipped(windows: Windows, tmp_path: Path) -> None:
+    free, tight = (trained(windows, tmp_path / str(clip), replace(CONFIG, clip=clip)) for clip in (0.0, 1e-12))
+    start = Bigrams().module.weight.detach()
+    assert float((free - start).abs().max()) > 0.1
+    # AdamW's step is g / (|g| + 1e-8): it forgets a gradient's size until that falls below its epsilon.
+    assert float((tight - start).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_wandb_gets_what_the_log_gets(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    lines: list[dict[str, Any]] = []
+    asked: dict[str, Any] = {}
+    ended: list[bool] = []
+    run = SimpleNamespace(
+        log=lambda values, step: lines.append({"step": step, **values}), finish=lambda: ended.append(True)
+    )
+
+    def init(**options: Any) -> SimpleNamespace:
+        asked.update(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    trained(windows, tmp_path, replace(CONFIG, wandb=mode))
+    assert (asked["mode"], asked["config"]["name"]) == (mode, "test")
+    assert lines == log.read_log(tmp_path / "log.jsonl")
+    assert ended == [True]
+
+
 def test_wandb_online_needs_wandb(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(ConfigError, match="specdec\\[wandb\\]"):
         trained(windows, tmp_path, replace(CONFIG, wandb="online"))
     trained(windows, tmp_path, replace(CONFIG, wandb="offline"))

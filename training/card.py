@@ -1,0 +1,117 @@
+"""The card that lies beside trained weights, and what tells one run from another."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+
+from specdec.errors import CheckpointError
+from training.packing import Windows
+
+__all__ = ["command_line", "identity", "model_card", "write_card"]
+
+_PLACES = ("model", "data", "eval_data", "out", "text")  # the data's hash and the target's fingerprint say it better
+
+
+def identity(config: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What may not change between a run and its continuation: ``weights`` (their whole config, with the target's
+    fingerprint) and all options of a training config but where things lie and how often they are written.
+    """
+    options = {name: value for name, value in asdict(config).items() if name not in _PLACES}
+    options["loop"] |= {"wandb": "off", "log_every": 1, "save_every": 1}
+    return {**options, **weights}
+
+
+def command_line(words: Sequence[str] | None = None) -> str:
+    """The command that runs now, without the folder that its program lies in."""
+    program, *rest = sys.argv if words is None else words
+    name = Path(program).name
+    return shlex.join([*(["python", "-m", "training.cli"] if name == "cli.py" else [name]), *rest])
+
+
+def model_card(
+    title: str,
+    opening: str,
+    *,
+    config: Any,
+    windows: Windows,
+    lines: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, str],
+    note: str,
+    command: str | None = None,
+) -> str:
+    """What the weights are, how they were made and how they did, in Markdown.
+
+    Args:
+        title: of the card.
+        opening: what the weights are, a paragraph.
+        config: the training config; its options close the card.
+        windows: what was trained on.
+        lines: of the log.
+        columns: figures of ``evaluate`` to show: key -> heading.
+        note: what the figures mean, after how they were taken.
+        command: what was run; None for the running program's.
+    """
+    judged = config.evaluation
+    steps = [line for line in lines if "loss" in line]
+    tokens = sum(line["tokens"] for line in steps) / max(len(steps), 1) * (steps[-1]["step"] if steps else 0)
+    options = asdict(config)
+    options["data"] = [Path(source).name for source in config.data]
+    options["eval_data"] = [Path(source).name for source in config.eval_data]
+    del options["out"]
+    return f"""# {title}
+
+{opening}
+
+```
+{command or command_line()}
+```
+
+- Data: {", ".join(options["data"])}; {len(windows):,} windows of {windows.length} tokens, {windows.trained:,} of them \
+trained tokens, hash {windows.digest}.
+- Training: about {tokens / 1e6:.1f} M tokens in {steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes, python \
+{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}.
+- Evaluation: {judged.prompts} held-out prompts of up to {judged.prompt} tokens, {judged.new} new tokens each, greedy. \
+{note}
+
+{_table(lines, steps, columns)}
+```yaml
+{yaml.safe_dump(options, sort_keys=False).strip()}
+```
+"""
+
+
+def write_card(folder: Path, text: str) -> None:
+    """``README.md`` in the folder of the weights, beside its name first.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    beside = folder / "README.md.partial"
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, folder / "README.md")
+    except OSError as error:
+        raise CheckpointError(f"cannot write the card in {str(folder)!r}: {error}; the weights are there") from error
+
+
+def _table(lines: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A row per evaluation: its step, the training loss last logged before it, its figures."""
+    rows = [["step", "loss", *columns.values()], ["---:"] * (len(columns) + 2)]
+    for line in lines:
+        if not columns.keys() <= line.keys():
+            continue
+        losses = [s["loss"] for s in steps if s["step"] <= line["step"]]
+        loss = f"{losses[-1]:.3f}" if losses else ""
+        rows.append([str(line["step"]), loss, *(f"{line[key]:.3f}" for key in columns)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
