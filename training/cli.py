@@ -72,7 +72,7 @@ def show_sample(
     data: list[str] = typer.Argument(help="Files as for train."),
     model: str = typer.Option("tiny", help="Whose tokenizer and chat template."),
     index: int = typer.Option(0, help="Which usable sample."),
-    template: str = typer.Option("auto", help="auto, tokenizer or vicuna."),
+    template: str = typer.Option("auto", help="auto, tokenizer, vicuna or plain."),
     tokens: int = typer.Option(1500, help="At most this many tokens."),
 ) -> None:
     """Print one sample with the trained tokens in green and the others dimmed."""
