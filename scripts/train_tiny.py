@@ -1,12 +1,13 @@
-"""Train the embedded models, Llamas on the Python standard library: the target, deep and thin, and its draft model.
+r"""Train the embedded models, Llamas on the Python standard library: the target, deep and thin, and its draft model.
 
     python scripts/train_tiny.py --out runs/tiny
-    python scripts/train_tiny.py --out runs/tiny-draft --teacher specdec/assets/tiny --layers 2 --width 128 --mlp 384 \\
-        --heads 2 --kv-heads 1 --tokens 4096 --steps 2000
+    python scripts/train_tiny.py --out runs/tiny-draft --teacher specdec/assets/tiny --layers 2 --width 128 --mlp 384 \
+        --heads 2 --kv-heads 1 --tokens 4096 --steps 1100
 
-With a teacher the model has its tokenizer and learns its distribution instead of the text's tokens. The same command continues an interrupted run: batches are a function of (seed, step), and the checkpoint holds model,
-optimizers and step. When the last step is done, the folder ``OUT/export`` holds what ``specdec/assets/tiny`` ships:
-weights (bf16), config, tokenizer, model card; ``specdec/assets/tiny-draft`` is one made with a teacher.
+With a teacher the model has its tokenizer and learns its distribution instead of the text's tokens. The same command
+continues an interrupted run: batches are a function of (seed, step), and the checkpoint holds model, optimizers and
+step. When the last step is done, the folder ``OUT/export`` holds what ``specdec/assets/tiny`` ships: weights (bf16),
+config, tokenizer, model card; ``specdec/assets/tiny-draft`` was made with a teacher.
 """
 
 from __future__ import annotations
@@ -208,7 +209,8 @@ def model_card(args, model, sizes: dict[str, int], losses: list[tuple[int, float
     config, last = model.config, losses[-1][1]
     title = "The embedded model" if args.teacher is None else "The embedded model's draft model"
     purpose = (
-        "It exists to test and show speculative decoding without a download; it writes Python-like text and knows nothing."
+        "It exists to test and show speculative decoding without a download; it writes Python-like text and knows "
+        "nothing."
         if args.teacher is None
         else "It writes ahead for the embedded model, whose distribution it learned and whose tokenizer it has."
     )

@@ -1,4 +1,4 @@
-"""Commands that train: ``train``, ``convert``, ``show-sample``, ``distill-data``; specdec's command line mounts them.
+"""Commands that train: ``train``, ``convert``, ``show-sample``, ``distill-data`` and ``tree-search``, mounted by specdec's.
 
 A trainable drafter is a module of this package with a ``Config`` dataclass and ``run(config)``. Like ``specdec``'s own
 commands these import what they need when they run.
@@ -20,7 +20,7 @@ from specdec.options import RunOptions, with_options
 if TYPE_CHECKING:
     from specdec.engine import Engine
 
-__all__ = ["app", "convert", "distill_data", "show_sample", "train"]
+__all__ = ["app", "convert", "distill_data", "show_sample", "train", "tree_search"]
 
 TRAINABLE = ("kangaroo", "medusa")
 
@@ -142,6 +142,38 @@ def distill_data(
         typer.echo(f"{count} skipped: {reason}")
     plain = " --set text.template=plain" if "plain" in (form, asked[0].format) else ""
     typer.echo(f"wrote {out}: {made.records} conversations; train with --data {out}{plain}")
+
+
+@app.command()
+@with_options(RunOptions)
+def tree_search(
+    run: RunOptions,
+    out: Annotated[Path, typer.Option(help="YAML to write, for --config or medusa.tree.")],
+    heads: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="The heads (default: the embedded model's).")
+    ] = None,
+    data: Annotated[list[str], typer.Option(help="Texts to calibrate on, as for train; may be repeated.")] = ["stdlib"],  # noqa: B006
+    texts: Annotated[
+        int, typer.Option(help="Texts that the target continues, for calibration and again to measure.")
+    ] = 48,
+    prompt: Annotated[int, typer.Option(help="Tokens that it is given of each.")] = 128,
+    max_nodes: Annotated[int, typer.Option(help="The largest tree that is considered.")] = 32,
+    nodes: Annotated[int | None, typer.Option(help="Take this size instead of the fastest.")] = None,
+    chart: Annotated[Path | None, typer.Option("--plot", help="Draw speed over nodes: .png or .svg.")] = None,
+) -> None:
+    """Find the tree with which Medusa's heads are fastest on this machine, and measure it on held-out text.
+
+    How often each head's ranks are right, and what a step of so many rows costs, are both measured.
+    """
+    from training.tree_report import report
+
+    config = run.resolve()
+    if config.drafter not in ("none", "medusa"):
+        raise ConfigError(f"drafter is {config.drafter!r}; tree-search is for medusa, whose heads are given by --heads")
+    report(
+        _engine(config), heads, data, out, texts=texts, prompt=prompt, new=config.max_new_tokens,
+        sampling=config.sampling, most=max_nodes, nodes=nodes, chart=chart,
+    )  # fmt: skip
 
 
 def _engine(run: Any) -> Engine:

@@ -39,7 +39,9 @@ class Distilled:
     skipped: Counter[str]
 
 
-def prompts_of(sources: Sequence[str], tokenizer: Any, *, turns: str = "first", prompt_tokens: int = 128) -> list[Question]:
+def prompts_of(
+    sources: Sequence[str], tokenizer: Any, *, turns: str = "first", prompt_tokens: int = 128
+) -> list[Question]:
     """The prompts of all sources, numbered from 0.
 
     A source is ``stdlib`` (the training side of Python's own sources), a ShareGPT file (its human turns), a question

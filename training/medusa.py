@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from drafters.adapter import fingerprint
-from drafters.medusa import Node, check_tree, nodes_of, preset
+from drafters.medusa import Node, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -54,7 +54,7 @@ class Config:
         out: folder of checkpoint, log and result.
         labels: ``hard``, the text's tokens as in the paper, or ``soft``, the target's distribution for their places.
         decay: head k's loss counts ``decay ** k``, k from 1.
-        tree: whose tokens per step choose the best checkpoint; a preset or rank paths.
+        tree: whose tokens per step choose the best checkpoint; a preset, a YAML file or rank paths.
         heads, text, loop, evaluation: see their classes.
     """
 
@@ -83,7 +83,7 @@ class Config:
     @property
     def paths(self) -> list[list[int]]:
         """The rank paths that ``tree`` means."""
-        return preset(self.tree) if isinstance(self.tree, str) else self.tree
+        return paths_of(self.tree)
 
 
 class MedusaTraining:

@@ -1,4 +1,4 @@
-"""Self-distillation: the answers are the target's own, a run that was killed ends in the same bytes, training reads it."""
+"""Self-distillation: the answers are the target's own, a killed run ends in the same bytes, and training reads it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_answered_is_counted(tiny_engine: Engine, tmp_path: Path)
 
 def test_a_disk_that_refuses_is_named(tiny_engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot write .*the same command goes on where it was"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*the same command goes on where it was"):
         made(tiny_engine, tmp_path / "file" / "out.json")
 
 
