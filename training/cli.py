@@ -1,4 +1,4 @@
-"""Commands that train: ``train``, ``convert``, ``show-sample``, ``distill-data`` and ``tree-search``, mounted by specdec's.
+"""Commands around training, mounted by specdec's command line: train, convert, show-sample, distill-data, tree-search.
 
 A trainable drafter is a module of this package with a ``Config`` dataclass and ``run(config)``. Like ``specdec``'s own
 commands these import what they need when they run.
@@ -152,7 +152,9 @@ def tree_search(
     heads: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="The heads (default: the embedded model's).")
     ] = None,
-    data: Annotated[list[str], typer.Option(help="Texts to calibrate on, as for train; may be repeated.")] = ["stdlib"],  # noqa: B006
+    data: Annotated[
+        list[str] | None, typer.Option(help="Texts, as for train; may be repeated (default: stdlib).")
+    ] = None,
     texts: Annotated[
         int, typer.Option(help="Texts that the target continues, for calibration and again to measure.")
     ] = 48,
@@ -171,7 +173,7 @@ def tree_search(
     if config.drafter not in ("none", "medusa"):
         raise ConfigError(f"drafter is {config.drafter!r}; tree-search is for medusa, whose heads are given by --heads")
     report(
-        _engine(config), heads, data, out, texts=texts, prompt=prompt, new=config.max_new_tokens,
+        _engine(config), heads, data or ["stdlib"], out, texts=texts, prompt=prompt, new=config.max_new_tokens,
         sampling=config.sampling, most=max_nodes, nodes=nodes, chart=chart,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Self-distillation data: prompts of any kind, answered by the target itself, as a ShareGPT file.
 
-Drafters learn best from what their target writes (Cai et al. 2024, section 2.2.3). Every answer is a function of prompt,
-options and its number, and is on disk when the next one begins, so a run that was killed goes on where it was.
+Drafters learn best from what their target writes (Cai et al. 2024, section 2.2.3). Every answer is a function of its
+prompt, its number and the options, and is on disk when the next one begins, so a killed run goes on where it was.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _answer(
 
 
 def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of an unfinished file of the same run; one that a kill cut short is dropped. Writes a new file's header.
+    """The lines of the same run's unfinished file, less one that a kill cut short; a new file gets its header.
 
     Raises:
         ConfigError: it is another run's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def write_tree(path: Path, tree: list[list[int]], options: Mapping[str, Any], re
         beside.write_text(f"{head}{body}  tree:\n{rows}", encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
         raise CheckpointError(f"cannot write the tree to {str(path)!r}: {error}; give another --out") from error
 
 

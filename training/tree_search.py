@@ -18,7 +18,7 @@ from time import perf_counter
 from drafters.medusa import Medusa, MedusaConfig
 from drafters.medusa_heads import MedusaHeads
 from specdec.drafter import Drafter
-from specdec.engine import Engine
+from specdec.engine import Decoding, Engine
 from specdec.errors import ConfigError
 from specdec.sampling import SamplingParams
 from training.acceptance import Written
@@ -33,8 +33,8 @@ __all__ = [
     "grow",
     "odds_of",
     "search",
-    "sizes_to_measure",
     "step_seconds",
+    "timed_sizes",
 ]
 
 RankPath = tuple[int, ...]
@@ -68,8 +68,8 @@ class Odds:
     def of(self, path: RankPath) -> float:
         """P(all tokens of ``path`` are right).
 
-        Example: with accuracies .5 and .4 of ranks 0, path (0, 0) is .2 unseen, and near .4 if the second head was right
-        whenever the first was.
+        Example: with accuracies .5 and .4 of ranks 0, path (0, 0) is .2 by the product alone, and nearly .4 where the
+        second head was often seen to be right, and always together with the first.
         """
         if path not in self._known:
             prior = _PRIOR * self.accuracy[len(path) - 1][path[-1]]
@@ -125,7 +125,7 @@ def grow(odds: Odds, most: int) -> list[RankPath]:
     return tree
 
 
-def sizes_to_measure(most: int) -> list[int]:
+def timed_sizes(most: int) -> list[int]:
     """Node counts at which steps are timed: every one up to 8, then every fourth number of rows, and the largest."""
     return [n for n in range(1, most + 1) if n <= 8 or (n + 1) % 4 == 0 or n == most]
 
@@ -143,26 +143,25 @@ def expected(odds: Odds, tree: Sequence[RankPath], seconds: Mapping[int, float])
 
 
 def step_seconds(
-    engine: Engine, drafters: Mapping[int, Drafter], prompt: Sequence[int], *, rounds: int = 6, steps: int = 10
+    engine: Engine, drafters: Mapping[int, Drafter], prompt: Sequence[int], *, steps: int = 60
 ) -> dict[int, float]:
-    """Median seconds of a whole decoding step under each drafter, all taking turns.
+    """Median seconds of a whole decoding step under each drafter: drafting, the target's forward, verification.
 
-    The step as it is paid for: drafting, the target's forward, verification.
+    All take turns, a step each, so that a machine that drifts drifts for all.
     """
+    budget = min(4 * steps, engine.target.context_length - len(prompt))
     times: dict[int, list[float]] = {key: [] for key in drafters}
-    for turn in range(-1, rounds):  # the first round warms up
-        for key, drafter in drafters.items():
-            budget = min(64 * steps, engine.target.context_length - len(prompt))
-            decoding = engine.with_drafter(drafter).start(prompt, budget, eos_ids=frozenset())
-            with engine.target.active():
-                decoding.prefill()
-                for _ in range(steps):
-                    if decoding.finish_reason is not None:
-                        break
-                    began = perf_counter()
-                    decoding.step()
-                    if turn >= 0:
-                        times[key].append(perf_counter() - began)
+    with engine.target.active():
+        running: dict[int, Decoding] = {}
+        for turn in range(-3, steps):  # the first ones warm up
+            for key, drafter in drafters.items():
+                if key not in running or running[key].finish_reason is not None:
+                    running[key] = engine.with_drafter(drafter).start(prompt, budget, eos_ids=frozenset())
+                    running[key].prefill()
+                began = perf_counter()
+                running[key].step()
+                if turn >= 0:
+                    times[key].append(perf_counter() - began)
     return {key: statistics.median(found) for key, found in times.items()}
 
 
@@ -196,7 +195,7 @@ def search(
     cpu = engine.target.device.type == "cpu"
     drafters = {
         size: Medusa(MedusaConfig(tree=[list(path) for path in tree[:size]]), heads, cpu=cpu)
-        for size in sizes_to_measure(len(tree))
+        for size in timed_sizes(len(tree))
     }
     sizes = expected(odds, tree, cost(engine, drafters, texts[0].tokens[: texts[0].prompt]))
     chosen = max(sizes, key=lambda size: size.speed) if nodes is None else sizes[min(nodes, len(tree)) - 1]
