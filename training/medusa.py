@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from drafters.adapter import fingerprint
-from drafters.medusa import Node, check_tree, nodes_of, paths_of
+from drafters.medusa import Node, check_fit, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -27,7 +27,7 @@ from training.log import read_log
 from training.loop import LoopConfig, new_accelerator, train
 from training.packing import Batch, Windows, pack
 
-__all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "run", "steps_of"]
+__all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "run", "started_heads", "steps_of"]
 
 LABELS = ("soft", "hard")
 _RANKS = 3  # whose accuracy is logged
@@ -55,6 +55,7 @@ class Config:
         labels: ``hard``, the text's tokens as in the paper, or ``soft``, the target's distribution for their places.
         decay: head k's loss counts ``decay ** k``, k from 1.
         tree: whose tokens per step choose the best checkpoint; a preset, a YAML file or rank paths.
+        start: folder of heads to go on from, such as published ones on self-distilled data; ``heads`` is theirs then.
         heads, text, loop, evaluation: see their classes.
     """
 
@@ -66,6 +67,7 @@ class Config:
     labels: str = "hard"
     decay: float = 0.8
     tree: str | list[list[int]] = "small"
+    start: str | None = None
     heads: NewHeads = field(default_factory=NewHeads)
     text: TextConfig = field(default_factory=TextConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -78,7 +80,7 @@ class Config:
             raise ConfigError(f"decay is {self.decay}; it must be in (0, 1]")
         if not self.data:
             raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
-        check_tree(self.paths, heads=self.heads.heads)
+        check_tree(self.paths, heads=self.heads.heads if self.start is None else None)
 
     @property
     def paths(self) -> list[list[int]]:
@@ -216,6 +218,21 @@ def new_heads(config: NewHeads, target: TransformersTarget) -> MedusaHeads:
     return heads
 
 
+def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
+    """The heads of ``config.start``, to be trained further for a target.
+
+    Raises:
+        CheckpointError: no heads there, or of another size.
+        ConfigError: a tree that they cannot fill.
+    """
+    assert config.start is not None
+    heads = MedusaHeads.from_pretrained(config.start)
+    check_fit(heads.config, target, check_target=False)
+    check_tree(config.paths, heads=heads.config.heads, ranks=target.vocab_size)
+    heads.config = replace(heads.config, target=fingerprint(target))
+    return heads.float()
+
+
 def run(config: Config) -> dict[str, float]:
     """Train as a config says; returns the best checkpoint's evaluation.
 
@@ -226,12 +243,12 @@ def run(config: Config) -> dict[str, float]:
     say = accelerator.print
     target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model() if config.model == "tiny" else config.model)
-    heads = new_heads(config.heads, target)
+    heads = new_heads(config.heads, target) if config.start is None else started_heads(config, target)
     learnt, held = load_samples(config, tokenizer, say)  # type: ignore[arg-type]
     windows = pack(learnt, config.text.length)
     say(
         f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
-        f"{windows.trained} trained; {config.heads.heads} heads of {sum(p.numel() for p in heads.parameters()):,} "
+        f"{windows.trained} trained; {heads.config.heads} heads of {sum(p.numel() for p in heads.parameters()):,} "
         "parameters in all"
     )
     judged = config.evaluation
@@ -298,6 +315,6 @@ def _options(config: Config) -> dict[str, Any]:
         "labels": config.labels,
         "decay": config.decay,
         "tree": config.tree,
-        "heads": asdict(config.heads),
+        **({"heads": asdict(config.heads)} if config.start is None else {"start": Path(config.start).name}),
         "loop": asdict(config.loop),
     }

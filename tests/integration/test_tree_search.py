@@ -1,4 +1,4 @@
-"""Tree search: trees are the best of their size, sizes the fastest at the given cost, and what it expects comes true."""
+"""Tree search: trees are the best of their size, sizes the fastest at the given cost, and expectations come true."""
 
 from __future__ import annotations
 
