@@ -29,8 +29,8 @@ __all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "embedded_he
 
 TREES = {
     "chain": "0 00 000 0000 00000",
-    # For a CPU, where every row costs; grown from the embedded model's accuracies.
-    "small": "0 1 00 2 000 01 3 4",
+    # For a CPU, where every row costs; `specdec tree-search --nodes 7` for the embedded model's heads.
+    "small": "0 1 00 2 000 01 3",
     # The authors' tree for Vicuna 7B with five heads: 63 nodes, 42 leaves, depth 4.
     "mc_sim_7b_63": (
         "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 "

@@ -27,7 +27,7 @@ from training.log import read_log
 from training.loop import LoopConfig, new_accelerator, train
 from training.packing import Batch, Windows, pack
 
-__all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "run", "started_heads", "steps_of"]
+__all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
 
 LABELS = ("soft", "hard")
 _RANKS = 3  # whose accuracy is logged
@@ -130,7 +130,7 @@ class MedusaTraining:
         ranks: list[list[int]] = [[] for _ in range(heads)]
         for text in self._texts:
             found = self.judge(text)
-            steps += steps_of(found, self._nodes, text)
+            steps += len(roots_of(found, self._nodes, text))
             tokens += len(text.tokens) - text.prompt
             for own, new in zip(ranks, found, strict=True):
                 own += [rank for rank in new if rank >= 0]
@@ -186,22 +186,22 @@ def ahead(batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, later[rows]
 
 
-def steps_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Written) -> int:
-    """Steps that the engine takes for a text, from ``MedusaTraining.judge``'s ranks.
+def roots_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Written) -> list[int]:
+    """Where the engine's steps begin in a text, from ``MedusaTraining.judge``'s ranks: the positions of the roots.
 
     With the root at position r the heads read r - 1, and a node of depth d holds the text's token if its rank is that
     of token r + d.
     """
-    root, last, steps = text.prompt - 1, len(text.tokens) - 1, 0
+    root, last, roots = text.prompt - 1, len(text.tokens) - 1, list[int]()
     while root < last:
         right = {0: 0}  # row -> depth, of the rows that hold the text
         for row, node in enumerate(nodes, 1):
             fits = root >= 1 and node.depth < last - root and node.parent in right
             if fits and ranks[node.depth - 1][root - 1] == node.rank:
                 right[row] = node.depth
+        roots.append(root)
         root += max(right.values()) + 1
-        steps += 1
-    return steps
+    return roots
 
 
 def new_heads(config: NewHeads, target: TransformersTarget) -> MedusaHeads:

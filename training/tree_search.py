@@ -2,7 +2,10 @@
 
 Calibration text says how often each head's guess of each rank is right (Cai et al. 2024, section 2.3.3), this machine
 what a step of so many rows costs. Trees grow by the path that is likeliest to be right, which is the longest expected
-step at every size; the size is the one at which expected tokens by measured seconds are the most.
+step at every size; the size is the one at which tokens by measured seconds are the most.
+
+How often is asked where steps begin. Text that is easy is crossed in few steps, so over all of its positions heads look
+better than decoding finds them: which positions count follows from the tree, and the tree from them, a few times round.
 """
 
 from __future__ import annotations
@@ -15,30 +18,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from drafters.medusa import Medusa, MedusaConfig
+from drafters.medusa import Medusa, MedusaConfig, nodes_of
 from drafters.medusa_heads import MedusaHeads
 from specdec.drafter import Drafter
 from specdec.engine import Decoding, Engine
 from specdec.errors import ConfigError
 from specdec.sampling import SamplingParams
 from training.acceptance import Written
-from training.medusa import MedusaTraining
+from training.medusa import MedusaTraining, roots_of
 
 __all__ = [
+    "Judged",
     "Odds",
     "Size",
     "Speed",
     "decode",
     "expected",
     "grow",
-    "odds_of",
+    "judge",
     "search",
     "step_seconds",
-    "timed_sizes",
 ]
 
 RankPath = tuple[int, ...]
 
+_ROUNDS = 3  # of tree and positions; they agree after two
 _PRIOR = 30.0  # positions that the product of accuracies counts as, beside a path's own frequency
 
 
@@ -49,7 +53,7 @@ class Odds:
     together make deep paths likelier than the product says.
 
     Args:
-        found: per position of the text, the rank of the right token with each of the K heads.
+        found: per position that counts, the rank of the right token with each of the K heads.
         ranks: ranks that a tree may use.
 
     Attributes:
@@ -100,15 +104,26 @@ class Speed:
     per_second: float
 
 
-def odds_of(heads: MedusaHeads, engine: Engine, texts: Sequence[Written], *, ranks: int = 10) -> Odds:
-    """Judge heads on texts that the target wrote."""
-    judge = MedusaTraining(heads, engine.target, texts, tree=[[0]])  # type: ignore[arg-type]
-    found: list[RankPath] = []
-    for text in texts:
-        columns = judge.judge(text)
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A text, and for each of K heads the ranks of its tokens; see ``MedusaTraining.judge``."""
+
+    text: Written
+    ranks: Sequence[Sequence[int]]
+
+    def paths(self, tree: Sequence[RankPath] | None = None) -> list[RankPath]:
+        """What the K heads say of the right tokens, wherever a step with ``tree`` begins; None is everywhere."""
+        nodes = nodes_of(tree or [])
+        roots = range(1, len(self.text.tokens)) if tree is None else roots_of(self.ranks, nodes, self.text)
         # The deepest head is judged at the fewest positions; before the prompt's end nothing is drafted.
-        found += [path for path in zip(*columns, strict=False) if min(path) >= 0]
-    return Odds(found, ranks)
+        found = [tuple(own[root - 1] for own in self.ranks) for root in roots if 0 < root <= len(self.ranks[-1])]
+        return [path for path in found if min(path) >= 0]
+
+
+def judge(heads: MedusaHeads, engine: Engine, texts: Sequence[Written]) -> list[Judged]:
+    """Judge heads on texts that the target wrote."""
+    judging = MedusaTraining(heads, engine.target, texts, tree=[[0]])  # type: ignore[arg-type]
+    return [Judged(text, judging.judge(text)) for text in texts]
 
 
 def grow(odds: Odds, most: int) -> list[RankPath]:
@@ -130,15 +145,20 @@ def timed_sizes(most: int) -> list[int]:
     return [n for n in range(1, most + 1) if n <= 8 or (n + 1) % 4 == 0 or n == most]
 
 
-def expected(odds: Odds, tree: Sequence[RankPath], seconds: Mapping[int, float]) -> list[Size]:
-    """Every size of a grown tree. ``seconds``: of a step, by nodes, at some sizes; between them lines are drawn."""
-    known, sizes, tokens = sorted(seconds), list[Size](), 1.0
-    for nodes, path in enumerate(tree, 1):
-        tokens += odds.of(path)
-        after = known[min(bisect_left(known, nodes), len(known) - 1)]
-        before = known[max(bisect_left(known, nodes) - 1, 0)] if after > nodes else after
-        share = (nodes - before) / (after - before) if after > before else 0.0
-        sizes.append(Size(nodes, tokens, seconds[before] + share * (seconds[after] - seconds[before])))
+def expected(judged: Sequence[Judged], tree: Sequence[RankPath], seconds: Mapping[int, float]) -> list[Size]:
+    """Every size of a grown tree, its steps counted through the texts.
+
+    Args:
+        seconds: of a step, by nodes, at some sizes; between them lines are drawn.
+    """
+    known, nodes, sizes = sorted(seconds), nodes_of(tree), list[Size]()
+    tokens = sum(len(own.text.tokens) - own.text.prompt for own in judged)
+    for size in range(1, len(tree) + 1):
+        steps = sum(len(roots_of(own.ranks, nodes[:size], own.text)) for own in judged)
+        after = known[min(bisect_left(known, size), len(known) - 1)]
+        before = known[max(bisect_left(known, size) - 1, 0)] if after > size else after
+        share = (size - before) / (after - before) if after > before else 0.0
+        sizes.append(Size(size, tokens / steps, seconds[before] + share * (seconds[after] - seconds[before])))
     return sizes
 
 
@@ -172,6 +192,7 @@ def search(
     *,
     most: int = 32,
     nodes: int | None = None,
+    ranks: int = 10,
     cost: Callable[[Engine, Mapping[int, Drafter], Sequence[int]], Mapping[int, float]] = step_seconds,
 ) -> tuple[list[list[int]], list[Size], Size]:
     """Find the tree.
@@ -180,6 +201,7 @@ def search(
         texts: calibration text.
         most: nodes of the largest tree that is considered.
         nodes: take this size instead of the fastest.
+        ranks: the deepest rank that a tree may use, counted from 1.
         cost: how steps are timed.
 
     Returns:
@@ -190,16 +212,22 @@ def search(
     """
     if most < 1 or not 1 <= (nodes or 1) <= most:
         raise ConfigError(f"most nodes are {most} and nodes {nodes}; they must satisfy 1 <= nodes <= most")
-    odds = odds_of(heads, engine, texts)
+    judged = judge(heads, engine, texts)
+    odds = Odds([path for own in judged for path in own.paths()], ranks)
     tree = grow(odds, most)
     cpu = engine.target.device.type == "cpu"
     drafters = {
         size: Medusa(MedusaConfig(tree=[list(path) for path in tree[:size]]), heads, cpu=cpu)
         for size in timed_sizes(len(tree))
     }
-    sizes = expected(odds, tree, cost(engine, drafters, texts[0].tokens[: texts[0].prompt]))
-    chosen = max(sizes, key=lambda size: size.speed) if nodes is None else sizes[min(nodes, len(tree)) - 1]
-    return [list(path) for path in tree[: chosen.nodes]], sizes, chosen
+    seconds = cost(engine, drafters, texts[0].tokens[: texts[0].prompt])
+    for _ in range(_ROUNDS):
+        sizes = expected(judged, tree, seconds)
+        chosen = max(sizes, key=lambda size: size.speed) if nodes is None else sizes[min(nodes, len(tree)) - 1]
+        best = [list(path) for path in tree[: chosen.nodes]]
+        odds = Odds([path for own in judged for path in own.paths(tree[: chosen.nodes])], ranks)
+        tree = grow(odds, len(tree))
+    return best, sizes, chosen
 
 
 def decode(
