@@ -57,6 +57,7 @@ class Result:
     steps: int = 0
     rows: int = 0
     step_seconds: list[float] = field(default_factory=list)
+    draft_share: list[float] = field(default_factory=list)
 
 
 def held_out_prompts(encode: Callable[[str], list[int]], count: int, length: int) -> list[list[int]]:
@@ -82,6 +83,7 @@ class Ours:
         out = self.engine.generate(prompt, self.budget, self.sampling)
         result.steps, result.rows = out.stats.steps, sum(out.stats.rows)
         result.step_seconds.append(out.stats.seconds.decode / out.stats.steps)
+        result.draft_share.append(out.stats.seconds.draft / out.stats.seconds.decode)
         return out.token_ids
 
 
@@ -125,6 +127,11 @@ def speed(results: list[Result]) -> float:
     return sum(len(r.tokens) for r in results) / sum(statistics.median(r.seconds) for r in results)
 
 
+def draft_share(results: list[Result]) -> float:
+    """Share of the decoding time that drafting takes, observing included: over the prompts, medians of the repeats."""
+    return statistics.mean(statistics.median(r.draft_share) for r in results)
+
+
 def bare_forward(engine: Engine, prompt: list[int], rows: int, repeats: int = 200) -> float:
     """Median seconds of the target's walk alone for ``rows`` rows after the prompt: no draft, no verifying."""
     target = engine.target
@@ -160,6 +167,7 @@ def table(title: str, results: dict[str, list[Result]], reference: str, rivals: 
         "new tokens",
         "tokens/step",
         "rows/step",
+        "draft",
         "tokens/s",
         f"x {reference}",
         "x rival",
@@ -175,7 +183,7 @@ def table(title: str, results: dict[str, list[Result]], reference: str, rivals: 
         forwarded = sum(r.rows for r in rows)
         sheet.add_row(
             name, str(tokens), f"{tokens / steps:.2f}" if steps else "", f"{forwarded / steps:.1f}" if steps else "",
-            f"{speed(rows):.1f}", f"{speed(rows) / base:.2f}", rival,
+            f"{draft_share(rows):.0%}" if steps else "", f"{speed(rows):.1f}", f"{speed(rows) / base:.2f}", rival,
             f"{statistics.mean(repeat_share(r.tokens) for r in rows):.0%}", "same" if same else "differs",
         )  # fmt: skip
     return sheet
@@ -216,6 +224,7 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--optimize", choices=("auto", "off"), default="auto", help="off: transformers' own layers")
     parser.add_argument("--drafters", default=",".join(DEFAULT_DRAFTERS))
+    parser.add_argument("--datastore", help="for rest; see `specdec datastore build`")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -242,7 +251,10 @@ def main() -> None:
     names = [name for name in args.drafters.split(",") if name]
     for temperature in map(float, args.temperatures.split(",")):
         sampling = SamplingParams(temperature=temperature)
-        systems: dict[str, Any] = {name: Ours(engine, name, sampling, args.max_new_tokens) for name in names}
+        given = {"rest": {"name": "rest", "datastore": args.datastore}}
+        systems: dict[str, Any] = {
+            name: Ours(engine, given.get(name, name), sampling, args.max_new_tokens) for name in names
+        }
         if args.grid:
             for w, n, g in GRID:
                 for pool in (False, True):
@@ -267,6 +279,7 @@ def main() -> None:
                 "steps": sum(r.steps for r in rows),
                 "rows": sum(r.rows for r in rows),
                 "tokens_per_second": speed(rows),
+                "draft_share": draft_share(rows) if rows[0].draft_share else None,
                 "repeat_share": statistics.mean(repeat_share(r.tokens) for r in rows),
             }
             for name, rows in results.items()

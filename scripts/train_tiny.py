@@ -2,7 +2,7 @@ r"""Train the embedded models, Llamas on the Python standard library: the target
 
     python scripts/train_tiny.py --out runs/tiny
     python scripts/train_tiny.py --out runs/tiny-draft --teacher specdec/assets/tiny --layers 2 --width 128 --mlp 384 \
-        --heads 2 --kv-heads 1 --tokens 4096 --steps 1100
+        --heads 2 --kv-heads 1 --tokens 4096 --steps 1600 --lr 3e-3 --muon-lr 4e-3
 
 With a teacher the model has its tokenizer and learns its distribution instead of the text's tokens. The same command
 continues an interrupted run: batches are a function of (seed, step), and the checkpoint holds model, optimizers and
@@ -218,7 +218,8 @@ def model_card(args, model, sizes: dict[str, int], losses: list[tuple[int, float
         ""
         if args.teacher is None
         else f" --layers {args.layers} --width {args.width} --mlp {args.mlp} --heads {args.heads} "
-        f"--kv-heads {args.kv_heads} --teacher specdec/assets/{args.teacher.name}"
+        f"--kv-heads {args.kv_heads} --lr {args.lr:g} --muon-lr {args.muon_lr:g} --teacher "
+        f"specdec/assets/{args.teacher.name}"
     )
     return f"""# {title}
 
