@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.stdlib_corpus import read_files
+from drafters.tokenizers import fingerprint_of, tokenizer_fingerprint
 from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
 
-__all__ = ["SEPARATOR", "Datastore", "build_datastore", "read_documents", "suffix_array", "tokenizer_fingerprint"]
+__all__ = ["SEPARATOR", "Datastore", "build_datastore", "read_documents", "suffix_array"]
 
 SEPARATOR = 2**32 - 1
 """Stands after every document; no text holds it, so no match runs across."""
@@ -78,7 +80,7 @@ class Datastore:
         return len(self.tokens)
 
     def check(self, target: Target) -> Datastore:
-        """Itself, if its tokens are in the target's vocabulary.
+        """Itself, if it was built with the target's tokenizer, as far as that is known.
 
         Raises:
             CheckpointError: they are not.
@@ -87,6 +89,12 @@ class Datastore:
             raise CheckpointError(
                 f"the datastore {str(self.path)!r} was built with a tokenizer of {self.meta['vocab_size']} tokens, the "
                 f"target's vocabulary has {target.vocab_size}; build it with the target's tokenizer"
+            )
+        theirs, own = fingerprint_of(target), self.meta.get("tokenizer")
+        if theirs is not None and own is not None and theirs != own:
+            raise CheckpointError(
+                f"the datastore {str(self.path)!r} was built with another tokenizer ({own[:12]}) than the target's "
+                f"({theirs[:12]}), of the same size; build it with `specdec datastore build --tokenizer MODEL`"
             )
         return self
 
@@ -154,7 +162,8 @@ def build_datastore(sources: Iterable[str | Path], tokenizer: Any, out: str | Pa
 
     Args:
         sources: folders (every UTF-8 file below them that is not hidden, in order of path), text files, ShareGPT
-            ``.json`` or ``.jsonl`` files (the assistant's turns).
+            ``.json`` or ``.jsonl`` files (the assistant's turns), ``stdlib`` (Python's own sources, less those that
+            training holds out).
         tokenizer: transformers' tokenizer, of the model that will draft from it.
         out: folder; an older datastore there is replaced.
 
@@ -216,6 +225,9 @@ def read_documents(sources: Sequence[Path]) -> Iterator[str]:
         ConfigError: a source that does not exist, or is not what its name says.
     """
     for source in sources:
+        if str(source) == "stdlib" and not source.exists():
+            yield from (text for _, text in read_files(held_out=False))
+            continue
         if source.is_dir():
             for path in sorted(p for p in source.rglob("*") if p.is_file()):
                 if any(part.startswith(".") for part in path.relative_to(source).parts):
@@ -249,11 +261,6 @@ def _assistant_turns(source: Path, text: str) -> Iterator[str]:
             f"{str(source)!r} is no ShareGPT file: {type(error).__name__}: {error}; a conversation is "
             '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
         ) from error
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of the vocabulary."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def suffix_array(tokens: Array) -> Array:

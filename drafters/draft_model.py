@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from drafters.tokenizers import fingerprint_at, fingerprint_of
 from specdec.block import Block
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
@@ -37,6 +38,7 @@ class DraftModelConfig:
         min_confidence: a path is not extended where its likeliest extension has a smaller probability than this, by
             the draft model.
         dtype: of the draft model; None takes the target's.
+        check_tokenizer: refuse a model whose tokenizer is known to have another vocabulary than the target's.
     """
 
     model: str | None = None
@@ -44,6 +46,7 @@ class DraftModelConfig:
     widths: list[int] = field(default_factory=list)
     min_confidence: float = 0.2
     dtype: str | None = None
+    check_tokenizer: bool = True
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -92,6 +95,12 @@ class DraftModel(DrafterBase):
             raise ConfigError(
                 f"the draft model {path!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
                 f"{target.vocab_size}; draft_model.model needs a model with the target's tokenizer"
+            )
+        theirs, own = (fingerprint_of(target), fingerprint_at(path)) if config.check_tokenizer else (None, None)
+        if theirs is not None and own is not None and theirs != own:
+            raise ConfigError(
+                f"the draft model {path!r} has another vocabulary than the target, of the same size; take a model with "
+                "the target's tokenizer, or draft_model.check_tokenizer=false to try it (output stays exact)"
             )
         return cls(config, model)
 

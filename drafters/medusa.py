@@ -15,20 +15,22 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import yaml
 
 from drafters.fingerprint import fingerprint
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from specdec.config import read_value
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError, unknown
 from specdec.target import FINAL, Target, embedded_model
 
-__all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "embedded_heads", "nodes_of", "preset"]
+__all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "embedded_heads", "nodes_of", "paths_of"]
 
 TREES = {
     "chain": "0 00 000 0000 00000",
-    # For a CPU, where every row costs; grown from the embedded model's accuracies.
-    "small": "0 1 00 2 000 01 3 4",
+    # For a CPU, where every row costs; `specdec tree-search --nodes 7` for the embedded model's heads.
+    "small": "0 1 00 2 000 01 3",
     # The authors' tree for Vicuna 7B with five heads: 63 nodes, 42 leaves, depth 4.
     "mc_sim_7b_63": (
         "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 "
@@ -47,8 +49,8 @@ class MedusaConfig:
     Attributes:
         heads: folder of trained heads, ours or published ones; None is the one in this package, which fits the embedded
             model.
-        tree: a name in ``TREES``, or rank paths such as ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room
-            cuts the end; None fits device and heads.
+        tree: a name in ``TREES``, a ``.yaml`` file (of ``specdec tree-search``, or with a list), or rank paths such as
+            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None fits device and heads.
         check_target: refuse a model that is not the one the heads were trained for.
     """
 
@@ -58,7 +60,7 @@ class MedusaConfig:
 
     def __post_init__(self) -> None:
         if self.tree is not None:
-            check_tree(preset(self.tree) if isinstance(self.tree, str) else self.tree)
+            check_tree(paths_of(self.tree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,29 @@ class Node:
     parent: int
     rank: int
     depth: int
+
+
+def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
+    """The rank paths that an option ``tree`` means.
+
+    Raises:
+        ConfigError: no such name or file, or a file that holds no tree.
+    """
+    if not isinstance(tree, str):
+        return tree
+    if Path(tree).suffix not in (".yaml", ".yml"):
+        return preset(tree)
+    try:
+        found = read_value(Path(tree).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot read the tree {tree!r}: {reason}; `specdec tree-search` writes one") from error
+    for key in ("drafter", "tree"):
+        found = found.get(key, found) if isinstance(found, dict) else found
+    ranks = [rank for path in found if isinstance(path, list) for rank in path] if isinstance(found, list) else [None]
+    if not all(type(rank) is int for rank in ranks) or not all(isinstance(path, list) for path in found):
+        raise ConfigError(f"the file {tree!r} holds no tree; it must hold rank paths, such as [[0], [0, 0], [1]]")
+    return list(found)
 
 
 def preset(name: str) -> list[list[int]]:
@@ -144,7 +169,7 @@ class Medusa(DrafterBase):
         if config.tree is None:
             paths = [path for path in preset("small" if cpu else "mc_sim_7b_63") if len(path) <= own.heads]
         else:
-            paths = preset(config.tree) if isinstance(config.tree, str) else config.tree
+            paths = paths_of(config.tree)
         check_tree(paths, heads=own.heads, ranks=own.vocab_size)
         self.nodes = nodes_of(paths)
         self._depth = max(node.depth for node in self.nodes)

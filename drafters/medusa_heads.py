@@ -7,7 +7,6 @@ merged model, whose own weights hold the heads under ``medusa_head.``, is read a
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -18,16 +17,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from drafters.fingerprint import fingerprint
+from drafters.weights import CONFIG, mismatches, save_weights
 from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
 
 __all__ = ["HeadsConfig", "MedusaHeads", "random_heads"]
 
-_WEIGHTS, _PICKLED, _CONFIG = "medusa_lm_head.safetensors", "medusa_lm_head.pt", "config.json"
+_WEIGHTS, _PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _MERGED = "medusa_head."
 _NAME = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
 
@@ -106,22 +105,9 @@ class MedusaHeads(nn.ModuleList):
         Raises:
             CheckpointError: the files could not be written.
         """
-        folder, config = Path(folder), self.config
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        values = {"medusa_num_heads": config.heads, "medusa_num_layers": config.layers, **asdict(config)}
-        parts = {name: folder / f"{name}.partial" for name in (_WEIGHTS, _CONFIG)}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, parts[_WEIGHTS])
-            parts[_CONFIG].write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            for name, part in parts.items():
-                os.replace(part, folder / name)
-        except (OSError, SafetensorError) as error:
-            for part in parts.values():
-                part.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"cannot write the heads to {str(folder)!r}: {error}; what stood there before is unchanged"
-            ) from error
+        own = self.config
+        values = {"medusa_num_heads": own.heads, "medusa_num_layers": own.layers, **asdict(own)}
+        save_weights(Path(folder), _WEIGHTS, self.state_dict(), values, what="the heads")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> MedusaHeads:
@@ -135,11 +121,11 @@ class MedusaHeads(nn.ModuleList):
         folder = Path(folder)
         try:
             tensors = dict(_tensors(folder))
-            values = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+            values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(
-                f"no Medusa heads in {str(folder)!r}: {reason}; it takes {_CONFIG} beside {_WEIGHTS}, {_PICKLED} or a "
+                f"no Medusa heads in {str(folder)!r}: {reason}; it takes {CONFIG} beside {_WEIGHTS}, {_PICKLED} or a "
                 f"model's *.safetensors with {_MERGED}* in it"
             ) from error
         heads = cls(config_of(tensors, values if isinstance(values, dict) else {}, folder))
@@ -194,13 +180,11 @@ def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], fo
             expected[f"{head}.{layer}.linear.bias"] = (size,)
         if own:
             expected[f"{head}.{layers}.weight"] = (vocab, size)
-    for name in sorted(expected.keys() | tensors.keys()):
-        found = tuple(tensors[name].shape) if name in tensors else "missing"
-        if found != expected.get(name):
-            raise _odd(folder, f"{name!r} is {found}, expected {expected.get(name, 'none of that name')}")
+    for odd in mismatches(tensors, expected):
+        raise _odd(folder, odd)
     told = values.get("medusa_num_layers", layers)
     if told != layers:
-        raise _odd(folder, f"{_CONFIG} counts {told} layers, the tensors {layers}")
+        raise _odd(folder, f"{CONFIG} counts {told} layers, the tensors {layers}")
     own_target = str(values.get("target", ""))
     return HeadsConfig(
         heads=heads, layers=layers, hidden_size=size, vocab_size=vocab, own_head=own, target=own_target

@@ -2,13 +2,15 @@
 
 The paper of lookahead decoding adds prompt lookup's n-grams to its own (Fu et al. 2024, Table 3, row 9); this is that,
 for any drafters. Equal paths share rows. Parts propose in turn, each within its share and what those before it left,
-so nothing that a part asked for is ever cut; shares follow what the part's rows have lately been worth.
+so nothing that a part asked for is ever cut. What a part's rows have lately been worth decides its share, and whether
+it is asked at all: rows that are accepted more rarely than they cost make every step slower. Whoever is not asked gets
+another try now and then. All of that follows from steps that are over, never from the one that is drafted for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +21,10 @@ from specdec.registry import make_drafter
 from specdec.sampling import Scores
 from specdec.target import Target
 
-__all__ = ["Union", "UnionConfig", "part_of", "shares"]
+__all__ = ["Union", "UnionConfig", "part_of", "parts_for", "shares"]
+
+
+_PRIOR = 2  # drafts that the first belief about a part counts as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,24 +32,35 @@ class UnionConfig:
     """Options.
 
     Attributes:
-        parts: drafters, each a name or ``{"name": ..., **options}``. Later ones get the rows that earlier ones leave,
-            so put those that often have nothing to say first.
+        parts: drafters, each a name or ``{"name": ..., **options}``. The first one is always asked, and later ones get
+            the rows that earlier ones leave. None fits the device: prompt lookup and lookahead on an accelerator, the
+            cheaper suffix automaton and token recycling on a CPU.
         rows: rows below the root, of all parts together; None fits the device: as many as the engine allows on an
             accelerator, 8 on a CPU.
         memory: weight of the past in a part's worth, from one of its drafts to the next.
+        row_cost: what a row adds to a step, in plain steps: a part whose rows are accepted more rarely is not asked;
+            0 asks always. None fits the device: 0.06 on a CPU, 0.002 on an accelerator.
+        retry: steps after which a part that is not asked gets another try; each time in vain doubles its wait.
     """
 
-    parts: list[Any] = field(default_factory=lambda: ["prompt_lookup", "lookahead"])
+    parts: list[Any] | None = None
     rows: int | None = None
-    memory: float = 0.9
+    memory: float = 0.98
+    row_cost: float | None = None
+    retry: int = 16
 
     def __post_init__(self) -> None:
-        if not self.parts:
+        if self.parts is not None and not self.parts:
             raise ConfigError("union.parts is empty; name at least one drafter")
-        if self.rows is not None and self.rows < len(self.parts):
-            raise ConfigError(f"union.rows is {self.rows}; it must be at least 1 for each of {len(self.parts)} parts")
+        parts = len(self.parts or "12")
+        if self.rows is not None and self.rows < parts:
+            raise ConfigError(f"union.rows is {self.rows}; it must be at least 1 for each of {parts} parts")
         if not 0 <= self.memory < 1:
             raise ConfigError(f"union.memory is {self.memory}; it must be in [0, 1)")
+        if self.row_cost is not None and not 0 <= self.row_cost < 1:
+            raise ConfigError(f"union.row_cost is {self.row_cost}; it must be in [0, 1)")
+        if self.retry < 1:
+            raise ConfigError(f"union.retry is {self.retry}; it must be at least 1")
 
 
 class Union(DrafterBase):
@@ -65,60 +81,159 @@ class Union(DrafterBase):
         Raises:
             ConfigError: an unknown drafter or option.
         """
-        return cls(config, [make_drafter(part, target) for part in config.parts])
+        return cls(config, [make_drafter(part, target) for part in config.parts or parts_for(target)])
 
     def start(self, context: Context) -> UnionSession:
         return UnionSession(self.config, self.parts, context)
 
 
+def parts_for(target: Target) -> list[str]:
+    """The parts that pay on the target's device: where rows are dear, those that draft few and find them cheaply."""
+    if target.device.type == "cpu":
+        return ["suffix_automaton", "token_recycling"]
+    return ["prompt_lookup", "lookahead"]
+
+
+class _Record:
+    """What rows of one part, in one situation, have been worth; and whether it is worth asking for more.
+
+    Args:
+        config: memory and retry.
+        row_cost: of a row, in plain steps.
+        worth: what is believed at first.
+        fixed: rows that a draft costs beyond its own.
+    """
+
+    def __init__(self, config: UnionConfig, row_cost: float, worth: float, fixed: int) -> None:
+        self._memory, self._retry, self._row_cost, self._fixed = config.memory, config.retry, row_cost, fixed
+        self._accepted, self._added = worth, 1.0  # per draft, lately
+        self._drafts = _PRIOR
+        self._waited, self._wait = 0, config.retry
+
+    @property
+    def worth(self) -> float:
+        """Accepted rows per row."""
+        return self._accepted / self._added
+
+    @property
+    def pays(self) -> bool:
+        """Whether its rows were accepted as often as they cost."""
+        return self._accepted >= self._row_cost * (self._added + self._fixed)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the part is to be asked now."""
+        return self.pays or self._waited >= self._wait
+
+    def passed(self) -> None:
+        """The part was not asked."""
+        self._waited += 1
+
+    def drafted(self, added: int, accepted: int) -> None:
+        """Of the rows that it added, so many were accepted; a part that added nothing is not judged."""
+        retried, self._waited = self._waited >= self._wait, 0
+        if added:
+            self._drafts += 1
+            weight = max(1 - self._memory, 1 / self._drafts)  # a plain mean, until there is more than is remembered
+            self._accepted += weight * (accepted - self._accepted)
+            self._added += weight * (added - self._added)
+            self._wait = self._retry if self.pays else self._wait * 2 if retried else self._wait
+
+
 class _Part:
     """A part of one sequence: its session, its latest draft and where that draft's rows went."""
 
-    def __init__(self, drafter: Drafter, context: Context) -> None:
+    def __init__(self, drafter: Drafter, context: Context, config: UnionConfig, row_cost: float) -> None:
         self.name = drafter.name
         self.taps = drafter.taps
         self.session: DraftSession = drafter.start(context)
         self.draft = Draft.chain([context.root])
-        self.rows: list[int] = [0]
+        self.rows: Sequence[int] = [0]
         self.added = range(0)
         """The rows that no part before it had proposed."""
-        self.worth = 0.5
-        """Accepted rows per added row, lately."""
+        # Rows are worth less beside those of other parts than where nobody else has anything to say.
+        # And the first draft makes a step of one row one of several, with other kernels and a path to verify.
+        self._first, self._beside = _Record(config, row_cost, 0.5, 2), _Record(config, row_cost, 0.05, 0)
+        self.record: _Record | None = None
+        """The one that the latest draft counts for."""
+        self.silent = False
+        """Whether it had nothing to say when last there was room."""
 
-    def judge(self, path: Sequence[int], memory: float) -> None:
-        """Take note of which of its rows were accepted; a part that added nothing is not judged."""
-        if self.added:
-            accepted = sum(row in self.added for row in path)
-            self.worth = memory * self.worth + (1 - memory) * accepted / len(self.added)
+    def recorded(self, *, beside: bool) -> _Record:
+        """Its record behind parts that have drafted something, or that have not."""
+        return self._beside if beside else self._first
+
+    def propose(self, room: int) -> Draft:
+        """Its draft; with room for the root alone it says nothing, and keeps up with the text."""
+        self.draft = draft = self.session.propose(room)
+        if draft.entry is not None:
+            raise ConfigError(
+                f"union cannot take {self.name!r}: its rows enter the target at layer {draft.entry.layer}, other "
+                "parts' rows at the embedding; leave it out of union.parts"
+            )
+        if room > 1:
+            self.silent = len(draft) == 1
+        # Alone, until other parts' rows come before.
+        self.rows, self.added = range(len(draft)), range(1, len(draft))
+        return draft
+
+    def place(self, builder: DraftBuilder) -> None:
+        """Put its rows among those of other parts; equal ones are there already."""
+        draft, first, rows = self.draft, len(builder), [0]
+        for row in range(1, len(draft)):
+            parent = rows[draft.parents[row]]
+            rows.append(builder.add(parent, draft.tokens[row], candidate=row not in draft.probes))
+        self.rows, self.added = rows, range(first, len(builder))
+
+    def judge(self, path: Sequence[int]) -> None:
+        """Take note of which of its rows were accepted."""
+        if self.record is not None:
+            self.record.drafted(len(self.added), sum(row in self.added for row in path))
 
 
 class UnionSession:
     def __init__(self, config: UnionConfig, parts: Sequence[Drafter], context: Context) -> None:
-        self._config = config
         self._context = context
-        self._parts = [_Part(part, context) for part in parts]
-        self._rows = config.rows or (8 if context.target.device.type == "cpu" else context.max_rows)
+        cpu = context.target.device.type == "cpu"
+        row_cost = config.row_cost if config.row_cost is not None else 0.06 if cpu else 0.002
+        self._parts = [_Part(part, context, config, row_cost) for part in parts]
+        self._rows = config.rows or (8 if cpu else context.max_rows)
 
     def propose(self, room: int) -> Draft:
+        total = min(self._rows, room - 1)
         builder = DraftBuilder(self._context.root)
-        read = set[int]()
-        allowed = 1
-        split = shares([part.worth for part in self._parts], min(self._rows, room - 1))
-        for part, share in zip(self._parts, split, strict=True):
-            allowed += share
-            part.draft = draft = part.session.propose(allowed - len(builder) + 1)
-            if draft.entry is not None:
-                raise ConfigError(
-                    f"union cannot take {part.name!r}: its rows enter the target at layer {draft.entry.layer}, other "
-                    "parts' rows at the embedding; leave it out of union.parts"
-                )
-            part.rows, first = [0], len(builder)
-            for row in range(1, len(draft)):
-                parent = part.rows[draft.parents[row]]
-                part.rows.append(builder.add(parent, draft.tokens[row], candidate=row not in draft.probes))
-            part.added = range(first, len(builder))
-            read.update(part.rows[row] for row in draft.read)
-        return builder.build(read=sorted(read))
+        spoke: list[_Part] = []
+        for number, part in enumerate(self._parts):
+            # Nothing is placed before a second part speaks: most steps belong to one, and cost no merging.
+            taken = len(builder) - 1 if len(spoke) != 1 else len(spoke[0].draft) - 1
+            part.record = self._ask(number, total - taken, beside=bool(spoke))
+            if len(part.propose(1 + self._share(number, part.record, total - taken))) > 1:
+                spoke.append(part)
+                for late in spoke if len(spoke) == 2 else spoke[2:][-1:]:
+                    late.place(builder)
+        if len(spoke) == 1:
+            draft = spoke[0].draft
+            return replace(draft, q={}) if draft.q else draft
+        return builder.build(read=sorted({part.rows[row] for part in spoke for row in part.draft.read}))
+
+    def _ask(self, number: int, left: int, *, beside: bool) -> _Record | None:
+        """The record that a part's next draft counts for; None if it is not to be asked."""
+        record = self._parts[number].recorded(beside=beside)
+        if left and (number == 0 or record.asks):
+            return record
+        record.passed()
+        return None
+
+    def _share(self, number: int, record: _Record | None, left: int) -> int:
+        """How many of the rows that are left a part may take.
+
+        Parts behind it keep a share if they will be asked and their rows have been worth as much as its own.
+        """
+        if record is None:
+            return 0
+        behind = [part.recorded(beside=True) for part in self._parts[number + 1 :] if not part.silent]
+        rivals = [other.worth for other in behind if other.asks and other.worth >= record.worth]
+        return shares([record.worth, *rivals], left)[0]
 
     def observe(self, seen: Observation) -> None:
         for part in self._parts:
@@ -126,7 +241,7 @@ class UnionSession:
                 if part.taps:
                     part.session.observe(replace(seen, taps={layer: seen.taps[layer] for layer in part.taps}))
                 continue
-            part.judge(seen.path, self._config.memory)
+            part.judge(seen.path)
             part.session.observe(part_of(seen, part.draft, part.rows, part.taps))
 
 
@@ -159,16 +274,25 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     whole = seen.draft
     assert whole is not None
     assert seen.scores is not None
+    path = list(seen.path)
+    if rows == range(len(whole)):  # it had the step for itself
+        return Observation(draft, path, seen.tokens, seen.scores, {layer: seen.taps[layer] for layer in taps})
+    if len(rows) == 1:  # it had none of it: all that concerns it is the text
+        chain = Draft.chain([whole.tokens[row] for row in path])
+        logits = seen.scores.logits[[seen.scores.place(row) for row in path]]
+        hidden = {layer: seen.taps[layer][path] for layer in taps}
+        return Observation(chain, range(len(path)), seen.tokens, Scores(logits), hidden)
     place = {row: own for own, row in reversed([*enumerate(rows)])}  # the first of equal rows
     tokens, parents, union_rows = list(draft.tokens), list(draft.parents), list(rows)
-    path = list[int]()
-    for row in seen.path:
+    above = 0
+    for row in path:
         if row not in place:
             place[row] = len(tokens)
             tokens.append(whole.tokens[row])
-            parents.append(path[-1])
+            parents.append(above)
             union_rows.append(row)
-        path.append(place[row])
+        above = place[row]
+    path = [place[row] for row in path]
     unscored = whole.probes.difference(whole.read)
     probes = draft.probes.difference(path) | {own for own, row in enumerate(rows) if row < 0 or row in unscored}
     unread = probes.difference(draft.read)

@@ -68,11 +68,11 @@ def held_out_prompts(encode: Callable[[str], list[int]], count: int, length: int
 class Ours:
     """A drafter in our engine."""
 
-    def __init__(self, engine: Engine, drafter: Any, sampling: SamplingParams, budget: int) -> None:
-        self.engine, self.sampling, self.budget = engine.with_drafter(drafter), sampling, budget
+    def __init__(self, engine: Engine, drafter: Any, sampling: SamplingParams, new: int, rows: str = "off") -> None:
+        self.engine, self.sampling, self.new = engine.with_drafter(drafter, budget=rows), sampling, new
 
     def __call__(self, prompt: list[int], result: Result) -> list[int]:
-        out = self.engine.generate(prompt, self.budget, self.sampling)
+        out = self.engine.generate(prompt, self.new, self.sampling)
         result.steps, result.rows = out.stats.steps, sum(out.stats.rows)
         result.draft_share.append(out.stats.seconds.draft / out.stats.seconds.decode)
         return out.token_ids
@@ -203,7 +203,13 @@ def load(args: argparse.Namespace) -> Engine:
 def systems_of(args: argparse.Namespace, engine: Engine, sampling: SamplingParams) -> tuple[dict[str, Any], Any]:
     """Name -> what to run, the reference first; and name -> the rival that it is compared with."""
     names = [name for name in args.drafters.split(",") if name]
-    systems: dict[str, Any] = {name: Ours(engine, name, sampling, args.max_new_tokens) for name in names}
+    given = {"rest": {"name": "rest", "datastore": args.datastore}}
+    systems: dict[str, Any] = {
+        name: Ours(
+            engine, given.get(name, name), sampling, args.max_new_tokens, "off" if name == "none" else args.budget
+        )
+        for name in names
+    }
     if args.grid:
         for w, n, g in GRID:
             for pool in (False, True):
@@ -229,6 +235,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--optimize", choices=("auto", "off"), default="auto", help="off: transformers' own layers")
     parser.add_argument("--drafters", default=",".join(DEFAULT_DRAFTERS), help="the first one is the reference")
+    parser.add_argument("--budget", default="off", help="of our drafters: off, auto or a cost file")
+    parser.add_argument("--datastore", help="for rest; see `specdec datastore build`")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -1,10 +1,13 @@
-"""Train the embedded model: a deep, thin Llama on the Python standard library.
+r"""Train the embedded models, Llamas on the Python standard library: the target, deep and thin, and its draft model.
 
     python scripts/train_tiny.py --out runs/tiny
+    python scripts/train_tiny.py --out runs/tiny-draft --teacher specdec/assets/tiny --layers 2 --width 128 --mlp 384 \
+        --heads 2 --kv-heads 1 --tokens 4096 --steps 1600 --lr 3e-3 --muon-lr 4e-3
 
-The same command continues an interrupted run: batches are a function of (seed, step), and the checkpoint holds model,
-optimizers and step. When the last step is done, the folder ``OUT/export`` holds what ``specdec/assets/tiny`` ships:
-weights (bf16), config, tokenizer, model card.
+With a teacher the model has its tokenizer and learns its distribution instead of the text's tokens. The same command
+continues an interrupted run: batches are a function of (seed, step), and the checkpoint holds model, optimizers and
+step. When the last step is done, the folder ``OUT/export`` holds what ``specdec/assets/tiny`` ships: weights (bf16),
+config, tokenizer, model card; ``specdec/assets/tiny-draft`` was made with a teacher.
 """
 
 from __future__ import annotations
@@ -65,22 +68,22 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     """One stream of tokens: BOS, file, EOS, BOS, file, ... as uint16."""
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     stream: list[int] = []
-    for encoding in tokenizer.encode_batch(texts):
+    for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
         stream += [bos, *encoding.ids, eos]
     return np.array(stream, dtype=np.uint16)
 
 
-def new_model(layers: int, context: int) -> LlamaForCausalLM:
-    """Deep and thin: early exits and step costs look like a large model's, at 7 M parameters."""
+def new_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    """By default deep and thin: early exits and step costs look like a large model's, at 7 M parameters."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=args.width,
+        intermediate_size=args.mlp,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
         head_dim=64,
-        max_position_embeddings=context,
+        max_position_embeddings=args.context,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,
@@ -91,7 +94,7 @@ def new_model(layers: int, context: int) -> LlamaForCausalLM:
     with torch.no_grad():  # residual writes start small, so that 2 x layers of them add up to unit scale
         for layer in model.model.layers:
             for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-                weight.mul_(1 / math.sqrt(2 * layers))
+                weight.mul_(1 / math.sqrt(2 * args.layers))
     return model
 
 
@@ -110,11 +113,16 @@ def batch_at(stream: np.ndarray, step: int, tokens: int, length: int, seed: int)
     return torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts]).astype(np.int64))
 
 
-def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+def loss_of(model: LlamaForCausalLM, batch: torch.Tensor, teacher: LlamaForCausalLM | None = None) -> torch.Tensor:
+    """Mean nats per token: against the text, or against the teacher's distribution where there is one."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model.model(batch[:, :-1], use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden)
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        logits = model(batch[:, :-1], use_cache=False).logits.flatten(0, 1)
+        if teacher is None:
+            wanted = batch[:, 1:].flatten()
+        else:
+            with torch.no_grad():
+                wanted = teacher(batch[:, :-1], use_cache=False).logits.flatten(0, 1).float().softmax(-1)
+    return F.cross_entropy(logits.float(), wanted)
 
 
 def optimizers_of(model: LlamaForCausalLM, lr: float, muon_lr: float) -> list[torch.optim.Optimizer]:
@@ -173,10 +181,10 @@ def held_out_loss(model, stream: np.ndarray, length: int, windows: int = 64) -> 
     return float(np.mean([loss_of(model, part).item() for part in rows.split(16)]))
 
 
-def export(folder: Path, model, tokenizer: Tokenizer, card: str) -> None:
+def export(folder: Path, args: argparse.Namespace, model, tokenizer: Tokenizer, card: str) -> None:
     beside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(beside, ignore_errors=True)
-    plain = new_model(model.config.num_hidden_layers, model.config.max_position_embeddings)
+    plain = new_model(args)
     plain.load_state_dict(model.state_dict())
     plain.to(torch.bfloat16).save_pretrained(beside)
     config = json.loads((beside / "config.json").read_text())
@@ -199,19 +207,32 @@ def export(folder: Path, model, tokenizer: Tokenizer, card: str) -> None:
 def model_card(args, model, sizes: dict[str, int], losses: list[tuple[int, float]], bytes_per_token: float) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     config, last = model.config, losses[-1][1]
-    return f"""# The embedded model
+    title = "The embedded model" if args.teacher is None else "The embedded model's draft model"
+    purpose = (
+        "It exists to test and show speculative decoding without a download; it writes Python-like text and knows "
+        "nothing."
+        if args.teacher is None
+        else "It writes ahead for the embedded model, whose distribution it learned and whose tokenizer it has."
+    )
+    shape = (
+        ""
+        if args.teacher is None
+        else f" --layers {args.layers} --width {args.width} --mlp {args.mlp} --heads {args.heads} "
+        f"--kv-heads {args.kv_heads} --lr {args.lr:g} --muon-lr {args.muon_lr:g} --teacher "
+        f"specdec/assets/{args.teacher.name}"
+    )
+    return f"""# {title}
 
 A decoder of the Llama architecture: {config.num_hidden_layers} layers of width {config.hidden_size}, \
 {config.num_attention_heads} query heads on {config.num_key_value_heads} key/value heads, \
 {parameters / 1e6:.2f} M parameters (embedding tied), byte-level BPE of {VOCABULARY} tokens, context \
-{config.max_position_embeddings}. It exists to test and show speculative decoding without a download; it writes \
-Python-like text and knows nothing.
+{config.max_position_embeddings}. {purpose}
 
 - Data: the sources of CPython {sys.version.split()[0]}'s standard library, tests included, {sizes["train_files"]} \
 files, {sizes["train_tokens"]:,} tokens. One file in {HELD_OUT_ONE_IN}, by a hash of its path, is held out: \
 {sizes["held_out_files"]} files, {sizes["held_out_tokens"]:,} tokens.
 - Licence: the data is under the PSF License Version 2; the weights are under this project's Apache-2.0.
-- Training: `python scripts/train_tiny.py --steps {args.steps} --tokens {args.tokens} --seed {args.seed}`, \
+- Training: `python scripts/train_tiny.py --steps {args.steps} --tokens {args.tokens} --seed {args.seed}{shape}`, \
 {args.steps * args.tokens / 1e6:.0f} M tokens; windows of 256 tokens, then 512, 1,024 and, in the last 3%, \
 {config.max_position_embeddings:,}; Muon for matrices, AdamW for the rest; bf16 autocast on a CPU.
 - Held-out loss: {last:.3f} nats per token ({last / math.log(2) / bytes_per_token:.3f} bits per byte).
@@ -227,6 +248,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2250)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--mlp", type=int, default=512, help="inner width of the MLPs")
+    parser.add_argument("--heads", type=int, default=4, help="query heads of 64")
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--teacher", type=Path, help="folder of a model to learn from, whose tokenizer is taken")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=4e-3, help="AdamW: embedding and norms")
     parser.add_argument("--muon-lr", type=float, default=1e-2, help="Muon: the layers' matrices")
@@ -241,7 +267,7 @@ def main() -> None:
 
     train_texts = [text for _, text in read_files(held_out=False)]
     held_texts = [text for _, text in read_files(held_out=True)]
-    tokenizer_file = args.out / "tokenizer.json"
+    tokenizer_file = (args.teacher or args.out) / "tokenizer.json"
     if not tokenizer_file.exists():
         train_tokenizer(train_texts).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -257,7 +283,10 @@ def main() -> None:
     print(f"{sizes} | {bytes_per_token:.2f} bytes per token | corpus {digest}")
 
     torch.manual_seed(args.seed)
-    model = new_model(args.layers, args.context)
+    model = new_model(args)
+    teacher = None
+    if args.teacher is not None:
+        teacher = LlamaForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval().requires_grad_(False)
     optimizers = optimizers_of(model, args.lr, args.muon_lr)
     checkpoint, log = args.out / "checkpoint.safetensors", args.out / "log.jsonl"
     step = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else 0
@@ -270,7 +299,7 @@ def main() -> None:
         length = window_at(step, args.steps, args.context)
         for optimizer, base in zip(optimizers, (args.lr, args.muon_lr), strict=True):
             optimizer.param_groups[0]["lr"] = base * rate_at(step, args.steps)
-        loss = compiled(model, batch_at(train, step, args.tokens, length, args.seed))
+        loss = compiled(model, batch_at(train, step, args.tokens, length, args.seed), teacher)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if not torch.isfinite(norm):
@@ -298,7 +327,7 @@ def main() -> None:
                 file.write(json.dumps(entry) + "\n")
             bar.write(json.dumps(entry))
     bar.close()
-    export(args.out / "export", model, tokenizer, model_card(args, model, sizes, losses, bytes_per_token))
+    export(args.out / "export", args, model, tokenizer, model_card(args, model, sizes, losses, bytes_per_token))
     print(f"exported to {args.out / 'export'}; held-out loss {losses[-1][1]:.3f}")
 
 

@@ -41,6 +41,7 @@ class RunConfig:
         device_map: accelerate's, to split a model over devices.
         attention: ``auto``, ``sdpa`` or ``split``.
         optimize: ``auto`` lowers the layers that specdec knows; ``off`` runs transformers' own.
+        compile: steps as compiled graphs of static shapes; for GPUs, on a CPU it loses.
         budget: ``off``, ``auto`` (only rows that pay here, none where speculation loses), or a cost file; see Engine.
         threads: CPU threads of torch; None is torch's own choice, but one for ``tiny``, which is too small to gain from
             more and loses a lot where other work keeps the cores busy.
@@ -59,6 +60,7 @@ class RunConfig:
     device_map: str | dict[str, Any] | None = None
     attention: str = "auto"
     optimize: str = "auto"
+    compile: bool = False
     budget: str = "off"
     threads: int | None = None
     max_new_tokens: int = 128

@@ -24,6 +24,7 @@ from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.sampling import Sampler, SamplingParams, Scores
+from specdec.static import Backend
 from specdec.target import Target, TransformersTarget, embedded_model
 from specdec.text import TextStream, check_stops
 from specdec.verify import verifier_for
@@ -92,6 +93,8 @@ class Engine:
         device_map: str | dict[str, Any] | None = None,
         attention: str = "auto",
         optimize: str = "auto",
+        kernels: str = "auto",
+        compile: Backend = False,
         trust_remote_code: bool = False,
         max_rows: int = 128,
         prefill_chunk: int | None = None,
@@ -99,7 +102,7 @@ class Engine:
     ) -> Engine:
         """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
 
-        ``attention`` and ``optimize`` are TransformersTarget's.
+        ``attention``, ``optimize``, ``kernels`` and ``compile`` are TransformersTarget's.
 
         Raises:
             CheckpointError: no model or tokenizer there, or a broken one.
@@ -113,6 +116,8 @@ class Engine:
             device_map=device_map,
             attention=attention,
             optimize=optimize,
+            kernels=kernels,
+            compile=compile,
             trust_remote_code=trust_remote_code,
         )
         place = embedded_model() if str(path) == "tiny" else path

@@ -40,5 +40,6 @@ def load(run: RunConfig) -> Engine:
             device_map=run.device_map,
             attention=run.attention,
             optimize=run.optimize,
+            compile=run.compile,
             budget=run.budget,
         )

@@ -53,6 +53,10 @@ class RunOptions:
     optimize: Annotated[
         str | None, typer.Option(help="auto, or off: transformers' own layers.", rich_help_panel=_MODEL)
     ] = None
+    compile: Annotated[
+        bool | None,
+        typer.Option("--compile", help="Run steps as compiled graphs (for GPUs).", rich_help_panel=_MODEL),
+    ] = None
     budget: Annotated[
         str | None,
         typer.Option(

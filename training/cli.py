@@ -1,4 +1,4 @@
-"""Commands that train: ``train``, ``convert`` and ``show-sample``, mounted by specdec's command line.
+"""Commands around training, mounted by specdec's command line: train, convert, show-sample, distill-data, tree-search.
 
 A trainable drafter is a module of this package with a ``Config`` dataclass and ``run(config)``. Like ``specdec``'s own
 commands these import what they need when they run.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from specdec.errors import ConfigError, SpecdecError, unknown
+from specdec.options import RunOptions, with_options
 
-__all__ = ["app", "convert", "show_sample", "train"]
+if TYPE_CHECKING:
+    from specdec.engine import Engine
+
+__all__ = ["app", "convert", "distill_data", "show_sample", "train", "tree_search"]
 
 TRAINABLE = ("kangaroo", "medusa")
 
@@ -72,7 +76,7 @@ def show_sample(
     data: list[str] = typer.Argument(help="Files as for train."),
     model: str = typer.Option("tiny", help="Whose tokenizer and chat template."),
     index: int = typer.Option(0, help="Which usable sample."),
-    template: str = typer.Option("auto", help="auto, tokenizer or vicuna."),
+    template: str = typer.Option("auto", help="auto, tokenizer, vicuna or plain."),
     tokens: int = typer.Option(1500, help="At most this many tokens."),
 ) -> None:
     """Print one sample with the trained tokens in green and the others dimmed."""
@@ -90,6 +94,100 @@ def show_sample(
     console.print(f"[{sum(sample.trained)} of {len(sample.tokens)} tokens are trained]", markup=False)
     for line in skips.lines():
         console.print(line, markup=False)
+
+
+@app.command()
+@with_options(RunOptions)
+def distill_data(
+    run: RunOptions,
+    sources: Annotated[list[str], typer.Argument(help="ShareGPT or question files, text files, or `stdlib`.")],
+    out: Annotated[Path, typer.Option(help="ShareGPT file to write: .json or .jsonl.")],
+    prompts: Annotated[int | None, typer.Option(help="Only so many prompts, evenly chosen.")] = None,
+    turns: Annotated[str, typer.Option(help="Human turns that are asked: first, or all.")] = "first",
+    form: Annotated[
+        str, typer.Option("--format", help="How they are asked: auto, chat, vicuna or plain (continued as text).")
+    ] = "auto",
+    prompt_tokens: Annotated[int, typer.Option(help="Length of a text's pieces, each of which is a prompt.")] = 128,
+) -> None:
+    """Let the target answer prompts, for a drafter to learn from; the same command continues what was interrupted.
+
+    The model's options and the drafter are those of `generate`; the drafter changes the speed, not the answers.
+    """
+    from specdec.bench.questions import FORMATS
+    from training.distill import distill, prompts_of
+
+    config = run.resolve()
+    if form not in FORMATS:
+        raise ConfigError(unknown("format", form, FORMATS))
+    for name, value in (("prompts", prompts), ("prompt_tokens", prompt_tokens)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    engine = _engine(config)
+    asked = prompts_of(sources, engine.tokenizer, turns=turns, prompt_tokens=prompt_tokens)
+    if prompts is not None and prompts < len(asked):
+        asked = [asked[number * len(asked) // prompts] for number in range(prompts)]
+    made = distill(
+        engine,
+        asked,
+        out,
+        max_new_tokens=config.max_new_tokens,
+        sampling=config.sampling,
+        form=form,
+        run={"model": config.model},
+    )
+    for reason, count in made.skipped.most_common():
+        typer.echo(f"{count} skipped: {reason}")
+    plain = " --set text.template=plain" if "plain" in (form, asked[0].format) else ""
+    typer.echo(f"wrote {out}: {made.records} conversations; train with --data {out}{plain}")
+
+
+@app.command()
+@with_options(RunOptions)
+def tree_search(
+    run: RunOptions,
+    out: Annotated[Path, typer.Option(help="YAML to write, for --config or medusa.tree.")],
+    heads: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="The heads (default: the embedded model's).")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Texts, as for train; may be repeated (default: stdlib).")
+    ] = None,
+    texts: Annotated[
+        int, typer.Option(help="Texts that the target continues, for calibration and again to measure.")
+    ] = 48,
+    prompt: Annotated[int, typer.Option(help="Tokens that it is given of each.")] = 128,
+    max_nodes: Annotated[int, typer.Option(help="The largest tree that is considered.")] = 32,
+    nodes: Annotated[int | None, typer.Option(help="Take this size instead of the fastest.")] = None,
+    chart: Annotated[Path | None, typer.Option("--plot", help="Draw speed over nodes: .png or .svg.")] = None,
+) -> None:
+    """Find the tree with which Medusa's heads are fastest on this machine, and measure it on held-out text.
+
+    How often each head's ranks are right, and what a step of so many rows costs, are both measured.
+    """
+    from training.tree_report import report
+
+    config = run.resolve()
+    if config.drafter not in ("none", "medusa"):
+        raise ConfigError(f"drafter is {config.drafter!r}; tree-search is for medusa, whose heads are given by --heads")
+    report(
+        _engine(config), heads, data or ["stdlib"], out, texts=texts, prompt=prompt, new=config.max_new_tokens,
+        sampling=config.sampling, most=max_nodes, nodes=nodes, chart=chart,
+    )  # fmt: skip
+
+
+def _engine(run: Any) -> Engine:
+    """The engine that a command's options name, without transformers' progress bars between our lines."""
+    import torch
+    from transformers.utils import logging
+
+    from specdec.engine import Engine
+
+    if threads := run.threads or (1 if run.model == "tiny" else None):
+        torch.set_num_threads(threads)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    options = {name: getattr(run, name) for name in ("dtype", "device", "device_map", "attention", "optimize")}
+    return Engine.from_pretrained(run.model, run.drafter, **options)
 
 
 def coloured(tokens: list[int], trained: list[bool], tokenizer: Any) -> Text:

@@ -22,7 +22,7 @@ from training.stdlib_corpus import read_files
 
 __all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "load_tokenizer", "read_samples"]
 
-TEMPLATES = ("auto", "tokenizer", "vicuna")
+TEMPLATES = ("auto", "tokenizer", "vicuna", "plain")
 STDLIB = "stdlib"
 
 _ROLES = {
@@ -42,7 +42,8 @@ class TextConfig:
 
     Attributes:
         length: tokens of a training window; longer samples are cut into windows.
-        template: ``tokenizer`` (its chat template), ``vicuna`` (version 1.1), or ``auto``: the first if there is one.
+        template: ``tokenizer`` (its chat template), ``vicuna`` (version 1.1), ``plain`` (turns end to end, for texts
+            that a model continued), or ``auto``: the first if there is one, else the second.
         held_out_one_in: samples kept for evaluation, by a hash of their text, where no evaluation data is given.
     """
 
@@ -248,6 +249,8 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any, config: TextCo
         except (TemplateError, ValueError) as error:
             skips.skipped[f"the chat template refused it: {error}"] += 1
             return None
+    elif config.template == "plain":
+        text = "".join(message["content"] for message in messages)
     else:
         text = vicuna(messages, tokenizer.eos_token or "")
     spans: list[tuple[int, int]] = []

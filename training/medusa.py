@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from drafters.fingerprint import fingerprint
-from drafters.medusa import Node, check_tree, nodes_of, preset
+from drafters.medusa import Node, check_fit, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -26,7 +26,7 @@ from training.log import read_log
 from training.loop import LoopConfig, new_accelerator, train
 from training.packing import Batch, Windows, pack
 
-__all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "run", "steps_of"]
+__all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
 
 LABELS = ("soft", "hard")
 _RANKS = 3  # whose accuracy is logged
@@ -53,7 +53,8 @@ class Config:
         out: folder of checkpoint, log and result.
         labels: ``hard``, the text's tokens as in the paper, or ``soft``, the target's distribution for their places.
         decay: head k's loss counts ``decay ** k``, k from 1.
-        tree: whose tokens per step choose the best checkpoint; a preset or rank paths.
+        tree: whose tokens per step choose the best checkpoint; a preset, a YAML file or rank paths.
+        start: folder of heads to go on from, such as published ones on self-distilled data; ``heads`` is theirs then.
         heads, text, loop, evaluation: see their classes.
     """
 
@@ -65,6 +66,7 @@ class Config:
     labels: str = "hard"
     decay: float = 0.8
     tree: str | list[list[int]] = "small"
+    start: str | None = None
     heads: NewHeads = field(default_factory=NewHeads)
     text: TextConfig = field(default_factory=TextConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -77,12 +79,12 @@ class Config:
             raise ConfigError(f"decay is {self.decay}; it must be in (0, 1]")
         if not self.data:
             raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
-        check_tree(self.paths, heads=self.heads.heads)
+        check_tree(self.paths, heads=self.heads.heads if self.start is None else None)
 
     @property
     def paths(self) -> list[list[int]]:
         """The rank paths that ``tree`` means."""
-        return preset(self.tree) if isinstance(self.tree, str) else self.tree
+        return paths_of(self.tree)
 
 
 class MedusaTraining:
@@ -127,7 +129,7 @@ class MedusaTraining:
         ranks: list[list[int]] = [[] for _ in range(heads)]
         for text in self._texts:
             found = self.judge(text)
-            steps += steps_of(found, self._nodes, text)
+            steps += len(roots_of(found, self._nodes, text))
             tokens += len(text.tokens) - text.prompt
             for own, new in zip(ranks, found, strict=True):
                 own += [rank for rank in new if rank >= 0]
@@ -183,22 +185,22 @@ def ahead(batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, later[rows]
 
 
-def steps_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Written) -> int:
-    """Steps that the engine takes for a text, from ``MedusaTraining.judge``'s ranks.
+def roots_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Written) -> list[int]:
+    """Where the engine's steps begin in a text, from ``MedusaTraining.judge``'s ranks: the positions of the roots.
 
     With the root at position r the heads read r - 1, and a node of depth d holds the text's token if its rank is that
     of token r + d.
     """
-    root, last, steps = text.prompt - 1, len(text.tokens) - 1, 0
+    root, last, roots = text.prompt - 1, len(text.tokens) - 1, list[int]()
     while root < last:
         right = {0: 0}  # row -> depth, of the rows that hold the text
         for row, node in enumerate(nodes, 1):
             fits = root >= 1 and node.depth < last - root and node.parent in right
             if fits and ranks[node.depth - 1][root - 1] == node.rank:
                 right[row] = node.depth
+        roots.append(root)
         root += max(right.values()) + 1
-        steps += 1
-    return steps
+    return roots
 
 
 def new_heads(config: NewHeads, target: TransformersTarget) -> MedusaHeads:
@@ -215,6 +217,21 @@ def new_heads(config: NewHeads, target: TransformersTarget) -> MedusaHeads:
     return heads
 
 
+def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
+    """The heads of ``config.start``, to be trained further for a target.
+
+    Raises:
+        CheckpointError: no heads there, or of another size.
+        ConfigError: a tree that they cannot fill.
+    """
+    assert config.start is not None
+    heads = MedusaHeads.from_pretrained(config.start)
+    check_fit(heads.config, target, check_target=False)
+    check_tree(config.paths, heads=heads.config.heads, ranks=target.vocab_size)
+    heads.config = replace(heads.config, target=fingerprint(target))
+    return heads.float()
+
+
 def run(config: Config) -> dict[str, float]:
     """Train as a config says; returns the best checkpoint's evaluation.
 
@@ -225,12 +242,12 @@ def run(config: Config) -> dict[str, float]:
     say = accelerator.print
     target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model() if config.model == "tiny" else config.model)
-    heads = new_heads(config.heads, target)
+    heads = new_heads(config.heads, target) if config.start is None else started_heads(config, target)
     learnt, held = load_samples(config.data, config.eval_data, config.text, tokenizer, say)
     windows = pack(learnt, config.text.length)
     say(
         f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
-        f"{windows.trained} trained; {config.heads.heads} heads of {sum(p.numel() for p in heads.parameters()):,} "
+        f"{windows.trained} trained; {heads.config.heads} heads of {sum(p.numel() for p in heads.parameters()):,} "
         "parameters in all"
     )
     judged = config.evaluation

@@ -1,46 +1,7 @@
-"""The Python standard library as a corpus: on every machine, no download, split by file name.
-
-Whether a file is held out depends on a hash of its path inside the library alone, so the split is the same on every
-machine and for every Python version that has the file.
-"""
+"""The corpus of :mod:`drafters.stdlib_corpus`, under the name that training knows."""
 
 from __future__ import annotations
 
-import hashlib
-import sysconfig
-from collections.abc import Iterator
-from pathlib import Path
+from drafters.stdlib_corpus import HELD_OUT_ONE_IN, is_held_out, read_files
 
 __all__ = ["HELD_OUT_ONE_IN", "is_held_out", "read_files"]
-
-HELD_OUT_ONE_IN = 20
-
-# Machine-made tables and files whose text is no code: they would teach the model to count, not to write Python.
-_SKIPPED_FOLDERS = {"site-packages", "encodings", "__pycache__", "pydoc_data", "data"}
-_SMALLEST, _LARGEST = 400, 300_000  # bytes; below: empty packages, above: generated tables
-
-
-def is_held_out(relative_path: str) -> bool:
-    """Whether the library file at this POSIX path (``"email/message.py"``) is kept out of training."""
-    digest = hashlib.sha256(relative_path.encode()).digest()
-    return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
-
-
-def read_files(*, held_out: bool, root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yield ``(relative path, text)`` of one side of the split, sorted by path.
-
-    Files that are not UTF-8, very short or very long are left out, as are folders of tables and test data.
-    """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if _SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
-            continue
-        if is_held_out(relative.as_posix()) is not held_out:
-            continue
-        if not _SMALLEST <= path.stat().st_size <= _LARGEST:
-            continue
-        try:
-            yield relative.as_posix(), path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue

@@ -134,6 +134,16 @@ def test_json_lines_with_a_broken_line(tmp_path: Path, tokenizer: Any) -> None:
     assert skips.skipped == {"a line that is no JSON": 1}
 
 
+def test_plain_turns_stand_end_to_end(tmp_path: Path, tokenizer: Any) -> None:
+    record = {"conversations": [{"from": "human", "value": "def f(x):\n    "}, {"from": "gpt", "value": "return x\n"}]}
+    [sample], _ = read(tmp_path, tokenizer, [record], template="plain")
+    assert sample.tokens == tokenizer("def f(x):\n    return x\n")["input_ids"]
+    assert tokenizer.decode([t for t, trained in zip(sample.tokens, sample.trained, strict=True) if trained]) in (
+        "return x",
+        " return x",  # as the tokenizer cuts it
+    )
+
+
 def test_a_template_that_refuses(tmp_path: Path, tokenizer: Any) -> None:
     strict = AutoTokenizer.from_pretrained(embedded_model())
     strict.chat_template = "{{ raise_exception('no system turns here') }}"

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from drafters import datastore
 from drafters.datastore import SEPARATOR, Datastore, build_datastore, read_documents, suffix_array
 from drafters.datastore_cli import app
+from specdec import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError
 from tests.models import Numerals, target_of
 
@@ -251,3 +252,13 @@ def test_command_line_imports_nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(builtins, "__import__", noting)
     importlib.reload(importlib.import_module("drafters.datastore_cli"))
     assert not {"torch", "transformers", "drafters.datastore"}.intersection(seen)
+
+
+def test_a_store_of_another_tokenizer_is_refused(tmp_path: Path, tiny_engine: Engine) -> None:
+    (tmp_path / "a.txt").write_text("import os\n", encoding="utf-8")
+    own = build_datastore([tmp_path / "a.txt"], tiny_engine.tokenizer, tmp_path / "own")
+    assert own.check(tiny_engine.target) is own
+    (tmp_path / "b.txt").write_text("1 2 3", encoding="utf-8")
+    other = build_datastore([tmp_path / "b.txt"], Numerals(4096), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"was built with another tokenizer \(.*\) than the target's"):
+        other.check(tiny_engine.target)

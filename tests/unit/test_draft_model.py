@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,31 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(draft_model, "embedded_draft_model", lambda: str(tmp_path / "unshipped"))
     with pytest.raises(ConfigError, match=r"draft_model\.model is not set"):
         Engine(target, None, "draft_model")
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path, tiny_engine: Engine) -> None:
+    shutil.copytree(draft_model.embedded_draft_model(), tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    values = json.loads(path.read_text())
+    vocabulary = values["model"]["vocab"]
+    one, two = list(vocabulary)[300:302]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    path.write_text(json.dumps(values))
+    spec = {"name": "draft_model", "model": str(tmp_path / "other")}
+    with pytest.raises(ConfigError, match="has another vocabulary than the target, of the same size"):
+        tiny_engine.with_drafter(spec)
+    tiny_engine.with_drafter({**spec, "check_tokenizer": False})
+    path.unlink()  # then nothing is known
+    (tmp_path / "other" / "tokenizer_config.json").unlink()
+    tiny_engine.with_drafter(spec)
+
+
+def test_shipped_draft_model_serves_the_embedded_model(tiny_engine: Engine) -> None:
+    prompt = "def read(path):\n    with open(path) as file:\n"
+    plain = tiny_engine.generate(prompt, 48)
+    found = tiny_engine.with_drafter("draft_model").generate(prompt, 48)
+    assert found.token_ids == plain.token_ids
+    assert found.stats.tokens_per_step > 1.2
 
 
 def test_dtype_is_the_targets_unless_told(tmp_path: Path) -> None:

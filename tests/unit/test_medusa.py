@@ -23,7 +23,7 @@ from tests.fakes import Spy
 from tests.models import prompt_of
 from training.acceptance import Written
 from training.data import Sample
-from training.medusa import Config, MedusaTraining, NewHeads, ahead, new_heads
+from training.medusa import Config, MedusaTraining, NewHeads, ahead, new_heads, started_heads
 from training.packing import pack
 
 PROMPT = prompt_of(9)
@@ -210,6 +210,18 @@ def test_broken_files_are_refused(target: TransformersTarget, tmp_path: Path) ->
         MedusaHeads.from_pretrained(tmp_path)
 
 
+def test_heads_that_cannot_be_written_leave_the_former_ones(target: TransformersTarget, tmp_path: Path) -> None:
+    random_heads(target, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "config.json.partial").mkdir()  # in the way of the second file
+    with pytest.raises(CheckpointError, match=r"cannot write the heads to .*what stood there before is unchanged"):
+        random_heads(target, tmp_path, seed=1)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write the heads"):
+        random_heads(target, tmp_path / "file" / "heads")
+
+
 def test_heads_of_another_model_are_refused(target: TransformersTarget, tmp_path: Path) -> None:
     published(tmp_path, size=16)
     with pytest.raises(CheckpointError, match="width is 16, the model's is 32"):
@@ -284,6 +296,20 @@ def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget], t
         steps, tokens = steps + found.stats.steps, tokens + 30
     figures = MedusaTraining(heads, target, texts, tree=tree).evaluate()
     assert figures["tokens_per_step"] == tokens / steps > 1.1
+
+
+def test_training_goes_on_from_given_heads(target: TransformersTarget, tmp_path: Path) -> None:
+    given = random_heads(target, tmp_path, heads=2, layers=2)
+    config = Config(data=["stdlib"], tree=[[0], [0, 0]], start=str(tmp_path))
+    heads = started_heads(config, target)
+    assert (heads.config.heads, heads.config.layers) == (2, 2)
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), given.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="3 deep, but there are 2 heads"):
+        started_heads(Config(data=["stdlib"], tree="small", start=str(tmp_path)), target)
+    (tmp_path / "other").mkdir()
+    published(tmp_path / "other", size=16)
+    with pytest.raises(CheckpointError, match="width is 16, the model's is 32"):
+        started_heads(Config(data=["stdlib"], start=str(tmp_path / "other")), target)
 
 
 def test_odd_training_options_are_named() -> None:

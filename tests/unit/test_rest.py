@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from drafters import datastore
 from drafters.rest import Rest, RestConfig, frequent_prefixes
 from specdec import Draft, Engine
+from specdec.cli import build
 from specdec.errors import CheckpointError, ConfigError
 from tests.models import target_of
 from tests.unit.test_datastore import store_of
@@ -89,3 +93,17 @@ def test_rest_needs_a_datastore_that_is_there(tmp_path: Path) -> None:
 def test_options_are_checked(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RestConfig(**values)
+
+
+def test_the_two_commands_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the head of configs/drafter/rest.yaml says them, on a smaller library."""
+    config = Path(__file__).parents[2] / "configs" / "drafter" / "rest.yaml"
+    lines = [line for line in config.read_text().splitlines() if line.startswith("# specdec")]
+    generate, make = (shlex.split(line[2:])[1:] for line in lines)
+    library = [(f"{n}.py", "import os\nimport sys\n" * 3) for n in range(2)]
+    monkeypatch.setattr(datastore, "read_files", lambda *, held_out: [] if held_out else library)
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner()
+    assert "tokens of 2 documents" in run.invoke(build(), make, catch_exceptions=False).output
+    generate[generate.index("configs/drafter/rest.yaml")] = str(config)
+    assert run.invoke(build(), [*generate, "--max-new-tokens", "4"], catch_exceptions=False).exit_code == 0

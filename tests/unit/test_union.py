@@ -59,7 +59,8 @@ class Fixed:
 
 
 def union_of(*parts: Drafter, **options: Any) -> Union:
-    return Union(UnionConfig(parts=["any"] * len(parts), **options), parts)
+    """Of these parts; unless told otherwise, rows cost nothing, so that all of them are asked."""
+    return Union(UnionConfig(parts=["any"] * len(parts), **{"row_cost": 0.0, **options}), parts)
 
 
 def test_equal_paths_share_rows() -> None:
@@ -80,8 +81,16 @@ def test_a_probe_that_another_part_proposes_is_a_candidate() -> None:
 def test_parts_get_their_share_and_what_is_left() -> None:
     first, second = Fixed([3], [0]), Fixed([4, 5, 6, 7, 8, 9, 10, 11, 12], range(9))
     session = union_of(first, second, rows=8).start(context_of([1, 2]))
+    draft = session.propose(100)
+    assert len(draft) == 9
+    # All for the first, as nothing is known to be worth more; then all that is left.
+    assert (first.rooms, second.rooms) == ([9], [8])
+    session.observe(Observation(draft, range(4), [5, 6, 7, 8], Scores(torch.zeros(9, 32))))
+    for _ in range(3):
+        session.observe(Observation(draft, [0, *range(2, 9)], [*range(4, 12)], Scores(torch.zeros(9, 32))))
     assert len(session.propose(100)) == 9
-    assert (first.rooms, second.rooms) == ([5], [8])  # 1 + 4; 1 + 4 and the 3 that are left
+    assert first.rooms[1] == 2  # the second's rows have proved better, and it keeps seven of eight
+    assert second.rooms[1] == 8
     assert len(session.propose(4)) == 4
     assert len(session.propose(1)) == 1
 
@@ -103,11 +112,42 @@ def test_worth_counts_the_rows_that_a_part_added() -> None:
     session = union_of(Fixed([3, 4], [0, 1]), Fixed([3, 5], [0, 0]), Fixed(), rows=9, memory=0.5).start(
         context_of([1, 2])
     )
-    assert [part.worth for part in session._parts] == [0.5, 0.5, 0.5]
     draft = session.propose(10)
     assert list(draft.tokens) == [2, 3, 4, 5]
     session.observe(Observation(draft, [0, 1], [3, 7], Scores(torch.zeros(4, 32))))
-    assert [part.worth for part in session._parts] == [0.5, 0.25, 0.5]  # one of two, none of one, none of none
+    worth = [(part.recorded(beside=False).worth, part.recorded(beside=True).worth) for part in session._parts]
+    assert worth == [(0.5, 0.05), (0.5, 0.025), (0.5, 0.05)]  # one of two, none of one beside others, none of none
+
+
+def asked(session: Any, second: Fixed, accepted: int, steps: int) -> list[int]:
+    """The steps in which the second of two parts was asked, if each step accepts the first ``accepted`` rows."""
+    found = []
+    for step in range(steps):
+        draft = session.propose(20)
+        if second.rooms[-1] > 1:
+            found.append(step)
+        path = range(1 + accepted)
+        session.observe(Observation(draft, path, [*draft.tokens[1 : 1 + accepted], 1], Scores(torch.zeros(20, 32))))
+    return found
+
+
+def test_a_part_whose_rows_do_not_pay_is_tried_now_and_then() -> None:
+    """Behind a first part that says the same four tokens, all of them right, the second part's are never accepted."""
+    first, second = Fixed([3, 4, 5, 6], range(4)), Fixed([7, 8], [0, 1])
+    session = union_of(first, second, rows=8, row_cost=0.06, retry=4).start(context_of([1, 2]))
+    assert asked(session, second, 4, 70) == [4, 13, 30, 63]  # each try in vain doubles the wait
+    assert set(first.rooms) == {9}  # and the first part is always asked, whatever it says
+    session = union_of(first, second, rows=8, row_cost=0.06, retry=4).start(context_of([1, 2]))
+    assert asked(session, second, 0, 70)[:2] == [4, 13]
+    assert first.rooms[-1] == 9
+
+
+def test_a_part_whose_rows_pay_is_asked_again() -> None:
+    """With nobody before it, it is asked at once, and as long as its rows are right."""
+    second = Fixed([7, 8], [0, 1])
+    session = union_of(Fixed(), second, rows=8, row_cost=0.06).start(context_of([1, 2]))
+    assert asked(session, second, 2, 12) == list(range(12))
+    assert len(asked(session, second, 0, 200)) < 100  # and no longer, when they are not any more
 
 
 def test_a_part_sees_its_rows_as_if_it_were_alone() -> None:
@@ -212,6 +252,8 @@ def test_a_part_that_enters_at_a_layer_is_refused() -> None:
         ({"parts": []}, "union.parts is empty; name at least one drafter"),
         ({"rows": 1}, "union.rows is 1; it must be at least 1 for each of 2 parts"),
         ({"memory": 1.0}, r"union.memory is 1.0; it must be in \[0, 1\)"),
+        ({"row_cost": 1.0}, r"union.row_cost is 1.0; it must be in \[0, 1\)"),
+        ({"retry": 0}, "union.retry is 0; it must be at least 1"),
     ],
 )
 def test_options_are_checked(values: dict[str, Any], words: str) -> None:

@@ -1,0 +1,199 @@
+"""Self-distillation: the answers are the target's own, a killed run ends in the same bytes, and training reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+from typer.testing import CliRunner
+
+from specdec import Engine, SamplingParams
+from specdec.bench.questions import Question
+from specdec.cli import build
+from specdec.errors import CheckpointError, ConfigError
+from training.data import Skips, TextConfig, read_samples
+from training.distill import Distilled, distill, prompts_of
+
+TEXTS = ("import os\n", "def f(x):\n", "class A:\n", "for i in ")
+PROMPTS = [Question(id=n, category="code", turns=(text,), format="plain") for n, text in enumerate(TEXTS)]
+SAMPLED = SamplingParams(temperature=1.0, seed=5)
+
+
+def made(engine: Engine, out: Path, prompts: Any = PROMPTS, sampling: SamplingParams = SAMPLED) -> Distilled:
+    return distill(engine, prompts, out, max_new_tokens=6, sampling=sampling, run={"model": "tiny"})
+
+
+class Killed(BaseException):
+    """A kill, as far as a test can have one."""
+
+
+def killed_after(count: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on ``generate`` counts its calls, and the one after ``count`` of them is the last."""
+    calls: list[Any] = []
+    generate = engine.generate
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        if len(calls) == count:
+            raise Killed
+        calls.append(arguments)
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(engine, "generate", counting)
+    return calls
+
+
+def test_answers_are_the_targets_own(tiny_engine: Engine, tmp_path: Path) -> None:
+    found = made(tiny_engine.with_drafter("prompt_lookup"), tmp_path / "own.json")
+    records = json.loads((tmp_path / "own.json").read_text())
+    assert found.records == len(records) == len(TEXTS)
+    for number, (text, record) in enumerate(zip(TEXTS, records, strict=True)):
+        sampling = SamplingParams(temperature=1.0, seed=5 + number)
+        answer = tiny_engine.generate(text, 6, sampling).text
+        assert record["conversations"] == [{"from": "human", "value": text}, {"from": "gpt", "value": answer}]
+    skips = Skips()
+    samples = list(
+        read_samples([str(tmp_path / "own.json")], tiny_engine.tokenizer, TextConfig(template="plain"), skips)
+    )
+    assert len(samples) == len(TEXTS)
+    assert all(any(sample.trained) for sample in samples)
+
+
+def test_drafters_change_no_answer(tiny_engine: Engine, tmp_path: Path) -> None:
+    """Nor does one that draws its drafts, which under ``auto`` would be verified by rejection."""
+    files = []
+    for name in ("none", "kangaroo"):
+        files.append(tmp_path / f"{name}.jsonl")
+        made(tiny_engine.with_drafter(name), files[-1])
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert [json.loads(line)["id"] for line in files[0].read_text().splitlines()] == ["0", "1", "2", "3"]
+
+
+def test_a_killed_run_goes_on(tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, out = tmp_path / "whole.json", tmp_path / "out.json"
+    made(tiny_engine, whole)
+    engine = tiny_engine.with_drafter("none")
+    with monkeypatch.context() as patch:
+        killed_after(2, engine, patch)
+        with pytest.raises(Killed):
+            made(engine, out)
+    partial = tmp_path / "out.json.partial"
+    assert not out.exists()
+    with partial.open("a") as file:
+        file.write('{"record": {"id": "2", "conv')  # cut short in mid-line
+    calls = killed_after(9, engine, monkeypatch)
+    assert made(engine, out).records == 4
+    assert len(calls) == 2  # the first two answers were there
+    assert out.read_bytes() == whole.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "whole.json"]
+
+
+def test_another_runs_file_is_refused(tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.json"
+    engine = tiny_engine.with_drafter("none")
+    killed_after(1, engine, monkeypatch)
+    with pytest.raises(Killed):
+        made(engine, out)
+    with pytest.raises(ConfigError, match=r"of a run with temperature 1\.0, this one has 0\.5; give the same options"):
+        made(engine, out, sampling=SamplingParams(temperature=0.5, seed=5))
+    with pytest.raises(ConfigError, match="of a run with asked"):
+        made(engine, out, [*PROMPTS[:3], Question(id=3, category="code", turns=("while ",), format="plain")])
+    out.write_text("[]")
+    with pytest.raises(ConfigError, match="exists; delete it, or give another --out"):
+        made(engine, out)
+
+
+def test_what_cannot_be_answered_is_counted(tiny_engine: Engine, tmp_path: Path) -> None:
+    long = Question(id=1, category="code", turns=("x " * 3000,), format="plain")
+    found = made(tiny_engine, tmp_path / "out.json", [PROMPTS[0], long])
+    assert (found.records, dict(found.skipped)) == (1, {"prompt longer than the context": 1})
+
+
+def test_a_disk_that_refuses_is_named(tiny_engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write .*the same command goes on where it was"):
+        made(tiny_engine, tmp_path / "file" / "out.json")
+
+
+def test_later_turns_follow_the_targets_answers(tiny_engine: Engine, tmp_path: Path) -> None:
+    """A talk goes on only behind an answer that ended by itself."""
+    target = tiny_engine.target
+    talk = Question(id=0, category="talk", turns=("# one", "# two"))
+    made(tiny_engine, tmp_path / "cut.json", [talk])
+    [record] = json.loads((tmp_path / "cut.json").read_text())
+    assert len(record["conversations"]) == 2
+    first = tiny_engine.generate([{"role": "user", "content": "# one"}], 6, SAMPLED)
+    ends = Engine(target, tiny_engine.tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "eos_ids", frozenset(first.token_ids))  # now the first token ends it
+        made(ends, tmp_path / "whole.json", [talk])
+        [record] = json.loads((tmp_path / "whole.json").read_text())
+        said = [turn["value"] for turn in record["conversations"]]
+        messages = [{"role": "user", "content": "# one"}, {"role": "assistant", "content": said[1]}]
+        second = tiny_engine.generate([*messages, {"role": "user", "content": "# two"}], 6, SAMPLED)
+    assert said == ["# one", said[1], "# two", second.text]
+
+
+def test_prompts_of_every_kind(tiny_engine: Engine, tmp_path: Path) -> None:
+    tokenizer = tiny_engine.tokenizer
+    talk = {"conversations": [{"from": n, "value": v} for n, v in (("human", "a"), ("gpt", "b"), ("human", "c"))]}
+    (tmp_path / "talks.json").write_text(json.dumps([talk, {"conversations": [{"from": "gpt", "value": "x"}]}, 7]))
+    (tmp_path / "questions.jsonl").write_text('{"question_id": 81, "category": "qa", "turns": ["d", "e"]}\n')
+    (tmp_path / "code.txt").write_text("a = 1\n" * 40)
+    talks, questions, code = (str(tmp_path / name) for name in ("talks.json", "questions.jsonl", "code.txt"))
+    assert [prompt.turns for prompt in prompts_of([talks, questions], tokenizer)] == [("a",), ("d",)]
+    both = prompts_of([talks, questions], tokenizer, turns="all")
+    assert [(prompt.id, prompt.turns) for prompt in both] == [(0, ("a", "c")), (1, ("d", "e"))]
+    pieces = prompts_of([code], tokenizer, prompt_tokens=32)
+    text = "".join(piece.turns[0] for piece in pieces)
+    assert ("a = 1\n" * 40).startswith(text)
+    assert all(len(tokenizer(piece.turns[0], add_special_tokens=False)["input_ids"]) >= 32 for piece in pieces)
+    assert len(pieces) > 2
+    with pytest.raises(ConfigError, match=r"mix texts to be continued with questions"):
+        prompts_of([talks, code], tokenizer)
+    with pytest.raises(ConfigError, match="turns is 'last'; it must be one of first, all"):
+        prompts_of([talks], tokenizer, turns="last")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("empty.txt", "", "not one prompt"),
+        ("talk.json", '[{"conversations": [{"from": "gpt", "value": "x"}]}]', "not one prompt"),
+        ("broken.json", '[{"conversations"', "is no JSON"),
+        ("odd.jsonl", '{"answer": 3}', "none of the keys turns, prompt and question"),
+        ("none.txt", None, "cannot read"),
+    ],
+)
+def test_sources_without_prompts(tiny_engine: Engine, tmp_path: Path, name: str, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        prompts_of([str(tmp_path / name)], tiny_engine.tokenizer)
+
+
+@pytest.fixture
+def _fresh_accelerator() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("_fresh_accelerator")
+def test_training_takes_what_the_command_wrote(tmp_path: Path) -> None:
+    (tmp_path / "code.txt").write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(60)))
+    out, run = str(tmp_path / "own.json"), CliRunner()
+    command = ["distill-data", str(tmp_path / "code.txt"), "--out", out, "--prompts", "3", "--prompt-tokens", "32"]
+    said = run.invoke(build(), [*command, "--max-new-tokens", "8"], catch_exceptions=False)
+    assert "3 conversations; train with --data" in said.output
+    assert said.output.strip().endswith("--set text.template=plain")
+    options = ["text.template=plain", "text.length=32", "loop.steps=1", "loop.batch=1", "evaluation.new=4"]
+    settings = [part for option in options for part in ("--set", option)]
+    said = run.invoke(
+        build(),
+        ["train", "medusa", "--data", out, "--out", str(tmp_path / "run"), "--wandb", "off", *settings],
+        catch_exceptions=False,
+    )
+    assert "best at step 1" in said.output

@@ -1,0 +1,241 @@
+"""Self-distillation data: prompts of any kind, answered by the target itself, as a ShareGPT file.
+
+Drafters learn best from what their target writes (Cai et al. 2024, section 2.2.3). Every answer is a function of its
+prompt, its number and the options, and is on disk when the next one begins, so a killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from specdec.bench.questions import Question, build_prompt, read_questions
+from specdec.engine import Engine
+from specdec.errors import CheckpointError, ConfigError, PromptError
+from specdec.sampling import SamplingParams
+from training.stdlib_corpus import read_files
+
+__all__ = ["Distilled", "distill", "prompts_of"]
+
+TURNS = ("first", "all")
+STDLIB = "stdlib"
+_HUMAN = ("human", "user")
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """What a run made: ``records`` in the file, ``new_tokens`` of this run's answers, and what was left out and why."""
+
+    records: int
+    new_tokens: int
+    skipped: Counter[str]
+
+
+def prompts_of(
+    sources: Sequence[str], tokenizer: Any, *, turns: str = "first", prompt_tokens: int = 128
+) -> list[Question]:
+    """The prompts of all sources, numbered from 0.
+
+    A source is ``stdlib`` (the training side of Python's own sources), a ShareGPT file (its human turns), a question
+    file (``.jsonl`` with turns, prompt or question), or text, of which every ``prompt_tokens`` tokens are a prompt.
+
+    Raises:
+        ConfigError: a source that cannot be read, no prompt at all, or texts mixed with conversations.
+    """
+    if turns not in TURNS:
+        raise ConfigError(f"turns is {turns!r}; it must be one of {', '.join(TURNS)}")
+    found: list[tuple[str, tuple[str, ...], str | None]] = []
+    for source in sources:
+        if source == STDLIB:
+            for name, text in read_files(held_out=False):
+                found += [(f"stdlib/{name}", (part,), "plain") for part in _pieces(text, tokenizer, prompt_tokens)]
+        elif Path(source).suffix in (".json", ".jsonl"):
+            for asked, form in _conversations(Path(source)):
+                found.append((Path(source).name, asked[:1] if turns == "first" else asked, form))
+        else:
+            parts = _pieces(_text(Path(source)), tokenizer, prompt_tokens)
+            found += [(Path(source).name, (part,), "plain") for part in parts]
+    if not found:
+        raise ConfigError(f"{', '.join(sources) or 'no source'}: not one prompt; give conversations, questions or text")
+    if len({form == "plain" for _, _, form in found}) > 1:
+        raise ConfigError(
+            f"{', '.join(sources)} mix texts to be continued with questions to be answered, which training would have "
+            "to tell apart; distill them into two files"
+        )
+    return [Question(id=n, category=name, turns=said, format=form) for n, (name, said, form) in enumerate(found)]
+
+
+def distill(
+    engine: Engine,
+    prompts: Sequence[Question],
+    out: Path,
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    form: str = "auto",
+    run: Mapping[str, Any],
+) -> Distilled:
+    """Answer the prompts in order, and put the file at ``out`` when all are answered.
+
+    Until then they are lines of ``out`` + ``.partial``, from which the same call goes on.
+
+    Args:
+        sampling: a draw's noise is keyed by seed + number of the prompt; ``match`` stands in for ``auto``, so that the
+            answers are the same under every drafter.
+        form: how turns become a prompt, see :func:`specdec.bench.questions.build_prompt`.
+        run: JSON values that say what this run is; the unfinished file of another is refused.
+
+    Raises:
+        ConfigError: ``out`` exists, or is half done with other options.
+        CheckpointError: the disk refuses.
+    """
+    partial = out.with_name(out.name + ".partial")
+    if out.exists():
+        raise ConfigError(f"{str(out)!r} exists; delete it, or give another --out")
+    asked = hashlib.sha256(json.dumps([prompt.turns for prompt in prompts]).encode()).hexdigest()[:16]
+    if sampling.acceptance == "auto":
+        sampling = replace(sampling, acceptance="match")
+    header = {**run, "new": max_new_tokens, "form": form, **asdict(sampling), "prompts": len(prompts), "asked": asked}
+    try:
+        done = _begin(partial, header)
+        bar = tqdm(prompts, initial=0, unit="prompt", mininterval=1.0, desc=out.name)
+        tokens = 0
+        with partial.open("a", encoding="utf-8") as file:
+            for number, prompt in enumerate(bar):
+                if number < len(done):
+                    continue
+                params = replace(sampling, seed=sampling.seed + number)
+                line, spent = _answer(engine, prompt, form, max_new_tokens, params)
+                tokens += spent
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                done.append(line)
+                bar.set_postfix(tokens=tokens, refresh=False)
+        records = [line["record"] for line in done if line["record"] is not None]
+        _finish(partial, out, records)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {str(out)!r}: {error}; make room, and the same command goes on where it was"
+        ) from error
+    return Distilled(len(records), tokens, Counter(line["skipped"] for line in done if line["record"] is None))
+
+
+def _answer(
+    engine: Engine, prompt: Question, form: str, max_new_tokens: int, sampling: SamplingParams
+) -> tuple[dict[str, Any], int]:
+    """A line of the unfinished file, and the tokens that it cost. A later turn follows the target's own answers."""
+    answers: list[str] = []
+    turns: list[dict[str, str]] = []
+    tokens = 0
+    reason = ""
+    for said in prompt.turns:
+        try:
+            found = engine.generate(build_prompt(prompt, answers, form, engine.tokenizer), max_new_tokens, sampling)
+        except PromptError:
+            reason = "prompt longer than the context"
+            break
+        tokens += len(found.token_ids)
+        if not found.text.strip():
+            reason = "empty answer"
+            break
+        answers.append(found.text)
+        turns += [{"from": "human", "value": said}, {"from": "gpt", "value": found.text}]
+        if found.finish_reason != "eos":
+            break  # cut off in mid-answer: nothing should follow
+    if not turns:
+        return {"record": None, "skipped": reason}, tokens
+    return {"record": {"id": str(prompt.id), "source": prompt.category, "conversations": turns}}, tokens
+
+
+def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lines of the same run's unfinished file, less one that a kill cut short; a new file gets its header.
+
+    Raises:
+        ConfigError: it is another run's.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    text = partial.read_bytes() if partial.exists() else b""
+    whole = text[: text.rfind(b"\n") + 1]
+    lines = [json.loads(line) for line in whole.decode("utf-8").split("\n") if line]
+    if not lines:
+        partial.write_text(json.dumps(header) + "\n", encoding="utf-8")
+        return []
+    if (before := lines[0]) != header:
+        key = next(key for key in sorted({*before, *header}) if before.get(key) != header.get(key))
+        raise ConfigError(
+            f"{str(partial)!r} is of a run with {key} {before.get(key)!r}, this one has {header.get(key)!r}; give the "
+            "same options to go on with it, another --out, or delete it"
+        )
+    if len(whole) < len(text):
+        os.truncate(partial, len(whole))
+    return lines[1:]
+
+
+def _finish(partial: Path, out: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """A JSON list, or lines for ``.jsonl``; beside its name first."""
+    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    lines = [json.dumps(record) for record in records]
+    text = "\n".join(lines) if out.suffix == ".jsonl" else "[\n" + ",\n".join(lines) + "\n]"
+    try:
+        beside.write_text(text + "\n", encoding="utf-8")
+        os.replace(beside, out)
+    finally:
+        beside.unlink(missing_ok=True)
+    partial.unlink()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error}; give a file of UTF-8 text or JSON") from error
+
+
+def _pieces(text: str, tokenizer: Any, size: int) -> Iterator[str]:
+    """The text in pieces of ``size`` tokens, each begun at a line's start; a last short one is left out."""
+    lines, ends = text.splitlines(keepends=True), list[int]()
+    for ids in tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else ():
+        ends.append((ends[-1] if ends else 0) + len(ids))
+    first, before = 0, 0
+    for number, end in enumerate(ends, 1):
+        if end - before >= size:
+            piece = "".join(lines[first:number])
+            if piece.strip():
+                yield piece
+            first, before = number, end
+
+
+def _conversations(path: Path) -> Iterator[tuple[tuple[str, ...], str | None]]:
+    """The human turns of a ShareGPT file, or a question file's questions and how they want to be asked."""
+    text = _text(path)
+    try:
+        whole = json.loads(text)
+        records = whole if isinstance(whole, list) else [whole]
+    except ValueError:
+        try:
+            records = [json.loads(line) for line in text.split("\n") if line.strip()]
+        except ValueError as error:
+            raise ConfigError(
+                f"{str(path)!r} is no JSON: {error}; give a ShareGPT file, or a question a line"
+            ) from error
+    if not any(isinstance(record, Mapping) and {"conversations", "messages"} & record.keys() for record in records):
+        for question in read_questions(path):
+            yield question.turns, question.format
+        return
+    for record in records:
+        turns = record.get("conversations", record.get("messages")) if isinstance(record, Mapping) else None
+        said = [
+            str(turn.get("value", turn.get("content", "")))
+            for turn in (turns if isinstance(turns, list) else ())
+            if isinstance(turn, Mapping) and str(turn.get("from", turn.get("role"))).lower() in _HUMAN
+        ]
+        if said and all(part.strip() for part in said):
+            yield tuple(said), None

@@ -1,0 +1,257 @@
+"""The tree for a set of heads: the one with the most expected tokens per second on this machine.
+
+Calibration text says how often each head's guess of each rank is right (Cai et al. 2024, section 2.3.3), this machine
+what a step of so many rows costs. Trees grow by the path that is likeliest to be right, which is the longest expected
+step at every size; the size is the one at which tokens by measured seconds are the most.
+
+How often is asked where steps begin. Text that is easy is crossed in few steps, so over all of its positions heads look
+better than decoding finds them: which positions count follows from the tree, and the tree from them, a few times round.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from drafters.medusa import Medusa, MedusaConfig, nodes_of
+from drafters.medusa_heads import MedusaHeads
+from specdec.drafter import Drafter
+from specdec.engine import Decoding, Engine
+from specdec.errors import ConfigError
+from specdec.sampling import SamplingParams
+from training.acceptance import Written
+from training.medusa import MedusaTraining, roots_of
+
+__all__ = [
+    "Judged",
+    "Odds",
+    "Size",
+    "Speed",
+    "decode",
+    "expected",
+    "grow",
+    "judge",
+    "search",
+    "step_seconds",
+]
+
+RankPath = tuple[int, ...]
+
+_ROUNDS = 3  # of tree and positions; they agree after two
+_PRIOR = 30.0  # positions that the product of accuracies counts as, beside a path's own frequency
+
+
+class Odds:
+    """How likely a rank path is to be right.
+
+    A path's own frequency where it was seen often, else its parent's and the head's accuracy: heads that are right
+    together make deep paths likelier than the product says.
+
+    Args:
+        found: per position that counts, the rank of the right token with each of the K heads.
+        ranks: ranks that a tree may use.
+
+    Attributes:
+        accuracy: [K][ranks], how often head k's rank r was right.
+    """
+
+    def __init__(self, found: Sequence[RankPath], ranks: int) -> None:
+        if not found:
+            raise ConfigError("the calibration text has no position that all heads can be judged at; give longer text")
+        self.heads, self.ranks, self._total = len(found[0]), ranks, len(found)
+        self._seen = Counter(path[:depth] for path in found for depth in range(self.heads + 1))
+        heads = [Counter(column) for column in zip(*found, strict=True)]
+        self.accuracy = [[head[rank] / self._total for rank in range(ranks)] for head in heads]
+        self._known: dict[RankPath, float] = {(): 1.0}
+
+    def of(self, path: RankPath) -> float:
+        """P(all tokens of ``path`` are right).
+
+        Example: with accuracies .5 and .4 of ranks 0, path (0, 0) is .2 by the product alone, and nearly .4 where the
+        second head was often seen to be right, and always together with the first.
+        """
+        if path not in self._known:
+            prior = _PRIOR * self.accuracy[len(path) - 1][path[-1]]
+            share = (self._seen[path] + prior) / (self._seen[path[:-1]] + _PRIOR)
+            self._known[path] = self.of(path[:-1]) * share
+        return self._known[path]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A tree's nodes, the tokens that its steps are expected to yield (bonus counted), and a step's seconds."""
+
+    nodes: int
+    tokens: float
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What decoding gave: tokens per step, and tokens per second."""
+
+    per_step: float
+    per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A text, and for each of K heads the ranks of its tokens; see ``MedusaTraining.judge``."""
+
+    text: Written
+    ranks: Sequence[Sequence[int]]
+
+    def paths(self, tree: Sequence[RankPath] | None = None) -> list[RankPath]:
+        """What the K heads say of the right tokens, wherever a step with ``tree`` begins; None is everywhere."""
+        nodes = nodes_of(tree or [])
+        roots = range(1, len(self.text.tokens)) if tree is None else roots_of(self.ranks, nodes, self.text)
+        # The deepest head is judged at the fewest positions; before the prompt's end nothing is drafted.
+        found = [tuple(own[root - 1] for own in self.ranks) for root in roots if 0 < root <= len(self.ranks[-1])]
+        return [path for path in found if min(path) >= 0]
+
+
+def judge(heads: MedusaHeads, engine: Engine, texts: Sequence[Written]) -> list[Judged]:
+    """Judge heads on texts that the target wrote."""
+    judging = MedusaTraining(heads, engine.target, texts, tree=[[0]])  # type: ignore[arg-type]
+    return [Judged(text, judging.judge(text)) for text in texts]
+
+
+def grow(odds: Odds, most: int) -> list[RankPath]:
+    """The ``most`` likeliest paths, likeliest first; as a child is no likelier than its parent, parents come first."""
+    tree: list[RankPath] = []
+    ahead = [(-odds.of((rank,)), (rank,)) for rank in range(odds.ranks)]
+    heapq.heapify(ahead)
+    while ahead and len(tree) < most:
+        _, path = heapq.heappop(ahead)
+        tree.append(path)
+        if len(path) < odds.heads:
+            for rank in range(odds.ranks):
+                heapq.heappush(ahead, (-odds.of((*path, rank)), (*path, rank)))
+    return tree
+
+
+def timed_sizes(most: int) -> list[int]:
+    """Node counts at which steps are timed: every one up to 8, then every fourth number of rows, and the largest."""
+    return [n for n in range(1, most + 1) if n <= 8 or (n + 1) % 4 == 0 or n == most]
+
+
+def expected(judged: Sequence[Judged], tree: Sequence[RankPath], seconds: Mapping[int, float]) -> list[Size]:
+    """Every size of a grown tree, its steps counted through the texts.
+
+    Args:
+        seconds: of a step, by nodes, at some sizes; between them lines are drawn.
+    """
+    known, nodes, sizes = sorted(seconds), nodes_of(tree), list[Size]()
+    tokens = sum(len(own.text.tokens) - own.text.prompt for own in judged)
+    for size in range(1, len(tree) + 1):
+        steps = sum(len(roots_of(own.ranks, nodes[:size], own.text)) for own in judged)
+        after = known[min(bisect_left(known, size), len(known) - 1)]
+        before = known[max(bisect_left(known, size) - 1, 0)] if after > size else after
+        share = (size - before) / (after - before) if after > before else 0.0
+        sizes.append(Size(size, tokens / steps, seconds[before] + share * (seconds[after] - seconds[before])))
+    return sizes
+
+
+def step_seconds(
+    engine: Engine, drafters: Mapping[int, Drafter], prompt: Sequence[int], *, steps: int = 60
+) -> dict[int, float]:
+    """Median seconds of a whole decoding step under each drafter: drafting, the target's forward, verification.
+
+    All take turns, a step each, so that a machine that drifts drifts for all.
+    """
+    budget = min(4 * steps, engine.target.context_length - len(prompt))
+    times: dict[int, list[float]] = {key: [] for key in drafters}
+    with engine.target.active():
+        running: dict[int, Decoding] = {}
+        for turn in range(-3, steps):  # the first ones warm up
+            for key, drafter in drafters.items():
+                if key not in running or running[key].finish_reason is not None:
+                    running[key] = engine.with_drafter(drafter).start(prompt, budget, eos_ids=frozenset())
+                    running[key].prefill()
+                began = perf_counter()
+                running[key].step()
+                if turn >= 0:
+                    times[key].append(perf_counter() - began)
+    return {key: statistics.median(found) for key, found in times.items()}
+
+
+def search(
+    heads: MedusaHeads,
+    engine: Engine,
+    texts: Sequence[Written],
+    *,
+    most: int = 32,
+    nodes: int | None = None,
+    ranks: int = 10,
+    cost: Callable[[Engine, Mapping[int, Drafter], Sequence[int]], Mapping[int, float]] = step_seconds,
+) -> tuple[list[list[int]], list[Size], Size]:
+    """Find the tree.
+
+    Args:
+        texts: calibration text.
+        most: nodes of the largest tree that is considered.
+        nodes: take this size instead of the fastest.
+        ranks: the deepest rank that a tree may use, counted from 1.
+        cost: how steps are timed.
+
+    Returns:
+        The tree's rank paths, every size with what was expected of it, and the chosen one.
+
+    Raises:
+        ConfigError: a size below one, or no text that is long enough.
+    """
+    if most < 1 or not 1 <= (nodes or 1) <= most:
+        raise ConfigError(f"most nodes are {most} and nodes {nodes}; they must satisfy 1 <= nodes <= most")
+    judged = judge(heads, engine, texts)
+    odds = Odds([path for own in judged for path in own.paths()], ranks)
+    tree = grow(odds, most)
+    cpu = engine.target.device.type == "cpu"
+    drafters = {
+        size: Medusa(MedusaConfig(tree=[list(path) for path in tree[:size]]), heads, cpu=cpu)
+        for size in timed_sizes(len(tree))
+    }
+    seconds = cost(engine, drafters, texts[0].tokens[: texts[0].prompt])
+    for _ in range(_ROUNDS):
+        sizes = expected(judged, tree, seconds)
+        chosen = max(sizes, key=lambda size: size.speed) if nodes is None else sizes[min(nodes, len(tree)) - 1]
+        best = [list(path) for path in tree[: chosen.nodes]]
+        odds = Odds([path for own in judged for path in own.paths(tree[: chosen.nodes])], ranks)
+        tree = grow(odds, len(tree))
+    return best, sizes, chosen
+
+
+def decode(
+    engine: Engine,
+    drafters: Mapping[str, Drafter | str],
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    sampling: SamplingParams,
+    *,
+    repeats: int = 3,
+) -> dict[str, Speed]:
+    """Decode prompts under each drafter in turn; speeds are of the medians over repeats."""
+    engines = {name: engine.with_drafter(drafter) for name, drafter in drafters.items()}
+    times: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in engines}
+    counts: dict[str, list[tuple[int, int]]] = {}
+    for _ in range(repeats):
+        for place, prompt in enumerate(prompts):
+            for name, own in engines.items():
+                stats = own.generate(prompt, new, sampling).stats
+                times[name][place].append(stats.seconds.decode)
+                counts.setdefault(name, []).append((stats.new_tokens, stats.steps))
+    found = {}
+    for name, pairs in counts.items():
+        tokens, steps = sum(t for t, _ in pairs), sum(s for _, s in pairs)
+        seconds = sum(statistics.median(own) for own in times[name])
+        found[name] = Speed(tokens / steps, tokens / repeats / seconds)
+    return found
