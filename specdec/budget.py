@@ -158,8 +158,14 @@ def check_budget(choice: str) -> str:
     return choice
 
 
-def make_budget(choice: str, target: Target) -> Budget | None:
-    """The budget for a target: from its kept or newly measured cost curve, or from a file; None for ``off``."""
+def make_budget(choice: str, target: Target, known: dict[str, CostCurve] | None = None) -> Budget | None:
+    """The budget for a target: from its kept or newly measured cost curve, or from a file; None for ``off``.
+
+    ``known``: curves by choice that need not be read again; one that is read is put there.
+    """
     if choice == "off":
         return None
-    return Budget(cost_curve(target, None if choice == "auto" else choice))
+    known = {} if known is None else known
+    if choice not in known:
+        known[choice] = cost_curve(target, None if choice == "auto" else choice)
+    return Budget(known[choice])

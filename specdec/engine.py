@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from specdec.block import Block
 from specdec.budget import Budget, check_budget, make_budget
+from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError
@@ -73,13 +74,14 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self._choice = budget if isinstance(budget, Budget) else check_budget(budget)
         self._budget = budget if isinstance(budget, Budget) else None
+        self._curves: dict[str, CostCurve] = {}
 
     @property
     def budget(self) -> Budget | None:
         """What decides on rows; the first use may measure the target, for some seconds. None where it is off."""
         if self._budget is None and isinstance(self._choice, str):
             wanted = "auto" if self._choice == "off" and getattr(self.drafter, "budgeted", False) else self._choice
-            self._budget = make_budget(wanted, self.target)
+            self._budget = make_budget(wanted, self.target, self._curves)
         return self._budget
 
     @classmethod
@@ -129,7 +131,7 @@ class Engine:
 
     def with_drafter(self, drafter: DrafterSpec, *, budget: str | Budget | None = None) -> Engine:
         """The same target with another drafter, and another budget if one is given; nothing is loaded twice."""
-        return Engine(
+        engine = Engine(
             self.target,
             self.tokenizer,
             drafter,
@@ -137,6 +139,8 @@ class Engine:
             prefill_chunk=self.prefill_chunk,
             budget=(self._choice if isinstance(self._choice, str) else "auto") if budget is None else budget,
         )
+        engine._curves = self._curves
+        return engine
 
     def generate(
         self,

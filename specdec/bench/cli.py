@@ -77,6 +77,12 @@ class PlanOptions:
     optimize: Annotated[
         str | None, typer.Option(help="auto, or off: transformers' own layers (default auto).", rich_help_panel=_MODEL)
     ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="off|auto|FILE", help="Let drafters keep the rows that pay (default off).", rich_help_panel=_MODEL
+        ),
+    ] = None
     threads: Annotated[
         int | None, typer.Option(help="CPU threads (default torch's own; 1 for tiny).", rich_help_panel=_MODEL)
     ] = None

@@ -79,7 +79,8 @@ class Drafted:
     def __init__(self, label: str, engine: Engine, spec: Mapping[str, Any], plan: Plan) -> None:
         self.label, self._spec, self._plan = label, dict(spec), plan
         self._base = engine
-        self._engine = engine.with_drafter(self._spec)
+        self._budget = "off" if spec["name"] == BASELINE else plan.budget
+        self._engine = engine.with_drafter(self._spec, budget=self._budget)
         self._fresh = True
         self.lossy = plan.sampling().lossy
         self.comparable = not self.lossy and (plan.temperature == 0 or plan.acceptance != "reject")
@@ -97,7 +98,7 @@ class Drafted:
 
     def reset(self) -> None:
         if not self._plan.persistent and not self._fresh:
-            self._engine = self._base.with_drafter(self._spec)
+            self._engine = self._base.with_drafter(self._spec, budget=self._budget)
         self._fresh = False
 
     def answer(self, prompt: list[int], budget: int) -> Output:
