@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from drafters.adapter import random_adapter
 from drafters.datastore import build_datastore
 from drafters.medusa_heads import random_heads
+from drafters.tokenizers import fingerprint_of
 from specdec.target import Target, TransformersTarget
 
 WINDOW = 8
@@ -207,7 +209,10 @@ def _corpus(target: Target, tmp: Path) -> str:
         tokens = torch.randint(min(target.vocab_size, VOCAB), (1500,), generator=generator).tolist()
         (tmp / f"{number}.txt").write_text(" ".join(map(str, tokens)), encoding="utf-8")
     sources = [tmp / f"{number}.txt" for number in range(3)]
-    return str(build_datastore(sources, Numerals(target.vocab_size), tmp / "datastore").path)
+    store = build_datastore(sources, Numerals(target.vocab_size), tmp / "datastore")
+    # Random tokens are of any tokenizer of this size, the target's too.
+    (store.path / "meta.json").write_text(json.dumps({**store.meta, "tokenizer": fingerprint_of(target)}))
+    return str(store.path)
 
 
 def _suffix_automaton(target: Target, tmp: Path) -> list[Options]:
