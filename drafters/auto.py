@@ -34,8 +34,20 @@ _PARTS: tuple[Any, ...] = (
     "lookahead",
 )
 _DEPTHS, _RANKS, _STRENGTHS = 8, 4, 6
-_FIRST = (0.5, 0.15, 0.08, 0.04)  # chance of a rank before any was seen
+
+Kind = tuple[int, int, int, bool]  # strength, depth, rank, dissent
+
+# What is supposed before any was seen. Of a first rank by the bits of its draft's strength: a match of 0, 1, 2-3, 4-7,
+# ... tokens; then of a lower rank, and of a row that contradicts a part before it, beside a first rank.
+_BY_STRENGTH = (0.35, 0.3, 0.45, 0.6, 0.75, 0.85, 0.9)
+_BY_RANK = (1.0, 0.35, 0.2, 0.1)
+_DISSENT = 0.3
+_ONWARD = 0.6  # at least this after a row that was right
 _WEIGHT = 3.0  # of what is supposed, in rows seen
+
+_HOPE, _TREE = 0.3, 9  # tokens a step that a part with much to compute may bring; rows of the tree that it may make
+_GRACE = 0.05  # of a part that has little to compute
+_DEBT = 0.01  # tokens a step that a part may lose, on average of late, before it sleeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,24 +76,24 @@ class AutoConfig:
 
 
 class Record:
-    """How rows have fared, by strength, depth and rank.
-
-    What was not seen yet is supposed to fare as the row above it, or as ``_FIRST`` has it.
-    """
+    """How rows have fared, by strength, depth, rank, and whether they contradict a part before."""
 
     def __init__(self, memory: float) -> None:
         self._memory = memory
-        self._seen: dict[tuple[int, int, int], list[float]] = {}  # hits, tries
+        self._seen: dict[Kind, list[float]] = {}  # hits, tries
 
-    def chance(self, kind: tuple[int, int, int], above: float) -> float:
+    def chance(self, kind: Kind, above: float) -> float:
         """That such a row is right where its parent is; ``above``: the parent's own such chance."""
-        supposed = max(above, _FIRST[0]) if kind[1] > 1 and kind[2] == 0 else _FIRST[kind[2]]
+        strength, depth, rank, dissents = kind
+        supposed = (max(above, _ONWARD) if depth > 1 else _BY_STRENGTH[strength]) * _BY_RANK[rank]
+        if dissents:
+            supposed *= _DISSENT
         seen = self._seen.get(kind)
         if seen is None:
             return supposed
         return (seen[0] + _WEIGHT * supposed) / (seen[1] + _WEIGHT)
 
-    def note(self, kind: tuple[int, int, int], right: bool) -> None:
+    def note(self, kind: Kind, right: bool) -> None:
         """One more such row, whose parent was right."""
         seen = self._seen.setdefault(kind, [0.0, 0.0])
         seen[0] = self._memory * seen[0] + right
@@ -99,7 +111,7 @@ class Auto(DrafterBase):
         super().__init__(config)
         self.parts = parts
         self.taps = frozenset[int]().union(*(part.taps for part in parts))
-        self.worths = [Worth(config.memory) for _ in parts]
+        self.worths = [Worth(config.memory, cheap=not getattr(part, "learns", True)) for part in parts]
 
     @classmethod
     def build(cls, config: AutoConfig, target: Target) -> Auto:
@@ -122,23 +134,26 @@ class Auto(DrafterBase):
 class Worth:
     """What a part has been worth lately, in tokens a step: what it brought, less the price of its rows and its time."""
 
-    def __init__(self, memory: float) -> None:
+    def __init__(self, memory: float, *, cheap: bool) -> None:
         self.record = Record(memory)
         self._memory = memory
-        self._net = 0.2
-        self._patience = Patience(8, 128)
+        self._net: float | None = _GRACE if cheap else None
+        self._patience = Patience(16, 128) if cheap else Patience(32, 256)
 
-    def awake(self) -> bool:
-        """Whether to ask it for this step."""
-        if self._net >= 0:
+    def awake(self, price: float) -> bool:
+        """Whether to ask it for this step; ``price``: of a tree's rows, which decides before anything was seen."""
+        if self._net is None:
+            self._net = _HOPE - price
+        if self._net > -_DEBT:
             return True
         if not self._patience.due():
             return False
-        self._net = 0.0
+        self._net = 0.0  # one disappointment, and it sleeps again
         return True
 
     def judge(self, brought: float, price: float) -> None:
         """Take note of a step: accepted rows that nobody before it proposed, and what it cost, in tokens."""
+        assert self._net is not None
         self._net = self._memory * self._net + (1 - self._memory) * (brought - price)
         if self._net > 0.05:
             self._patience.paid()
@@ -151,6 +166,7 @@ class _Tree:
         self.tokens, self.parents, self.reach = [root], [-1], [1.0]
         self.candidates, self.needed = set[int](), set[int]()
         self._rows: dict[tuple[int, int], int] = {}
+        self._heirs: dict[int, int] = {}  # row -> its first child
 
     def add(self, parent: int, token: int, reach: float) -> int:
         """The row of ``token`` below ``parent``, new or existing; the better of two opinions counts."""
@@ -160,9 +176,15 @@ class _Tree:
             self.tokens.append(token)
             self.parents.append(parent)
             self.reach.append(reach)
+            self._heirs.setdefault(parent, row)
         elif reach > self.reach[row]:
             self.reach[row] = reach
         return row
+
+    def dissents(self, parent: int, token: int, first: int) -> bool:
+        """Whether rows before ``first`` say something else after ``parent``, and none of them says this."""
+        heir = self._heirs.get(parent)
+        return heir is not None and heir < first and self._rows.get((parent, token), first) >= first
 
     def need(self, row: int) -> None:
         """Have a row verified with its ancestors, whatever it is worth."""
@@ -188,7 +210,7 @@ class _Part:
         self.asked = False
         self.draft = Draft.chain([context.root])
         self.rows = [0]  # own row -> row of the tree
-        self.kinds = [(0, 0, 0)]  # of its own rows
+        self.kinds: list[Kind] = [(0, 0, 0, False)]  # of its own rows
         self.added = range(0)  # rows of the tree that no part before it proposed
         self.seconds = 0.0
 
@@ -202,15 +224,16 @@ class _Part:
                 "rows at the embedding; leave it out of auto.parts"
             )
         first, record, strength = len(tree.tokens), self.worth.record, min(draft.strength.bit_length(), _STRENGTHS)
-        self.rows, self.kinds = [0], [(strength, 0, 0)]
+        self.rows, self.kinds = [0], [(strength, 0, 0, False)]
         chances, ranks = [1.0], [0] * len(draft)
         for own in range(1, len(draft)):
             above = draft.parents[own]
-            kind = (strength, min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1))
+            parent, token = self.rows[above], draft.tokens[own]
+            dissents = tree.dissents(parent, token, first)
+            kind = (strength, min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1), dissents)
             ranks[above] += 1
             chance = record.chance(kind, chances[above])
-            parent = self.rows[above]
-            row = tree.add(parent, draft.tokens[own], tree.reach[parent] * chance)
+            row = tree.add(parent, token, tree.reach[parent] * chance)
             if own not in draft.probes:
                 tree.candidates.add(row)
             self.rows.append(row)
@@ -245,11 +268,15 @@ class AutoSession:
     def propose(self, room: int) -> Draft:
         self._length = self._context.cache.length
         room = min(room, self._most + 1)
-        self._tree = tree = _Tree(self._context.root)
+        self._tree, self._kept = _Tree(self._context.root), [0]
+        tree = self._tree
+        price = self._budget.price(self._length, _TREE)[_TREE]
         for part in self._parts:
-            part.asked = part.worth.awake()
+            part.asked = part.worth.awake(price)
             if part.asked:
                 part.propose(tree, room - len(tree.needed))
+        if len(tree.tokens) == 1:
+            return Draft.chain([self._context.root])
         best = tree.best(room - 1 - len(tree.needed))
         count = self._budget.keep([tree.reach[row] for row in best], self._length, base=1 + len(tree.needed))
         self._kept = [0, *sorted([*tree.needed, *best[:count]])]
@@ -263,26 +290,23 @@ class AutoSession:
         )
 
     def observe(self, seen: Observation) -> None:
-        if seen.draft is None:
-            for part in self._parts:
-                if part.taps:
-                    part.session.observe(replace(seen, taps={layer: seen.taps[layer] for layer in part.taps}))
-            return
-        path = [self._kept[row] for row in seen.path]
-        depths = {row: depth for depth, row in enumerate(path)}
-        place = {row: number for number, row in enumerate(self._kept)}
-        price = self._budget.price(self._length, len(self._kept))
         for part in self._parts:
-            began = perf_counter()
-            if part.asked:
-                part.judge(self._tree, depths, seen.tokens)
-            if part.taps or (part.asked and part.learns):
-                rows = [place.get(row, -1) for row in part.rows] if part.asked else [0]
-                draft = part.draft if part.asked else Draft.chain([seen.draft.tokens[0]])
-                part.session.observe(part_of(seen, draft, rows, part.taps))
-            if part.asked:
-                own = sum(row in part.added for row in self._kept)
-                extra = price[len(self._kept)] - price[len(self._kept) - own]
-                seconds = part.seconds + perf_counter() - began
-                brought = sum(row in part.added for row in path)
-                part.worth.judge(brought, extra + self._budget.rate * seconds)
+            if part.asked and seen.draft is not None:
+                self._tell(part, seen)
+            elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
+                part.session.observe(replace(seen, taps={layer: seen.taps[layer] for layer in part.taps}))
+
+    def _tell(self, part: _Part, seen: Observation) -> None:
+        """Judge a part that was asked by what became of its rows, and let it learn."""
+        began = perf_counter()
+        kept = self._kept
+        path = [kept[row] for row in seen.path]
+        part.judge(self._tree, {row: depth for depth, row in enumerate(path)}, seen.tokens)
+        if part.taps or part.learns:
+            place = {row: number for number, row in enumerate(kept)}
+            rows = [place.get(row, -1) for row in part.rows]
+            part.session.observe(part_of(seen, part.draft, rows, part.taps))
+        price = self._budget.price(self._length, len(kept))
+        extra = price[len(kept)] - price[len(kept) - sum(row in part.added for row in kept)]
+        seconds = part.seconds + perf_counter() - began
+        part.worth.judge(sum(row in part.added for row in path), extra + self._budget.rate * seconds)

@@ -69,14 +69,15 @@ def test_a_row_that_was_not_verified_is_judged_by_the_text() -> None:
 
 def test_chances_by_depth_rank_and_strength() -> None:
     record = Record(0.9)
-    assert record.chance((0, 1, 0), 1.0) == 0.5
-    assert record.chance((0, 1, 3), 1.0) < record.chance((0, 1, 1), 1.0)
+    first = record.chance((0, 1, 0, False), 1.0)
+    assert record.chance((0, 1, 3, False), 1.0) < record.chance((0, 1, 1, False), 1.0) < first
+    assert record.chance((0, 1, 0, True), 1.0) < first < record.chance((4, 1, 0, False), 1.0)
     for _ in range(40):
-        record.note((2, 1, 0), True)
-        record.note((0, 1, 0), False)
-    assert record.chance((2, 1, 0), 1.0) > 0.85
-    assert record.chance((0, 1, 0), 1.0) < 0.15
-    assert record.chance((2, 2, 0), 0.9) == 0.9  # not seen: as the row above it
+        record.note((2, 1, 0, False), True)
+        record.note((0, 1, 0, False), False)
+    assert record.chance((2, 1, 0, False), 1.0) > 0.85
+    assert record.chance((0, 1, 0, False), 1.0) < 0.15
+    assert record.chance((2, 2, 0, False), 0.9) == 0.9  # not seen: as the row above it
 
 
 def test_equal_rows_are_one_and_go_to_the_first() -> None:
