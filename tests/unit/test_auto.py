@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,10 @@ from tests.unit.test_union import Fixed
 PROMPT = prompt_of(9)
 
 
-def engine_of(*parts: object, row: float = 0.001, **options: object) -> Engine:
+def engine_of(*parts: Any, row: float = 0.001, learns: bool = False, **options: object) -> Engine:
+    """An engine whose rows cost ``row`` plain steps each; parts that do not learn are asked from the first step on."""
+    for part in parts:
+        part.learns = learns
     auto = Auto(AutoConfig(**options), list(parts))  # type: ignore[arg-type]
     return Engine(target_of("llama"), None, auto, budget=budget_of(row=row))
 
@@ -61,7 +66,7 @@ def test_nothing_is_proposed_where_nothing_pays() -> None:
 
 def test_a_row_that_was_not_verified_is_judged_by_the_text() -> None:
     """Rows are too dear to begin with; that the first one would always have been right shows all the same."""
-    engine = engine_of(oracle(60, deepest=1), row=0.55)
+    engine = engine_of(oracle(60, deepest=1), row=0.4)
     out = engine.generate(PROMPT, 60)
     assert out.stats.rows[0] == 1
     assert set(out.stats.rows[-20:-1]) == {2}
@@ -82,7 +87,7 @@ def test_chances_by_depth_rank_and_strength() -> None:
 
 def test_equal_rows_are_one_and_go_to_the_first() -> None:
     first, second = Fixed([5, 6], [0, 1]), Fixed([5, 7], [0, 1])
-    engine = engine_of(first, second, row=1e-9)
+    engine = engine_of(first, second, row=1e-9, learns=True)
     assert engine.generate(PROMPT, 5).stats.rows[0] == 4
     theirs = second.seen[0].draft
     assert theirs is not None
@@ -91,7 +96,7 @@ def test_equal_rows_are_one_and_go_to_the_first() -> None:
 
 def test_rows_to_be_read_are_verified_whatever_they_cost() -> None:
     window = Fixed([3, 4, 5], [0, 1, 1], probes=[1, 2, 3], read=[2])
-    engine_of(window, row=0.4).generate(PROMPT, 3)
+    engine_of(window, row=0.03, learns=True).generate(PROMPT, 3)
     seen = window.seen[0]
     assert seen.draft is not None
     assert seen.scores is not None
@@ -107,6 +112,16 @@ def test_rows_bound_the_tree() -> None:
 class Early(Fixed):
     def propose(self, room: int) -> Draft:
         return Draft([self.context.root], [-1], entry=Entry(1, torch.zeros(1, target_of("llama").hidden_size)))
+
+
+def test_a_part_with_much_to_compute_waits_where_rows_are_dear() -> None:
+    asked = []
+    for row in (0.2, 0.001):
+        learner = Fixed([1], [0])
+        engine_of(learner, row=row, learns=True).generate(PROMPT, 20)
+        asked.append(len(learner.rooms))
+    assert asked[0] == 0
+    assert asked[1] > 0
 
 
 def test_bad_options() -> None:
