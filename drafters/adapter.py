@@ -7,7 +7,6 @@ arXiv 2404.18911, section 3.1). A checkpoint is a folder with ``model.safetensor
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from drafters.fingerprint import fingerprint
+from drafters.weights import CONFIG, mismatches, save_weights
 from specdec.config import parse
 from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
@@ -29,7 +29,7 @@ __all__ = ["VARIANTS", "Adapter", "AdapterConfig", "fitting_heads", "random_adap
 VARIANTS = ("attention", "head", "layer", "mlp")
 """The paper's Table 2: attention alone, attention with a head of its own, attention and MLP, MLP alone."""
 
-_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,22 +184,8 @@ class Adapter(nn.Module):
         Raises:
             CheckpointError: the files could not be written.
         """
-        folder = Path(folder)
-        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in self.state_dict().items()}
-        text = json.dumps(asdict(self.config), indent=2) + "\n"
-        parts = {name: folder / f"{name}.partial" for name in (_WEIGHTS, _CONFIG)}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, parts[_WEIGHTS])
-            parts[_CONFIG].write_text(text, encoding="utf-8")
-            for name, part in parts.items():
-                os.replace(part, folder / name)
-        except (OSError, SafetensorError) as error:
-            for part in parts.values():
-                part.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"cannot write the adapter to {str(folder)!r}: {error}; what stood there before is unchanged"
-            ) from error
+        tensors = {name: tensor.to(dtype=dtype) for name, tensor in self.state_dict().items()}
+        save_weights(Path(folder), _WEIGHTS, tensors, asdict(self.config), what="the adapter")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Adapter:
@@ -210,7 +196,7 @@ class Adapter(nn.Module):
         """
         folder = Path(folder)
         try:
-            values = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+            values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             tensors = load_file(folder / _WEIGHTS)
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(
@@ -234,7 +220,7 @@ def config_of(values: Any, folder: Path) -> AdapterConfig:
         return parse(AdapterConfig, values, where="adapter")
     except ConfigError as error:
         raise CheckpointError(
-            f"{str(folder / _CONFIG)!r} is no adapter's config: {error}; official checkpoints go through "
+            f"{str(folder / CONFIG)!r} is no adapter's config: {error}; official checkpoints go through "
             "`specdec convert kangaroo` first"
         ) from error
 
@@ -246,13 +232,8 @@ def load_strictly(adapter: Adapter, tensors: Mapping[str, torch.Tensor], source:
         CheckpointError: a tensor is missing, left over, or of another shape.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in adapter.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected:
-        odd = [
-            f"{n} is {found.get(n, 'missing')}, expected {expected.get(n, 'none of that name')}"
-            for n in sorted(found.keys() | expected.keys())
-            if found.get(n) != expected.get(n)
-        ]
+    odd = mismatches(tensors, expected)
+    if odd:
         raise CheckpointError(
             f"the weights in {str(source)!r} do not fit a {adapter.config.variant!r} adapter: {odd[0]} "
             f"({len(odd)} tensors differ); the file is broken or of another adapter"

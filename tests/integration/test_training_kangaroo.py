@@ -352,7 +352,7 @@ class TestConversion:
     @pytest.mark.parametrize(
         ("damage", "words"),
         [
-            ("missing", "k_proj.weight is missing"),
+            ("missing", "k_proj.weight' is missing"),
             ("extra", "gate_proj"),
             ("pickle", "no official"),
             ("none", "no official"),

@@ -369,7 +369,7 @@ class TestFiles:
             Path(path).write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("drafters.adapter.save_file", full)
+        monkeypatch.setattr("drafters.weights.save_file", full)
         with pytest.raises(CheckpointError, match="No space left"):
             random_adapter(target, tmp_path, seed=2)
         after = Adapter.from_pretrained(tmp_path)
