@@ -22,6 +22,7 @@ _BUCKET = 256  # tokens of context for which one reading of the curve serves
 _FIRST, _FALL = 0.4, 0.8  # chance of the first row before any was seen, enough to try; of a row, by the one before it
 _PRIOR_WEIGHT = 2.0
 _UNTRIED = 0.98  # memory of rows that were not proposed
+_TRY = 9  # rows of a try
 _OUTLIER = 3.0  # a step that took longer than this many times what was due met another process, not a dearer forward
 
 
@@ -66,6 +67,7 @@ class Budget:
         self._tries: list[float] = []
         self._draft = 0.0  # seconds of drafting, per step that drafted
         self._patience = Patience()
+        self._rests = False  # rows did not pay when last weighed, and are not weighed until the next try is due
 
     def seconds(self, length: int, most: int) -> list[float]:
         """The curve's seconds of 0 .. ``most`` rows, or more, near a length."""
@@ -103,14 +105,16 @@ class Budget:
 
     def room(self, limit: int, length: int) -> int:
         """Rows to allow a drafter that fills its room in order of promise: 1 where a plain step is better."""
-        if limit < 2:
-            return limit
+        if limit < 2 or (self._rests and not self._patience.due()):
+            return min(limit, 1)
         known = min(limit - 1, max(len(self._hits), 8))
         count = self.keep(self._gains(known), length, least=self.rate * self._draft)
         if count:
+            self._rests = False
             self._patience.paid()
             return count + 1 if count < known else limit
-        return min(limit, 9) if self._patience.due() else 1
+        again, self._rests = self._rests, True
+        return min(limit, _TRY) if again else 1
 
     def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
         """Take note of a step: what was verified after ``length`` tokens, the accepted rows, and what it took.
