@@ -137,7 +137,9 @@ class Engine:
             drafter,
             max_rows=self.max_rows,
             prefill_chunk=self.prefill_chunk,
-            budget=(self._choice if isinstance(self._choice, str) else "auto") if budget is None else budget,
+            budget=(self._choice if isinstance(self._choice, str) else Budget(self._choice.curve))
+            if budget is None
+            else budget,
         )
         engine._curves = self._curves
         return engine

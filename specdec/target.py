@@ -181,7 +181,8 @@ class TransformersTarget:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, _note_layer)
         self.specs = self._self_check()
-        self.options = {"attention": attention, "optimize": optimize, "kernels": kernels, "compile": compile}
+        backend = compile if isinstance(compile, bool | str) else getattr(compile, "__name__", type(compile).__name__)
+        self.options = {"attention": attention, "optimize": optimize, "kernels": kernels, "compile": backend}
         if compile:
             check_compiler(compile, self.device)
         if optimize == "auto":

@@ -64,10 +64,10 @@ def tune(
     path = out or stored_at(describe(target))
     curve.save(path)
     Console().print(table(curve))
+    errors.print(f"kept in {path}", soft_wrap=True)
     if figure is not None:
         plot(curve, figure)
         errors.print(f"drawn in {figure}", soft_wrap=True)
-    errors.print(f"kept in {path}", soft_wrap=True)
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -16,17 +16,17 @@ from drafters.fingerprint import fingerprint
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.target import TransformersTarget
-from training.acceptance import EvalConfig, Tally, Written, greedy_texts
+from training.acceptance import Tally, Written, greedy_texts
 from training.card import identity, model_card, write_card
-from training.data import TextConfig, load_samples, load_tokenizer
+from training.config import TrainConfig
+from training.data import load_samples, load_tokenizer
 from training.features import FrozenTarget
 from training.log import read_log
-from training.loop import LoopConfig, new_accelerator, train
+from training.loop import new_accelerator, train
 from training.packing import Batch, Windows, pack
 
 __all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
 
-LABELS = ("soft", "hard")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -44,43 +44,28 @@ class NewAdapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """What a training config may hold.
+class Config(TrainConfig):
+    """What a training config may hold, beside TrainConfig's.
 
     Attributes:
-        model: ``tiny``, a folder, or a hub id.
-        dtype: of the frozen target; ``auto`` takes the checkpoint's.
-        data: ``stdlib``, conversations (``.json``, ``.jsonl``) or text files.
-        eval_data: the same for evaluation; empty holds out a share of ``data``.
-        out: folder of checkpoint, log and result.
         labels: ``soft``, the target's distribution, or ``hard``, its largest token.
         top_k: keep only this much of the soft labels, for large vocabularies; 0 keeps all.
         save_dtype: of the adapter's file, ``float32`` or ``bfloat16``; checkpoints keep float32.
-        adapter, text, loop, evaluation: see their classes.
+        adapter: what is trained, see its class.
     """
 
-    model: str = "tiny"
-    dtype: str = "auto"
-    data: list[str] = field(default_factory=list)
-    eval_data: list[str] = field(default_factory=list)
     out: str = "runs/kangaroo"
     labels: str = "soft"
     top_k: int = 0
     save_dtype: str = "float32"
     adapter: NewAdapter = field(default_factory=NewAdapter)
-    text: TextConfig = field(default_factory=TextConfig)
-    loop: LoopConfig = field(default_factory=LoopConfig)
-    evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
-        if self.labels not in LABELS:
-            raise ConfigError(f"labels is {self.labels!r}; it must be one of {', '.join(LABELS)}")
+        TrainConfig.__post_init__(self)
         if self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k}; it must be >= 0, where 0 keeps the whole distribution")
         if self.save_dtype not in DTYPES:
             raise ConfigError(f"save_dtype is {self.save_dtype!r}; it must be one of {', '.join(DTYPES)}")
-        if not self.data:
-            raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
 
 
 class KangarooTraining:

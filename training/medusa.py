@@ -10,25 +10,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoTokenizer
 
 from drafters.fingerprint import fingerprint
 from drafters.medusa import Node, check_fit, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.target import TransformersTarget, embedded_model
-from training.acceptance import EvalConfig, Written, greedy_texts
-from training.card import identity, model_card
-from training.data import TextConfig, load_samples
+from specdec.target import TransformersTarget
+from training.acceptance import Written, greedy_texts
+from training.card import identity, model_card, write_card
+from training.config import TrainConfig
+from training.data import load_samples, load_tokenizer
 from training.features import FrozenTarget
 from training.log import read_log
-from training.loop import LoopConfig, new_accelerator, train
+from training.loop import new_accelerator, train
 from training.packing import Batch, Windows, pack
 
 __all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
 
-LABELS = ("soft", "hard")
 _RANKS = 3  # whose accuracy is logged
 
 
@@ -42,43 +41,28 @@ class NewHeads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """What a training config may hold.
+class Config(TrainConfig):
+    """What a training config may hold, beside TrainConfig's.
 
     Attributes:
-        model: ``tiny``, a folder, or a hub id.
-        dtype: of the frozen target; ``auto`` takes the checkpoint's.
-        data: ``stdlib``, conversations (``.json``, ``.jsonl``) or text files.
-        eval_data: the same for evaluation; empty holds out a share of ``data``.
-        out: folder of checkpoint, log and result.
         labels: ``hard``, the text's tokens as in the paper, or ``soft``, the target's distribution for their places.
         decay: head k's loss counts ``decay ** k``, k from 1.
         tree: whose tokens per step choose the best checkpoint; a preset, a YAML file or rank paths.
         start: folder of heads to go on from, such as published ones on self-distilled data; ``heads`` is theirs then.
-        heads, text, loop, evaluation: see their classes.
+        heads: what is trained, see its class.
     """
 
-    model: str = "tiny"
-    dtype: str = "auto"
-    data: list[str] = field(default_factory=list)
-    eval_data: list[str] = field(default_factory=list)
     out: str = "runs/medusa"
     labels: str = "hard"
     decay: float = 0.8
     tree: str | list[list[int]] = "small"
     start: str | None = None
     heads: NewHeads = field(default_factory=NewHeads)
-    text: TextConfig = field(default_factory=TextConfig)
-    loop: LoopConfig = field(default_factory=LoopConfig)
-    evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
-        if self.labels not in LABELS:
-            raise ConfigError(f"labels is {self.labels!r}; it must be one of {', '.join(LABELS)}")
+        TrainConfig.__post_init__(self)
         if not 0 < self.decay <= 1:
             raise ConfigError(f"decay is {self.decay}; it must be in (0, 1]")
-        if not self.data:
-            raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
         check_tree(self.paths, heads=self.heads.heads if self.start is None else None)
 
     @property
@@ -241,9 +225,11 @@ def run(config: Config) -> dict[str, float]:
     accelerator = new_accelerator(config.loop)
     say = accelerator.print
     target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model() if config.model == "tiny" else config.model)
+    tokenizer = load_tokenizer(config.model)
     heads = new_heads(config.heads, target) if config.start is None else started_heads(config, target)
-    learnt, held = load_samples(config.data, config.eval_data, config.text, tokenizer, say)
+    learnt, held = load_samples(
+        config.data, config.eval_data, config.text, tokenizer, say, vocab_size=target.vocab_size
+    )
     windows = pack(learnt, config.text.length)
     say(
         f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
@@ -258,7 +244,7 @@ def run(config: Config) -> dict[str, float]:
         trainable, windows, config.loop, accelerator, out, run=identity(config, {"heads": asdict(heads.config)})
     )
     if accelerator.is_main_process:
-        (out / "best" / "README.md").write_text(card(config, heads, windows, read_log(out / "log.jsonl")))
+        write_card(out / "best", card(config, heads, windows, read_log(out / "log.jsonl")))
         say(
             f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
             f"--drafter medusa --set medusa.heads={config.out}/best"

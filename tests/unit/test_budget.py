@@ -159,5 +159,10 @@ def test_choices() -> None:
     assert engine.budget is engine.budget
     assert engine.with_drafter("none", budget="off").budget is None
     assert engine.with_drafter("none").budget is not None
+    given = budget_of(row=0.5)
+    other = Engine(target, None, "jacobi", budget=given).with_drafter("lookahead").budget
+    assert other is not None
+    assert other is not given, "what one drafter was worth says nothing of another"
+    assert other.curve is given.curve
     with pytest.raises(ConfigError, match=r"budget='atuo' is unknown; choose auto, off, or a cost file"):
         Engine(target, budget="atuo")

@@ -1,0 +1,48 @@
+"""What the training configs of all drafters have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specdec.errors import ConfigError
+from training.acceptance import EvalConfig
+from training.data import TextConfig
+from training.loop import LoopConfig
+
+__all__ = ["LABELS", "TrainConfig"]
+
+LABELS = ("soft", "hard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Of any drafter's training.
+
+    Attributes:
+        model: ``tiny``, a folder, or a hub id.
+        dtype: of the frozen target; ``auto`` takes the checkpoint's.
+        data: ``stdlib``, conversations (``.json``, ``.jsonl``) or text files.
+        eval_data: the same for evaluation; empty holds out a share of ``data``.
+        out: folder of checkpoint, log and result.
+        labels: ``soft``, the target's distribution, or ``hard``, one token; see the drafter's own.
+        text, loop, evaluation: see their classes.
+
+    Raises:
+        ConfigError: no data, or labels of another kind.
+    """
+
+    model: str = "tiny"
+    dtype: str = "auto"
+    data: list[str] = field(default_factory=list)
+    eval_data: list[str] = field(default_factory=list)
+    out: str = "runs/drafter"
+    labels: str = "soft"
+    text: TextConfig = field(default_factory=TextConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        if self.labels not in LABELS:
+            raise ConfigError(f"labels is {self.labels!r}; it must be one of {', '.join(LABELS)}")
+        if not self.data:
+            raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
