@@ -178,7 +178,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the data file {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot read the data file {str(path)!r}: {error}; check --data") from error
 
 
 def _records(path: Path, skips: Skips) -> Iterator[Any]:
