@@ -26,6 +26,7 @@ __all__ = [
     "PromptError",
     "SpecdecError",
     "TargetError",
+    "first_line",
     "unknown",
 ]
 
@@ -64,3 +65,8 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     return f"unknown {what} {name!r}{hint} known: {', '.join(options) or 'none'}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line; its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

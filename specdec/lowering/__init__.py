@@ -8,6 +8,7 @@ twice, and no class of transformers is patched.
 
 from specdec.lowering.choice import KERNELS, check_kernels, choose_kernels
 from specdec.lowering.layer import LoweredLayer, LoweredNorm, check_optimize, lower, lower_head, lower_norm
+from specdec.lowering.model import lower_layers
 
 __all__ = [
     "KERNELS",
@@ -18,5 +19,6 @@ __all__ = [
     "choose_kernels",
     "lower",
     "lower_head",
+    "lower_layers",
     "lower_norm",
 ]

@@ -1,0 +1,55 @@
+"""A model's layers and head, lowered one after the other, so that no more than one of them is in memory twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from specdec.lowering.choice import choose_kernels
+from specdec.lowering.layer import LoweredLayer, lower
+from specdec.lowering.pages import forget
+from specdec.lowering.products import PRODUCTS, Linear, Product, Site
+
+__all__ = ["lower_layers"]
+
+
+def lower_layers(
+    layers: Sequence[nn.Module],
+    head: tuple[Linear, Site] | None,
+    *,
+    kernels: str,
+    owned: bool,
+    agrees: Callable[[int, nn.Module, LoweredLayer], bool],
+) -> tuple[list[Any], Product | None]:
+    """The layers, lean where they are known and agree, on the kernels that suit this machine; and the head's product.
+
+    Args:
+        layers: of the model, which from then on reads the lowered layers' weights.
+        head: see :func:`specdec.lowering.lower_head`.
+        kernels: see :func:`specdec.lowering.choose_kernels`.
+        owned: nobody else holds the weights, see :func:`specdec.lowering.products.fuse`.
+        agrees: whether a layer, of this number, computes what its lowered one does; one that does not stays.
+    """
+    lowered = [lower(layer, owned=owned) for layer in layers]
+    weights = [weight for lean in lowered if lean is not None for weight in lean.weights]
+    chosen = choose_kernels([*weights, *([head[0].weight] if head else [])], kernels)
+    del weights
+    found: list[Any] = list(layers)
+    for number, lean in enumerate(lowered):
+        if lean is None:
+            continue
+        lean.use(chosen)
+        if agrees(number, layers[number], lean):
+            lean.install()
+            found[number] = lean
+    if head is None:
+        return found, None
+    product, site = head
+    kernel = chosen.get(tuple(product.weight.shape), "linear")
+    stored = PRODUCTS[kernel](product.weight, product.bias) if kernel != "linear" else product
+    stored.install([site])
+    if owned and stored is not product:
+        forget(product.weight)
+    return found, stored

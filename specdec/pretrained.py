@@ -1,0 +1,131 @@
+"""Pretrained: a model of transformers, loaded from its folder, refused where it cannot be driven, and its parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from specdec.errors import CheckpointError, TargetError, first_line
+
+__all__ = [
+    "context_length_of",
+    "decoder_parts",
+    "device_of",
+    "embedded_model",
+    "eos_ids_of",
+    "load_model",
+    "refuse_unfit",
+]
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
+_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+
+
+def embedded_model() -> Path:
+    """Folder of the small model inside the package, known as ``"tiny"``."""
+    return Path(__file__).parent / "assets" / "tiny"
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    device_map: str | dict[str, Any] | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """A checkpoint's model: ``"tiny"`` (the embedded one), a folder's, or a hub id's. Safetensors only.
+
+    Raises:
+        CheckpointError: no model there, a broken file, or tensors missing or left over.
+        TargetError: a model that specdec cannot drive.
+    """
+    place = embedded_model() if str(path) == "tiny" else path
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            place,
+            config=config,
+            dtype=dtype,
+            device_map=device_map,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
+    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"cannot load a causal language model from {str(path)!r}: {first_line(error)}; give 'tiny', a folder "
+            "with config.json and *.safetensors, or a hub id that this machine can reach"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
+    kinds = {"missing": "missing_keys", "extra": "unexpected_keys", "misshapen": "mismatched_keys"}
+    broken = {kind: sorted(map(str, info[key])) for kind, key in kinds.items() if info.get(key)}
+    if broken:
+        what = "; ".join(f"{len(names)} {kind}, such as {names[0]}" for kind, names in broken.items())
+        raise CheckpointError(
+            f"the checkpoint {str(path)!r} does not fit {type(model).__name__}: tensors {what}; "
+            "it was saved from another architecture or is incomplete"
+        )
+    if device is not None and device_map is None:
+        model.to(device)  # type: ignore[arg-type]  # in place
+    return model
+
+
+def refuse_unfit(name: str, config: Any) -> None:
+    """Raises TargetError for models whose state is not a list of keys and values per token."""
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    recurrent = [key for key in _RECURRENT if hasattr(config, key)]
+    if odd or recurrent:
+        raise TargetError(
+            f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); recurrent and chunked "
+            "layers keep no keys per token. Use a decoder with full or sliding-window attention"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise TargetError(f"{name} is an encoder-decoder; specdec drives decoder-only models")
+
+
+def decoder_parts(name: str, model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
+    """The decoder, its layers and its last norm."""
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    if decoder is None or decoder is model:
+        decoder = model.base_model
+    layers = getattr(decoder, "layers", None)
+    norm = next((getattr(decoder, name) for name in _NORMS if hasattr(decoder, name)), None)
+    if not isinstance(layers, nn.ModuleList) or norm is None:
+        raise TargetError(
+            f"{name} is no decoder that specdec knows: {type(decoder).__name__} has no `layers` and last `norm`"
+        )
+    return decoder, layers, norm
+
+
+def context_length_of(config: Any) -> int:
+    """Longest text in tokens. Where rotary frequencies depend on the length, the length up to which they do not."""
+    longest = int(getattr(config, "max_position_embeddings", 1 << 20))
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = rope.get("rope_type") in ("dynamic", "longrope")
+    return int(rope.get("original_max_position_embeddings") or longest) if scaled else longest
+
+
+def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end a text: its generation config's, or its config's where that says nothing."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else map(int, ids))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: beside its weights, or where accelerate brings weights that it has offloaded."""
+    device = next(module.parameters()).device
+    hook: Any = getattr(module, "_hf_hook", None)
+    place = getattr(hook, "execution_device", None)
+    return device if device.type != "meta" or place is None else torch.device(place)
