@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from specdec.lowering import LoweredLayer
 if TYPE_CHECKING:
     from specdec.target import TargetOutput, TransformersTarget
 
-__all__ = ["PROBE", "agrees", "note_layer", "self_check"]
+__all__ = ["PROBE", "agrees", "native_agrees", "note_layer", "self_check"]
 
 PROBE = "specdec_probe"
 """Name under which transformers' attention modules find ``note_layer``."""
@@ -62,37 +63,60 @@ def self_check(target: TransformersTarget) -> list[LayerSpec]:
 
 def agrees(target: TransformersTarget, number: int, layer: nn.Module, lowered: LoweredLayer) -> bool:
     """Whether a lowered layer computes what its original does; if not, a warning says which layer stays."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(5, target.hidden_size, generator=generator, dtype=torch.float64)
-    sample = hidden.to(target.specs[number].device, target.specs[number].dtype)
     what = f"{target.name}: layer {number} ({type(layer).__name__})"
+
+    def run(candidate: Any) -> torch.Tensor:
+        with target.replaced(number, candidate):
+            return _run_layers(target, number, number + 1)
+
+    return _same(target, what, "when lowered", partial(run, layer), partial(run, lowered))
+
+
+def native_agrees(target: TransformersTarget) -> bool:
+    """Whether the layers compute in one native call what they do one by one; if not, a warning says so."""
+
+    def alone() -> torch.Tensor:
+        with target.layer_by_layer():
+            return _run_layers(target, 0, target.num_layers)
+
+    what = f"{target.name}: all layers"
+    return _same(target, what, "in one native call", alone, partial(_run_layers, target, 0, target.num_layers))
+
+
+def _same(
+    target: TransformersTarget,
+    what: str,
+    when: str,
+    original: Callable[[], torch.Tensor],
+    other: Callable[[], torch.Tensor],
+) -> bool:
+    """Whether two ways to the same hidden states differ by no more than rounding; if not, there is a warning."""
     try:
-        expected, got = (_run_alone(target, number, candidate, sample) for candidate in (layer, lowered))
+        expected, got = original().double(), other().double()
     except RuntimeError as error:
-        warnings.warn(f"{what} cannot be lowered, and stays as it is: {first_line(error)}", stacklevel=6)
+        warnings.warn(f"{what} cannot be run {when}, and stays as it is: {first_line(error)}", stacklevel=6)
         return False
-    scale = float(expected.double().abs().max())
-    off = float((expected.double() - got.double()).abs().max())
+    scale, off = float(expected.abs().max()), float((expected - got).abs().max())
     if off <= _ROUNDING.get(target.dtype, 0.1) * scale:
         return True
-    warnings.warn(
-        f"{what} differs by {off:.3g} on values up to {scale:.3g} when lowered, and stays as it is", stacklevel=6
-    )
+    warnings.warn(f"{what} differs by {off:.3g} on values up to {scale:.3g} {when}, and stays as it is", stacklevel=6)
     return False
 
 
-def _run_alone(target: TransformersTarget, number: int, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """One layer over a prefix of two rows and a tree of three; ``hidden`` and the result are [5, D]."""
-    with target.replaced(number, layer), target.active():
+def _run_layers(target: TransformersTarget, first: int, last: int) -> torch.Tensor:
+    """Random hidden states through layers [first, last): a prefix of two rows and a tree of three; [5, D]."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, target.hidden_size, generator=generator, dtype=torch.float64)
+    hidden = hidden.to(target.specs[first].device, target.specs[first].dtype)
+    with target.active():
         cache = KVCache(target.specs, capacity=8, rows=8)
         rows: list[TargetOutput] = []
         for draft in (Draft.chain((0, 0)), Draft((0, 0, 0), (-1, 0, 0))):
             part = hidden[len(rows) * 2 :][: len(draft)]
             block = Block.of(draft, cache, target.device, target.backend)
-            entry = Entry(number, part)
-            rows.append(target.forward(block, entry=entry, exit_layer=number + 1, taps=(number + 1,)))
+            rows.append(target.forward(block, entry=Entry(first, part), exit_layer=last, taps=(last,), rows=()))
             cache.commit(range(len(draft)))
-        return torch.cat([output.taps[number + 1] for output in rows])
+        return torch.cat([output.taps[last] for output in rows])
 
 
 def _walked(target: TransformersTarget, tokens: list[int]) -> tuple[list[LayerSpec], torch.Tensor]:

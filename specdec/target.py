@@ -26,7 +26,9 @@ from specdec.cache import KVCache
 from specdec.draft import Entry
 from specdec.errors import ConfigError, TargetError
 from specdec.lowering import LoweredLayer, check_kernels, check_optimize, lower_head, lower_layers, lower_norm
-from specdec.lowering.products import Part, Product
+from specdec.lowering.parts import Part, Rows
+from specdec.lowering.products import Product
+from specdec.native.walk import NativeLayers
 from specdec.pretrained import (
     context_length_of,
     decoder_parts,
@@ -37,7 +39,7 @@ from specdec.pretrained import (
     refuse_unfit,
 )
 from specdec.rotary import Rotary
-from specdec.selfcheck import PROBE, agrees, note_layer, self_check
+from specdec.selfcheck import PROBE, agrees, native_agrees, note_layer, self_check
 from specdec.static import Backend, StaticLayers, check_compiler
 
 __all__ = ["FINAL", "Target", "TargetOutput", "TransformersTarget", "embedded_model"]
@@ -160,6 +162,7 @@ class TransformersTarget:
         self._norm: Callable[[torch.Tensor], torch.Tensor] = self.norm
         self._head: Product | None = None
         self._static: StaticLayers | None = None
+        self._native: NativeLayers | None = None
         self._plain: weakref.ref[PreTrainedModel] | None = None
         layer_arguments = inspect.signature(self.layers[0].forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in layer_arguments else "past_key_values"
@@ -259,8 +262,9 @@ class TransformersTarget:
         types = self._layer_types if self._typed_rotary else None
         if types is None:
             cos, sin, signed = self._angles.of(block, hidden)
-            if self._static is not None and self._static.fits(block):
-                hidden, tapped = self._static.run(hidden, block, cos, signed, first, last, taps)
+            whole = self._static or self._native
+            if whole is not None and whole.fits(block):
+                hidden, tapped = whole.run(hidden, block, cos, signed, first, last, taps)
                 found |= tapped if last not in taps else {**tapped, last: hidden}
                 return hidden
             arguments["position_embeddings"] = (cos[None], sin[None])
@@ -282,7 +286,7 @@ class TransformersTarget:
         return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._head is None:
+        if self._head is None or hidden.requires_grad:  # our kernels know no gradients
             logits: torch.Tensor = self.lm_head(hidden)
         else:
             logits = self._head(hidden.reshape(-1, self.hidden_size)).view(*hidden.shape[:-1], -1)
@@ -297,27 +301,39 @@ class TransformersTarget:
         plain = self._plain() if self._plain is not None else None
         if plain is None:
             plain = copy.deepcopy(self.model)
+            plain.tie_weights()
             self._plain = weakref.ref(plain)  # callers share it, and it goes with the last of them
         return plain
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters, sorted by transformers' names; repacked ones are brought back one at a time."""
-        sources: dict[str, torch.Tensor | Part] = dict(self.model.named_parameters())
+        sources: dict[str, torch.Tensor | Part | Rows] = dict(self.model.named_parameters())
+        tied = any(isinstance(module, Rows) for module in self.model.modules())
         for name, module in self.model.named_modules():
-            if isinstance(module, Part):
-                sources |= {
-                    f"{name}.{kind}": module for kind in ("weight", "bias") if getattr(module, kind) is not None
-                }
+            # A head that shares its weight with the embedding goes by the embedding's name, as in transformers.
+            kinds = ("bias",) if tied and module is self.lm_head else ("weight", "bias")
+            if isinstance(module, Part | Rows):
+                sources |= {f"{name}.{kind}": module for kind in kinds if getattr(module, kind, None) is not None}
         for name in sorted(sources):
             source = sources[name]
-            yield name, getattr(source, name.rsplit(".", 1)[-1]) if isinstance(source, Part) else source
+            yield name, source if isinstance(source, torch.Tensor) else getattr(source, name.rsplit(".", 1)[-1])
+
+    @contextmanager
+    def layer_by_layer(self) -> Iterator[None]:
+        """While inside, no layers run in one native call."""
+        native, self._native = self._native, None
+        try:
+            yield
+        finally:
+            self._native = native
 
     @contextmanager
     def replaced(self, number: int, layer: Any) -> Iterator[None]:
         """While inside, the walk runs ``layer`` in the place of layer ``number``."""
         former, self._layers = self._layers, (*self._layers[:number], layer, *self._layers[number + 1 :])
         try:
-            yield
+            with self.layer_by_layer():
+                yield
         finally:
             self._layers = former
 
@@ -337,6 +353,8 @@ class TransformersTarget:
             self._layers, head, kernels=kernels, owned=owned, agrees=partial(agrees, self)
         )
         self._layers = tuple(layers)
+        self._native = NativeLayers.of(self._layers)
+        if self._native is not None and not native_agrees(self):
+            self._native = None
         self._norm = lower_norm(self.norm) or self.norm
-        if head is not None:
-            self.lm_head = head[1].linear
+        self.embedding, self.lm_head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -184,7 +184,9 @@ def run(config: Config) -> dict[str, float]:
     """
     accelerator = new_accelerator(config.loop)
     say = accelerator.print
-    target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
+    target = TransformersTarget.from_pretrained(
+        config.model, dtype=config.dtype, device=accelerator.device, optimize="off"
+    )
     tokenizer = load_tokenizer(config.model)
     adapter = new_adapter(config.adapter, target, seed=config.loop.seed)
     learnt, held = load_samples(

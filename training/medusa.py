@@ -224,7 +224,9 @@ def run(config: Config) -> dict[str, float]:
     """
     accelerator = new_accelerator(config.loop)
     say = accelerator.print
-    target = TransformersTarget.from_pretrained(config.model, dtype=config.dtype, device=accelerator.device)
+    target = TransformersTarget.from_pretrained(
+        config.model, dtype=config.dtype, device=accelerator.device, optimize="off"
+    )
     tokenizer = load_tokenizer(config.model)
     heads = new_heads(config.heads, target) if config.start is None else started_heads(config, target)
     learnt, held = load_samples(

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from specdec.errors import ConfigError
-from specdec.lowering.products import PRODUCTS, Product, packs
+from specdec.lowering.products import PRODUCTS, Product, usable
 from specdec.machine import cache_folder, processor, write_json
+from specdec.native.library import library
 
 __all__ = ["KERNELS", "check_kernels", "choose_kernels"]
 
@@ -33,8 +34,8 @@ _SMALL = 4 << 20  # bytes; a model below that is all overhead, and not worth a m
 _SAMPLE = 32 << 20  # bytes of weights that are timed: with one copy per kernel, more than a core's caches hold
 _ROWS = (1, 8)
 _REPEATS, _SECONDS = 9, 1.0  # at most, per number of rows
-# What a kernel must win to be taken: `packed` makes the model's own forward slow, the others cost nothing.
-_MARGIN = {"linear": 1.0, "transposed": 0.97, "packed": 0.93}
+# What a kernel must win to be taken: `packed` and `tiled` make the model's own forward slow, the others cost nothing.
+_MARGIN = {"linear": 1.0, "transposed": 0.97, "packed": 0.93, "tiled": 0.93}
 
 
 def check_kernels(choice: str) -> str:
@@ -53,19 +54,26 @@ def choose_kernels(weights: Sequence[torch.Tensor], choice: str = "auto") -> dic
 
     ``auto`` measures, unless this machine has measured the same shapes before; other choices say it for all shapes.
     Shapes that are not in the answer stay ``linear``.
+
+    Raises:
+        ConfigError: ``tiled``, on a machine without a C compiler.
     """
-    usable = [weight for weight in weights if weight.device.type == "cpu"]
     if choice != "auto":
-        fit = usable if choice != "packed" else [weight for weight in usable if packs(weight)]
-        return {tuple(weight.shape): choice for weight in fit}
-    if sum(weight.nbytes for weight in usable) < _SMALL:
+        if choice == "tiled" and library() is None:
+            raise ConfigError(
+                "kernels='tiled' needs a C compiler (cc, gcc or clang), and none works here; install one, or leave "
+                "kernels at auto"
+            )
+        return {tuple(weight.shape): choice for weight in weights if usable(choice, weight)}
+    weights = [weight for weight in weights if weight.device.type == "cpu"]
+    if sum(weight.nbytes for weight in weights) < _SMALL:
         return {}
     machine = _machine()
     name = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:12]
     path = cache_folder() / f"kernels-{name}.json"
-    known, signature = _read(path, machine), _signature(usable)
+    known, signature = _read(path, machine), _signature(weights)
     if signature not in known:
-        known[signature] = _measure(usable)
+        known[signature] = _measure(weights)
         with suppress(OSError):  # it costs a measurement next time
             write_json(path, {"machine": machine, "choices": known})
     return {_shape(text): kernel for text, kernel in known[signature].items()}
@@ -125,7 +133,7 @@ def _measure(weights: Sequence[torch.Tensor]) -> dict[str, str]:
         products = {
             name: [make(weight, None) for weight in sample]
             for name, make in PRODUCTS.items()
-            if name != "packed" or all(map(packs, sample))
+            if all(usable(name, weight) for weight in sample)
         }
         shares: dict[str, dict[str, float]] = {}
         for rows in _ROWS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from specdec.errors import ConfigError
 from specdec.lowering.pages import forget
-from specdec.lowering.products import PRODUCTS, Linear, Product, Site, fuse
+from specdec.lowering.parts import Rows, Site
+from specdec.lowering.products import PRODUCTS, Linear, Product, fuse
 
-__all__ = ["LoweredLayer", "LoweredNorm", "check_optimize", "lower", "lower_head", "lower_norm"]
+__all__ = ["LoweredHead", "LoweredLayer", "LoweredNorm", "check_optimize", "lower", "lower_head", "lower_norm"]
 
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 
@@ -62,16 +64,36 @@ def lower_norm(norm: nn.Module) -> LoweredNorm | None:
     return LoweredNorm(norm)
 
 
-def lower_head(model: nn.Module, head: nn.Module, embedding: nn.Module) -> tuple[Linear, Site] | None:
-    """The head's product and place, or None where it has to stay: tied to the embedding, which looks rows up in it."""
-    tied = getattr(embedding, "weight", None) is getattr(head, "weight", None)
-    if type(head) is not nn.Linear or _is_special(head) or tied or head.weight.device.type == "meta":
+def lower_head(model: nn.Module, head: nn.Module, embedding: nn.Module) -> LoweredHead | None:
+    """The head's product and place, or None where it has to stay as it is."""
+    if type(head) is not nn.Linear or _is_special(head) or head.weight.device.type == "meta":
         return None
-    for owner in model.modules():
-        for name, child in owner.named_children():
-            if child is head:
-                return Linear(head.weight.data, None if head.bias is None else head.bias.data), Site(owner, name)
-    return None
+    site, tied = Site.of(head, model), getattr(embedding, "weight", None) is head.weight
+    shared = Site.of(embedding, model) if tied and type(embedding) is nn.Embedding else None
+    if site is None or (tied and (shared is None or _is_special(embedding))):
+        return None
+    return LoweredHead(Linear(head.weight.data, None if head.bias is None else head.bias.data), site, shared)
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredHead:
+    """A head's product and where it hangs; ``shared``: the embedding that reads the same weight, if one does."""
+
+    product: Linear
+    site: Site
+    shared: Site | None
+
+    def use(self, kernel: str, *, owned: bool) -> Product | None:
+        """Store the weight as this kernel wants it; None, and all as it was, where an embedding could not read it."""
+        if kernel == "linear" or (self.shared is not None and kernel != "tiled"):
+            return None if self.shared is not None else self.product
+        stored: Any = PRODUCTS[kernel](self.product.weight, self.product.bias)
+        stored.install([self.site])
+        if self.shared is not None:
+            setattr(self.shared.owner, self.shared.name, Rows(stored))
+        if owned:
+            forget(self.product.weight)
+        return stored  # type: ignore[no-any-return]
 
 
 def _is_special(module: nn.Module) -> bool:

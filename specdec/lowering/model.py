@@ -8,16 +8,15 @@ from typing import Any
 from torch import nn
 
 from specdec.lowering.choice import choose_kernels
-from specdec.lowering.layer import LoweredLayer, lower
-from specdec.lowering.pages import forget
-from specdec.lowering.products import PRODUCTS, Linear, Product, Site
+from specdec.lowering.layer import LoweredHead, LoweredLayer, lower
+from specdec.lowering.products import Product
 
 __all__ = ["lower_layers"]
 
 
 def lower_layers(
     layers: Sequence[nn.Module],
-    head: tuple[Linear, Site] | None,
+    head: LoweredHead | None,
     *,
     kernels: str,
     owned: bool,
@@ -34,7 +33,7 @@ def lower_layers(
     """
     lowered = [lower(layer, owned=owned) for layer in layers]
     weights = [weight for lean in lowered if lean is not None for weight in lean.weights]
-    chosen = choose_kernels([*weights, *([head[0].weight] if head else [])], kernels)
+    chosen = choose_kernels([*weights, *([head.product.weight] if head else [])], kernels)
     del weights
     found: list[Any] = list(layers)
     for number, lean in enumerate(lowered):
@@ -46,10 +45,4 @@ def lower_layers(
             found[number] = lean
     if head is None:
         return found, None
-    product, site = head
-    kernel = chosen.get(tuple(product.weight.shape), "linear")
-    stored = PRODUCTS[kernel](product.weight, product.bias) if kernel != "linear" else product
-    stored.install([site])
-    if owned and stored is not product:
-        forget(product.weight)
-    return found, stored
+    return found, head.use(chosen.get(tuple(head.product.weight.shape), "linear"), owned=owned)

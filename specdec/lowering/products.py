@@ -6,24 +6,27 @@
     [in, out]: one row then streams through the matrix in order.
 ``packed``
     In oneDNN's blocked layout, which only oneDNN reads.
+``tiled``
+    In panels that our own kernel streams (:mod:`specdec.lowering.tiled`).
 
-Where the layout is another, the model's linears become :class:`Part`: they bring their rows into order again when they
-are called, saved or copied, so the model itself stays right; with packed weights it is slow.
+Where the layout is another, the model's linears become :class:`~specdec.lowering.parts.Part`: they bring their rows
+into order again when they are called, saved or copied, so the model itself stays right; with packed or tiled weights it
+is slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from specdec.lowering.pages import forget
+from specdec.lowering.parts import Site, replace
+from specdec.lowering.tiled import Tiled, tiles
 
-__all__ = ["PRODUCTS", "Packed", "Part", "Product", "Site", "fuse", "packs"]
+__all__ = ["PRODUCTS", "Packed", "Product", "fuse", "usable"]
 
 
 class Product(Protocol):
@@ -37,19 +40,6 @@ class Product(Protocol):
 
     def install(self, sites: Sequence[Site]) -> None:
         """Make the model's linears read this product's storage, and so free theirs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a linear hangs in the model."""
-
-    owner: nn.Module
-    name: str
-
-    @property
-    def linear(self) -> nn.Linear:
-        found: nn.Linear = getattr(self.owner, self.name)
-        return found
 
 
 def fuse(sites: Sequence[Site], *, owned: bool = False) -> Linear:
@@ -69,10 +59,17 @@ def fuse(sites: Sequence[Site], *, owned: bool = False) -> Linear:
     return product
 
 
-def packs(weight: torch.Tensor) -> bool:
+def usable(kernel: str, weight: torch.Tensor) -> bool:
+    """Whether a kernel computes with this weight on this machine."""
+    if weight.device.type != "cpu":
+        return kernel == "linear"
+    return {"packed": _packs, "tiled": tiles}.get(kernel, lambda _: True)(weight)
+
+
+def _packs(weight: torch.Tensor) -> bool:
     """Whether oneDNN has a packed kernel for this weight here."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.device.type != "cpu" or not available or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not available or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     bf16 = weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype is torch.float32 or bf16
@@ -113,7 +110,7 @@ class Transposed(Linear):
         return product if self.bias is None else product.add_(self.bias)
 
     def install(self, sites: Sequence[Site]) -> None:
-        _replace(sites, self)
+        replace(sites, self)
 
     def unpack(self) -> torch.Tensor:
         """[out, in] a view."""
@@ -140,7 +137,7 @@ class Packed:
         return total
 
     def install(self, sites: Sequence[Site]) -> None:
-        _replace(sites, self)
+        replace(sites, self)
 
     def unpack(self) -> torch.Tensor:
         """[out, in] the very weight that was packed."""
@@ -148,55 +145,9 @@ class Packed:
         return weight
 
 
-def _replace(sites: Sequence[Site], store: Transposed | Packed) -> None:
-    """Put parts of a product in the places of the linears that it was made of."""
-    start = 0
-    for site in sites:
-        stop = start + site.linear.out_features
-        setattr(site.owner, site.name, Part(store, start, stop))
-        start = stop
-
-
-class Part(nn.Module):
-    """Rows [start, stop) of a product's weight in the place of the linear that they were: exact, and slow if packed.
-
-    A deep copy is a plain linear again.
-    """
-
-    def __init__(self, store: Transposed | Packed, start: int, stop: int) -> None:
-        super().__init__()
-        self._store, self._rows = store, slice(start, stop)
-        self.out_features = stop - start
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """[out, in] a copy; changing it changes nothing."""
-        return self._store.unpack()[self._rows].clone(memory_format=torch.contiguous_format)
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return None if self._store.bias is None else self._store.bias[self._rows]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self._store.unpack()[self._rows], self.bias)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        weight, bias = self.weight, self.bias
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
-        linear.weight = nn.Parameter(weight)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.clone())
-        memo[id(self)] = linear
-        return linear
-
-
 PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Product]] = {
     "linear": Linear,
     "transposed": Transposed,
     "packed": Packed,
+    "tiled": Tiled,
 }

@@ -104,19 +104,19 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
 
 
 def test_the_fastest_kernel_wins_where_it_wins_clearly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"96x64": {"linear": 10.0, "transposed": 9.0, "packed": 8.0}}
+    times = {"96x64": {"linear": 10.0, "transposed": 9.0, "packed": 8.0, "tiled": 9.0}}
     monkeypatch.setattr(choice, "_time", lambda sample, products, rows: times)
     assert choice._measure(WEIGHTS[:1]) == {"96x64": "packed"}
-    times["96x64"] = {"linear": 10.0, "transposed": 9.9, "packed": 9.9}
+    times["96x64"] = {"linear": 10.0, "transposed": 9.9, "packed": 9.9, "tiled": 9.9}
     assert choice._measure(WEIGHTS[:1]) == {"96x64": "linear"}
-    times["96x64"] = {"linear": 10.0, "transposed": 9.0, "packed": 8.9}
+    times["96x64"] = {"linear": 10.0, "transposed": 9.0, "packed": 8.9, "tiled": 8.9}
     assert choice._measure(WEIGHTS[:1]) == {"96x64": "transposed"}
 
 
 def test_a_measurement_knows_all_shapes(folder: Path) -> None:
     kernels = choose_kernels(WEIGHTS)
     assert kernels.keys() == {(96, 64), (64, 96)}
-    assert set(kernels.values()) <= {"linear", "transposed", "packed"}
+    assert set(kernels.values()) <= {"linear", "transposed", "packed", "tiled"}
 
 
 def test_small_models_are_not_measured(folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

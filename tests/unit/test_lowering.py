@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from specdec import Engine, TransformersTarget
 from specdec.errors import ConfigError
 from specdec.lowering import LoweredLayer, lower, lower_norm
-from specdec.lowering.products import PRODUCTS, Packed, Part
+from specdec.lowering.parts import Part
+from specdec.lowering.products import PRODUCTS, Packed
 from tests import models
 
 LOWERED = ("llama", "mistral", "qwen2", "qwen3")

@@ -1,0 +1,163 @@
+"""The compiled library: ``layers.c`` built once per machine and compiler, kept on disk, and its functions and types.
+
+Where there is no C compiler that works, or ``SPECDEC_NATIVE=0`` says so, there is no library, and torch's kernels do
+the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.machine import cache_folder, processor
+
+__all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CShape", "CSlots", "Kind", "library"]
+
+PANEL, PAIR = 32, 64
+"""Outputs that lie together in a weight, and to a multiple of which it is padded, as in ``layers.c``."""
+
+
+class Kind(IntEnum):
+    """How a weight is stored: float32; bfloat16; bfloat16 by two inputs, for rows that are rounded to it too."""
+
+    FULL, HALF, PAIRS = range(3)
+
+
+_SOURCE = Path(__file__).with_name("layers.c")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+_SECONDS = 120  # a compiler that takes longer is not going to come back
+
+log = logging.getLogger(__name__)
+
+
+class CProduct(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("kind", c_int64),
+    )
+
+
+class CLayer(Structure):
+    _fields_ = (
+        ("qkv", CProduct),
+        ("out", CProduct),
+        ("gate_up", CProduct),
+        ("down", CProduct),
+        ("first_norm", c_void_p),
+        ("second_norm", c_void_p),
+        ("head_norm", c_void_p),
+        ("first_epsilon", c_float),
+        ("second_epsilon", c_float),
+        ("head_epsilon", c_float),
+        ("scale", c_float),
+    )
+
+
+class CShape(Structure):
+    _fields_ = tuple((name, c_int64) for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "half"))
+
+
+class CSlots(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("size", c_int64),
+        ("stride", c_int64),
+        ("window", c_int64),
+    )
+
+
+class CBlock(Structure):
+    _fields_ = (
+        ("length", c_int64),
+        ("first", c_int64),
+        ("rows", c_int64),
+        ("parents", c_void_p),
+        ("depths", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+    )
+
+
+@cache
+def library() -> Any:
+    """The library, compiled if this machine has not compiled it before; None where it cannot be."""
+    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    if compiler is None or os.environ.get("SPECDEC_NATIVE") == "0":
+        return None
+    try:
+        path = _path(compiler)
+        loaded = _load(path) if path.exists() else None
+        if loaded is None:
+            _build(compiler, path)
+            loaded = _load(path)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("no native layers, which makes decoding slower: %s", error)
+        return None
+    if loaded is None:
+        log.warning("no native layers, which makes decoding slower: %s cannot be loaded", path)
+        return None
+    loaded.specdec_scratch.argtypes = [POINTER(CShape), c_int64, c_int64]
+    loaded.specdec_scratch.restype = c_int64
+    loaded.specdec_walk.argtypes = [
+        POINTER(CShape), c_void_p, c_void_p, POINTER(CBlock), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int,
+    ]  # fmt: skip
+    loaded.specdec_walk.restype = None
+    loaded.specdec_product.argtypes = [POINTER(CProduct), c_void_p, c_void_p, c_int64, c_int]
+    loaded.specdec_product.restype = None
+    return loaded
+
+
+def _load(path: Path) -> Any:
+    """The library in a file; None if the file is broken."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+def _path(compiler: str) -> Path:
+    """Where the library for this source, compiler and machine is kept.
+
+    Raises:
+        subprocess.SubprocessError: the compiler cannot even say its name.
+    """
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS)
+    maker = (version.stdout.splitlines() or [""])[0]
+    machine = (processor(torch.device("cpu")), str(torch.backends.cpu.get_cpu_capability()))
+    made_of = "|".join((_SOURCE.read_text(encoding="utf-8"), maker, *machine, *_FLAGS))
+    return cache_folder() / f"layers-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Compile beside the library's place, then put it there.
+
+    Raises:
+        OSError: it cannot be written.
+        subprocess.SubprocessError: the compiler fails.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        for threads in (["-fopenmp"], []):  # a compiler without OpenMP makes a library for one thread
+            command = [compiler, *_FLAGS, *threads, str(_SOURCE), "-o", str(built), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+            if done.returncode == 0:
+                built.replace(path)
+                return
+        done.check_returncode()

@@ -1,0 +1,206 @@
+"""Native layers: the model's own numbers, and a row's the same, bit for bit, whatever rows are beside it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Engine, TransformersTarget
+from specdec.block import Block
+from specdec.draft import Draft
+from specdec.errors import ConfigError
+from specdec.lowering.parts import Rows
+from specdec.lowering.tiled import Tiled
+from specdec.native import library as native
+from tests import models
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersTarget:
+    target = TransformersTarget(models.new_model(family, dtype, **SIZES, **changes), optimize="auto", kernels="tiled")
+    assert target._native is not None
+    return target
+
+
+@needs_compiler
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, halves: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(200, 530), torch.randn(200).to(dtype)
+    weight = (weight.bfloat16() if halves else weight).to(dtype)
+    rows, residual = torch.randn(31, 530).to(dtype), torch.randn(31, 200).to(dtype)
+    product = Tiled(weight, bias)
+    assert torch.equal(product.unpack(), weight)
+    assert product.nbytes <= 256 * 530 * (2 if halves or dtype is torch.bfloat16 else 4)
+    expected = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
+    together, onto = product(rows), product.add(rows, residual)
+    theirs = torch.nn.functional.linear(rows, weight, bias)
+    bound = 3 * float((theirs.double() - expected).abs().max())  # rounding, as much as torch's own
+    torch.testing.assert_close(together.double(), expected, atol=bound, rtol=0)
+    torch.testing.assert_close(onto.double(), expected + residual.double(), atol=bound, rtol=0)
+    for count in range(1, 31):
+        assert torch.equal(product(rows[:count]), together[:count]), count
+        assert torch.equal(product.add(rows[-count:], residual[-count:]), onto[-count:]), count
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_reads_the_tiles(dtype: torch.dtype) -> None:
+    weight = torch.randn(100, 32).to(dtype)
+    tokens = torch.tensor([[0, 99, 31], [32, 5, 5]])
+    assert torch.equal(Tiled(weight, None).look_up(tokens), weight[tokens])
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_that_of_generate(family: str) -> None:
+    target = native_target(family, attention_bias=True) if family == "llama" else native_target(family)
+    prompt = models.prompt_of(11)
+    expected = models.reference(target.plain_model(), prompt, 60)
+    for drafter in ("none", "prompt_lookup", "jacobi", "lookahead", "token_recycling"):
+        assert Engine(target, drafter=drafter).generate(prompt, 60).token_ids == expected, drafter
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(family: str, dtype: torch.dtype) -> None:
+    """Every path of a tree, over texts that have left the windows (8 tokens) and wrapped their rings."""
+    target = native_target(family, dtype)
+    tree = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
+    for length in (1, 5, 8, 21):
+        with target.active():
+            cache = target.new_cache(capacity=64, rows=8)
+            for token in models.prompt_of(length):
+                plain(target, cache, token)
+            blocks = [Block.of(tree, cache, target.device)]
+            logits = target.forward(blocks[0], taps=(2,))
+            for path in ((0, 1, 3, 5, 6), (0, 2, 4)):
+                alone = target.new_cache(capacity=64, rows=8)
+                for token in models.prompt_of(length):
+                    plain(target, alone, token)
+                for row in path:
+                    output = plain(target, alone, tree.tokens[row])
+                    assert torch.equal(output.logits[0], logits.logits[row]), (length, row)
+                    assert torch.equal(output.taps[2][0], logits.taps[2][row]), (length, row)
+
+
+def plain(target: TransformersTarget, cache: Any, token: int) -> Any:
+    """One token by itself."""
+    output = target.forward(Block(cache, [token], device=target.device), taps=(2,))
+    cache.commit((0,))
+    return output
+
+
+@needs_compiler
+def test_threads_change_nothing() -> None:
+    target, prompt = native_target("qwen2"), models.prompt_of(11)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with target.active():
+                cache = target.new_cache(capacity=64, rows=16)
+                found.append(target.forward(Block(cache, prompt, device=target.device)).logits)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@needs_compiler
+def test_a_tied_weight_is_held_once() -> None:
+    model = models.new_model("llama", torch.float32, tie_word_embeddings=True, **SIZES)
+    names = [name for name, _ in sorted(model.named_parameters())]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    target = TransformersTarget(model, optimize="auto", kernels="tiled")
+    assert isinstance(model.get_input_embeddings(), Rows)
+    assert {name for name, value in model.named_parameters() if value.ndim == 2} == set()
+    assert [name for name, _ in target.named_weights()] == names
+    copy = target.plain_model()
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight
+    for state in (model.state_dict(), copy.state_dict()):
+        assert all(torch.equal(before[name], state[name]) for name in before)
+    prompt = models.prompt_of(7)
+    assert Engine(target).generate(prompt, 30).token_ids == models.reference(copy, prompt, 30)
+
+
+@needs_compiler
+def test_layers_that_differ_in_one_call_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.native.walk.NativeLayers.run", wrong)
+    model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
+    expected = models.reference(model, prompt, 30)
+    with pytest.warns(UserWarning, match="all layers differs by .* in one native call"):
+        target = TransformersTarget(model, optimize="auto", kernels="tiled")
+    assert Engine(target).generate(prompt, 30).token_ids == expected
+
+
+def wrong(self: Any, hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    return hidden * 2, {}
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A machine that has compiled nothing yet; gives the folder where it will."""
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def test_without_a_compiler_torch_does_it(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
+    expected = models.reference(model, prompt, 20)
+    target = TransformersTarget(model, optimize="auto")
+    assert target._native is None
+    assert Engine(target).generate(prompt, 20).token_ids == expected
+    with pytest.raises(ConfigError, match=r"kernels='tiled' needs a C compiler .*, and none works here"):
+        TransformersTarget(models.new_model("llama", torch.float32), optimize="auto", kernels="tiled")
+
+
+def test_the_environment_can_say_no(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_NATIVE", "0")
+    assert native.library() is None
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_named_in_the_log(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_FLAGS", ("--no-such-flag",))
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert "no native layers" in caplog.text
+    assert not [path for path in fresh.iterdir() if path.suffix == ".so"]
+
+
+@needs_compiler
+def test_a_broken_library_is_built_anew(fresh: Path) -> None:
+    compiler = shutil.which("cc")
+    assert compiler is not None
+    path = native._path(compiler)
+    path.write_bytes(b"cut short")
+    assert native.library() is not None
+    assert path.stat().st_size > 10_000
+
+
+@needs_compiler
+def test_a_library_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.library() is not None
+    native.library.cache_clear()
+    asked: list[list[str]] = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: asked.append(command) or run(command, **options))
+    assert native.library() is not None
+    assert [command[1] for command in asked] == ["--version"]
