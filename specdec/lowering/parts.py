@@ -117,7 +117,7 @@ class Rows(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Embedding:
         weight = self.weight
-        embedding = nn.Embedding(*weight.shape, device="meta", dtype=weight.dtype)
+        embedding = nn.Embedding(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
         embedding.weight = nn.Parameter(weight)
         memo[id(self)] = embedding
         return embedding
