@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from specdec.lowering.choice import choose_kernels
 from specdec.lowering.layer import LoweredLayer, lower
-from specdec.lowering.pages import forget
+from specdec.lowering.pages import forget, trim
 from specdec.lowering.products import PRODUCTS, Linear, Product, Site
 
 __all__ = ["lower_layers"]
@@ -32,24 +32,37 @@ def lower_layers(
         owned: nobody else holds the weights, see :func:`specdec.lowering.products.fuse`.
         agrees: whether a layer, of this number, computes what its lowered one does; one that does not stays.
     """
-    lowered = [lower(layer, owned=owned) for layer in layers]
+    lowered: list[LoweredLayer | None] = []
+    for layer in layers:
+        lean = lower(layer, owned=owned)
+        lowered.append(lean)
+        if owned and lean is not None:
+            forget(*lean.weights)  # the self-check has read them all; they come back layer by layer
+        trim()
+    if owned and head is not None:
+        forget(head[0].weight)
     weights = [weight for lean in lowered if lean is not None for weight in lean.weights]
     chosen = choose_kernels([*weights, *([head[0].weight] if head else [])], kernels)
     del weights
+    stored = _place(*head, chosen, owned) if head else None  # the largest of all, before the layers grow
     found: list[Any] = list(layers)
     for number, lean in enumerate(lowered):
+        trim()
         if lean is None:
             continue
         lean.use(chosen)
         if agrees(number, layers[number], lean):
             lean.install()
             found[number] = lean
-    if head is None:
-        return found, None
-    product, site = head
+    trim()
+    return found, stored
+
+
+def _place(product: Linear, site: Site, chosen: Mapping[tuple[int, ...], str], owned: bool) -> Product:
+    """The head's product as its kernel wants it, which the model's head then reads."""
     kernel = chosen.get(tuple(product.weight.shape), "linear")
     stored = PRODUCTS[kernel](product.weight, product.bias) if kernel != "linear" else product
     stored.install([site])
     if owned and stored is not product:
         forget(product.weight)
-    return found, stored
+    return stored
