@@ -203,7 +203,10 @@ def load(args: argparse.Namespace) -> Engine:
 def systems_of(args: argparse.Namespace, engine: Engine, sampling: SamplingParams) -> tuple[dict[str, Any], Any]:
     """Name -> what to run, the reference first; and name -> the rival that it is compared with."""
     names = [name for name in args.drafters.split(",") if name]
-    given = {"rest": {"name": "rest", "datastore": args.datastore}}
+    given = {
+        "rest": {"name": "rest", "datastore": args.datastore},
+        "medusa": {"name": "medusa", "heads": args.heads},
+    }
     systems: dict[str, Any] = {
         name: Ours(
             engine, given.get(name, name), sampling, args.max_new_tokens, "off" if name == "none" else args.budget
@@ -237,6 +240,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--drafters", default=",".join(DEFAULT_DRAFTERS), help="the first one is the reference")
     parser.add_argument("--budget", default="off", help="of our drafters: off, auto or a cost file")
     parser.add_argument("--datastore", help="for rest; see `specdec datastore build`")
+    parser.add_argument("--heads", help="for medusa; a folder that training wrote, instead of the shipped ones")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=128)

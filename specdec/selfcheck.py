@@ -30,6 +30,8 @@ PROBE = "specdec_probe"
 
 # Relative; transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
+# Of every block here: oneDNN makes kernels for each number of rows, and keeps them (a megabyte each in bfloat16).
+_ROWS = 6
 
 
 def self_check(target: TransformersTarget) -> list[LayerSpec]:
@@ -41,8 +43,8 @@ def self_check(target: TransformersTarget) -> list[LayerSpec]:
     """
     generator = torch.Generator().manual_seed(0)
     high = min(target.vocab_size, target.embedding.weight.shape[0])
-    tokens: list[int] = torch.randint(high, (9,), generator=generator).tolist()
-    expected = _own_logits(target, tokens)[4:]
+    tokens: list[int] = torch.randint(high, (2 * _ROWS - 1,), generator=generator).tolist()
+    expected = _own_logits(target, tokens)[_ROWS:]
     specs, walked = _walked(target, tokens)
     scale = float(expected.double().abs().max())
     if not math.isfinite(scale):
@@ -104,23 +106,23 @@ def _same(
 
 
 def _run_layers(target: TransformersTarget, first: int, last: int) -> torch.Tensor:
-    """Random hidden states through layers [first, last): a prefix of two rows and a tree of three; [5, D]."""
+    """Random hidden states through layers [first, last): a prefix and a tree; [2 * _ROWS, D]."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(5, target.hidden_size, generator=generator, dtype=torch.float64)
+    hidden = torch.randn(2 * _ROWS, target.hidden_size, generator=generator, dtype=torch.float64)
     hidden = hidden.to(target.specs[first].device, target.specs[first].dtype)
     with target.active():
-        cache = KVCache(target.specs, capacity=8, rows=8)
+        cache = KVCache(target.specs, capacity=2 * _ROWS, rows=_ROWS)
         rows: list[TargetOutput] = []
-        for draft in (Draft.chain((0, 0)), Draft((0, 0, 0), (-1, 0, 0))):
-            part = hidden[len(rows) * 2 :][: len(draft)]
+        for draft in (Draft.chain((0,) * _ROWS), Draft((0,) * _ROWS, (-1, 0, 0, 2, 3, 4))):
+            part = hidden[len(rows) * _ROWS :][:_ROWS]
             block = Block.of(draft, cache, target.device, target.backend)
             rows.append(target.forward(block, entry=Entry(first, part), exit_layer=last, taps=(last,), rows=()))
-            cache.commit(range(len(draft)))
+            cache.commit(range(_ROWS))
         return torch.cat([output.taps[last] for output in rows])
 
 
 def _walked(target: TransformersTarget, tokens: list[int]) -> tuple[list[LayerSpec], torch.Tensor]:
-    """What each layer caches, and the walk's logits [5, V] of ``tokens[4:]``: two blocks, the second of them a tree."""
+    """What each layer caches, and the walk's logits [5, V] of the last tokens: a block, then one that is a tree."""
     specs: list[LayerSpec] = []
     try:
         with target.active(PROBE):
@@ -129,10 +131,11 @@ def _walked(target: TransformersTarget, tokens: list[int]) -> tuple[list[LayerSp
             target.walk(hidden, block, 0, target.num_layers, {}, (), {"use_cache": False, "note": specs.append})
         with target.active():
             cache = KVCache(specs, capacity=16, rows=16)
-            target.forward(Block(cache, tokens[:4], device=target.device, backend=target.backend), rows=())
-            cache.commit(range(4))
+            target.forward(Block(cache, tokens[:_ROWS], device=target.device, backend=target.backend), rows=())
+            cache.commit(range(_ROWS))
             # Below the root: a wrong sibling first, then the text, so that a row's place and depth differ.
-            tree = Draft((tokens[4], tokens[0], *tokens[5:]), (-1, 0, 0, 2, 3, 4))
+            root, *rest = tokens[_ROWS:]
+            tree = Draft((root, tokens[0], *rest), (-1, 0, 0, 2, 3, 4))
             walked = target.forward(Block.of(tree, cache, target.device, target.backend)).logits
     except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
         raise TargetError(

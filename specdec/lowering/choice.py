@@ -30,7 +30,7 @@ KERNELS = ("auto", *PRODUCTS)
 
 Shape = tuple[int, ...]  # (out, in)
 
-_SMALL = 4 << 20  # bytes; a model below that is all overhead, and not worth a measurement
+_SMALL = 1 << 20  # bytes; a model below that is all overhead, and not worth a measurement
 _SAMPLE = 32 << 20  # bytes of weights that are timed: with one copy per kernel, more than a core's caches hold
 _ROWS = (1, 8)
 _REPEATS, _SECONDS = 9, 1.0  # at most, per number of rows

@@ -9,6 +9,7 @@ from torch import nn
 
 from specdec.lowering.choice import choose_kernels
 from specdec.lowering.layer import LoweredHead, LoweredLayer, lower
+from specdec.lowering.pages import forget, trim
 from specdec.lowering.products import Product
 
 __all__ = ["lower_layers"]
@@ -31,18 +32,29 @@ def lower_layers(
         owned: nobody else holds the weights, see :func:`specdec.lowering.products.fuse`.
         agrees: whether a layer, of this number, computes what its lowered one does; one that does not stays.
     """
-    lowered = [lower(layer, owned=owned) for layer in layers]
+    lowered: list[LoweredLayer | None] = []
+    for layer in layers:
+        lean = lower(layer, owned=owned)
+        lowered.append(lean)
+        if owned and lean is not None:
+            forget(*lean.weights)  # the self-check has read them all; they come back layer by layer
+        trim()
+    if owned and head is not None:
+        forget(head.product.weight)
     weights = [weight for lean in lowered if lean is not None for weight in lean.weights]
     chosen = choose_kernels([*weights, *([head.product.weight] if head else [])], kernels)
     del weights
+    stored: Product | None = None
+    if head is not None:  # the largest of all, before the layers grow
+        stored = head.use(chosen.get(tuple(head.product.weight.shape), "linear"), owned=owned)
     found: list[Any] = list(layers)
     for number, lean in enumerate(lowered):
+        trim()
         if lean is None:
             continue
         lean.use(chosen)
         if agrees(number, layers[number], lean):
             lean.install()
             found[number] = lean
-    if head is None:
-        return found, None
-    return found, head.use(chosen.get(tuple(head.product.weight.shape), "linear"), owned=owned)
+    trim()
+    return found, stored

@@ -1,7 +1,7 @@
-"""Pages: give back the memory of weights that were read from a file and are not needed as they are any more.
+"""Pages: give back the memory of weights that are not needed as they are any more.
 
 Checkpoints are mapped, and a mapping stays as a whole while one tensor of it lives. So repacked weights would stand
-beside their originals' pages, until the kernel wants those back.
+beside their originals' pages, until the kernel wants those back. And what was freed on the heap stays with the process.
 """
 
 from __future__ import annotations
@@ -13,28 +13,47 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["forget"]
+__all__ = ["forget", "trim"]
+
+Span = tuple[int, int]  # addresses [first, last)
 
 
-def forget(weight: torch.Tensor) -> None:
-    """Drop a weight's pages where they are a file's: read again, they would come from the file. Linux only.
+def forget(*weights: torch.Tensor) -> None:
+    """Drop weights' pages where they are a file's: read again, they would come from the file. Linux only.
 
     For weights that nobody else holds: what was changed in memory since they were read is lost.
     """
-    if sys.platform != "linux" or weight.device.type != "cpu" or not weight.is_contiguous():
+    if sys.platform != "linux":
         return
-    first = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < last and _is_file(first, last):
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    spans = [_pages(weight) for weight in weights if weight.device.type == "cpu" and weight.is_contiguous()]
+    spans = [span for span in spans if span[0] < span[1]]
+    files = _files() if spans else []
+    libc = ctypes.CDLL(None, use_errno=True)
+    for first, last in spans:
+        if any(start <= first and last <= stop for start, stop in files):
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
-def _is_file(first: int, last: int) -> bool:
-    """Whether addresses [first, last) are one mapping of a file."""
+def trim() -> None:
+    """Return the heap's free pages to the system; glibc keeps up to 64 MiB of them for later. Other libraries do so."""
+    if sys.platform == "linux":
+        release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if release is not None:
+            release(0)
+
+
+def _pages(weight: torch.Tensor) -> Span:
+    """The whole pages that a weight alone has."""
+    size = mmap.PAGESIZE
+    return -(-weight.data_ptr() // size) * size, (weight.data_ptr() + weight.nbytes) // size * size
+
+
+def _files() -> list[Span]:
+    """Mappings of files."""
+    found = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         span, _, _, _, inode, *_ = line.split(maxsplit=5)
-        start, stop = (int(address, 16) for address in span.split("-"))
-        if start <= first and last <= stop:
-            return inode != "0"
-    return False
+        if inode != "0":
+            start, stop = span.split("-")
+            found.append((int(start, 16), int(stop, 16)))
+    return found

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,22 @@ def test_engine_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     shown = capsys.readouterr().out
     assert "Oracle, T=0, 1 prompts of 16 tokens" in shown
     assert "differs" not in shown
+
+
+def test_peak_memory_is_of_a_process_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The processes are played here; what they would do runs as well."""
+    script, sides = load("peak_memory"), list[str]()
+
+    def process(command: list[str], **_: Any) -> Any:
+        sides.append(command[-1])
+        assert script.decode(command[-1], "tiny" if command[-1] == "specdec" else command[-3], "auto", 4, 2) > 0
+        return SimpleNamespace(stdout=f"{100.0 + len(sides)}\n")
+
+    monkeypatch.setattr(script.subprocess, "run", process)
+    monkeypatch.setattr(sys, "argv", ["peak_memory.py", "--repeats", "1"])
+    script.main()
+    assert sides == ["transformers", "specdec"]
+    assert "102 MiB (102), 1.010" in capsys.readouterr().out
 
 
 # -- The GPU's benchmark, on a CPU -------------------------------------------------------------------------------------
