@@ -1,8 +1,8 @@
 """An adapter at work: one sequence, a few rows at a time, with keys and values kept.
 
 It computes what ``Adapter.forward`` does for a whole text, in half the operations: one product for queries, keys and
-values and one for gate and up, residuals added by the product itself. A draft costs little more than reading weights,
-so what surrounds the products counts.
+values and one for gate and up, residuals added by the product itself; where the adapter is a whole layer and there is
+a native library, in one call. A draft costs little more than reading weights, so what surrounds the products counts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from drafters.adapter import Adapter, rotations
+from specdec.block import Block
+from specdec.cache import KVCache, LayerSpec
+from specdec.lowering.products import PRODUCTS, Product, usable
+from specdec.native.walk import NativeLayer, NativeLayers
 
 __all__ = ["AdapterCache", "AdapterStep"]
 
@@ -28,21 +33,27 @@ class AdapterStep:
     def __init__(self, adapter: Adapter) -> None:
         self.config, self.norm = adapter.config, adapter.norm.detach()
         self._attends, self._has_mlp = adapter.config.variant != "mlp", adapter.config.variant in ("layer", "mlp")
-        self._head = None if adapter.head is None else adapter.head.weight.detach()
+        self._head = None if adapter.head is None else _stored(adapter.head)
         if self._attends:
             self._input_norm = adapter.input_norm.detach()
-            self._qkv = torch.cat([part.weight.detach() for part in (adapter.q_proj, adapter.k_proj, adapter.v_proj)])
-            self._out = adapter.o_proj.weight.detach().t()
+            self._qkv = _stored(adapter.q_proj, adapter.k_proj, adapter.v_proj)
+            self._out = _stored(adapter.o_proj)
         if self._has_mlp:
             self._mlp_norm = adapter.mlp_norm.detach()
-            self._gate_up = torch.cat([part.weight.detach() for part in (adapter.gate_proj, adapter.up_proj)])
-            self._down = adapter.down_proj.weight.detach().t()
+            self._gate_up, self._down = _stored(adapter.gate_proj, adapter.up_proj), _stored(adapter.down_proj)
+        self._layer: NativeLayers | None = None
+        if self._attends and self._has_mlp:
+            heads, eps = self.config.heads, self.config.norm_eps
+            products, norms = (self._qkv, self._out, self._gate_up, self._down), (self._input_norm, self._mlp_norm)
+            size = len(self.norm) // heads
+            layer = NativeLayer(products, norms, (eps, eps, 0.0), (heads, heads), size, size**-0.5)
+            self._layer = NativeLayers.of([layer])
 
     def absorb(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
         """Cache keys and values of ``features`` [T, D] as the next T positions; returns their queries [H, T, d]."""
         rows, heads = len(features), self.config.heads
         normed = self._normed(features, self._input_norm)
-        states = F.linear(normed, self._qkv).view(rows, 3 * heads, -1).transpose(0, 1)  # [3 H, T, d]
+        states = self._qkv(normed).view(rows, 3 * heads, -1).transpose(0, 1)  # [3 H, T, d]
         cos, signed = cache.rotary(rows)
         turning = states[: 2 * heads]
         # A half turn is a roll; its sign is in the sines.
@@ -56,19 +67,21 @@ class AdapterStep:
         With a single layer, keys and values depend on the features alone, so only the last row needs a query; and as it
         sees everything, no mask.
         """
+        if self._layer is not None:
+            return self._normed(cache.run(self._layer, features)[-1:], self.norm)
         hidden = features[-1:]
         if self._attends:
             query = self.absorb(features, cache)[None, :, -1:]
             seen = F.scaled_dot_product_attention(query, *cache.seen())  # [1, H, 1, d]
-            hidden = torch.addmm(hidden, seen.reshape(1, -1), self._out)
+            hidden = self._out.add(seen.reshape(1, -1), hidden)
         if self._has_mlp:
-            gate, up = F.linear(self._normed(hidden, self._mlp_norm), self._gate_up).chunk(2, -1)
-            hidden = torch.addmm(hidden, F.silu(gate).mul_(up), self._down)
+            gate, up = self._gate_up(self._normed(hidden, self._mlp_norm)).chunk(2, -1)
+            hidden = self._down.add(F.silu(gate).mul_(up), hidden)
         return self._normed(hidden, self.norm)
 
     def logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """[..., V] of what ``step`` returned; ``head`` is the target's, used unless the adapter has its own."""
-        return head(hidden) if self._head is None else F.linear(hidden, self._head)
+        return (head if self._head is None else self._head)(hidden)
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
@@ -79,17 +92,34 @@ class AdapterCache:
 
     def __init__(self, adapter: AdapterStep, capacity: int) -> None:
         config, like = adapter.config, adapter.norm
-        self.length = 0
-        shape = (1, config.heads, capacity, config.hidden_size // config.heads)
-        self.keys, self.values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        size = config.hidden_size // config.heads
+        spec = LayerSpec(config.heads, size, size, None, like.device, like.dtype)
+        self._slots = KVCache([spec], capacity=capacity, rows=1)
+        self.keys, self.values = self._slots.keys[0], self._slots.values[0]
         self._cos, sin = rotations(torch.arange(capacity, device=like.device), config, like.dtype)
         first, second = sin.chunk(2, -1)
         self._signed = torch.cat((-first, second), -1)
+
+    @property
+    def length(self) -> int:
+        """Positions that are stored."""
+        return self._slots.length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._slots.length = value
 
     def rotary(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines with the first half negated, [rows, D / heads] of the next positions."""
         last = self.length + rows
         return self._cos[self.length : last], self._signed[self.length : last]
+
+    def run(self, layer: NativeLayers, features: torch.Tensor) -> torch.Tensor:
+        """[T, D] ``features``, the next T positions, through a layer that stores their keys and values here."""
+        block = Block(self._slots, [0] * len(features))
+        hidden, _ = layer.run(features, block, *self.rotary(len(features)), 0, 1, ())
+        self.length += len(features)
+        return hidden
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the next positions' keys and values [heads, T, D / heads]."""
@@ -101,3 +131,9 @@ class AdapterCache:
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is stored."""
         return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
+
+
+def _stored(*parts: nn.Linear) -> Product:
+    """One product for linears of one input, in the layout of the native kernel where there is one."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    return PRODUCTS["tiled" if usable("tiled", weight) else "linear"](weight, None)

@@ -150,10 +150,11 @@ class LoweredLayer:
             LoweredNorm(layer.post_attention_layernorm),
         )
         self.head_norm: torch.Tensor | None = None
+        self.head_epsilon = 0.0
         if hasattr(attention, "q_norm"):
             heads = [attention.q_norm.weight.data] * self.query_heads + [attention.k_norm.weight.data] * self.key_heads
             self.head_norm = torch.stack(heads).unsqueeze(1)  # [Hq + Hkv, 1, head_dim]
-            self.head_epsilon: float = attention.q_norm.variance_epsilon
+            self.head_epsilon = attention.q_norm.variance_epsilon
 
     def use(self, kernels: Mapping[tuple[int, ...], str]) -> None:
         """Store the weights as these kernels want them; the original keeps its own until ``install``."""

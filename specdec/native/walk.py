@@ -6,47 +6,85 @@ import ctypes
 import weakref
 from collections.abc import Collection, Sequence
 from ctypes import byref, c_int32, c_void_p
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from specdec.block import Block
 from specdec.cache import KVCache
 from specdec.lowering.layer import LoweredLayer
+from specdec.lowering.products import Product
 from specdec.lowering.tiled import Tiled
 from specdec.native.library import CBlock, CLayer, CShape, CSlots, library
 
-__all__ = ["NativeLayers"]
+__all__ = ["NativeLayer", "NativeLayers"]
 
 _MOST_ROWS = 64  # above, torch's attention over a whole block is faster than row after row
 _HEADS = range(16, 129, 16)  # head dimensions that the library has code for
 
 
-class NativeLayers:
-    """Lowered layers whose products are all tiled; ``of`` says whether some are."""
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeLayer:
+    """What the library needs of a layer.
 
-    def __init__(self, layers: Sequence[LoweredLayer]) -> None:
-        one = layers[0]
-        self._lowered = tuple(layers)  # whose weights the library reads by address
-        self._dtype = one.first_norm.weight.dtype
-        self._held: list[torch.Tensor] = []  # and their norms, in float32
-        self._shape = CShape(
-            one.first_norm.weight.shape[0],
-            one.query_heads,
-            one.key_heads,
-            one.head_dim,
-            one.products[3].inputs,  # type: ignore[attr-defined]
-            self._dtype is torch.bfloat16,
+    Attributes:
+        products: of queries, keys and values; after attention; of gate and up; and down.
+        norms: [D] weights of the norms before attention and before the MLP.
+        epsilons: of these norms, and of those per head.
+        heads: of queries, and of keys.
+        head_norm: [heads, 1, head_dim] weights of norms per query and key head, or None.
+    """
+
+    products: tuple[Product, ...]
+    norms: tuple[torch.Tensor, torch.Tensor]
+    epsilons: tuple[float, float, float]
+    heads: tuple[int, int]
+    head_dim: int
+    scale: float
+    head_norm: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: LoweredLayer) -> NativeLayer:
+        """A lowered layer, as the library sees it."""
+        return cls(
+            tuple(layer.products),
+            (layer.first_norm.weight, layer.second_norm.weight),
+            (layer.first_norm.epsilon, layer.second_norm.epsilon, layer.head_epsilon),
+            (layer.query_heads, layer.key_heads),
+            layer.head_dim,
+            layer.scale,
+            layer.head_norm,
         )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the library has code for it."""
+        tiled = [product for product in self.products if isinstance(product, Tiled)]
+        return len(tiled) == len(self.products) and self.head_dim in _HEADS and tiled[3].inputs % 16 == 0
+
+
+class NativeLayers:
+    """Layers behind one call; ``of`` says whether the library can run them."""
+
+    def __init__(self, layers: Sequence[NativeLayer]) -> None:
+        one = layers[0]
+        self._dtype = one.norms[0].dtype
+        self._held: list[Any] = [*layers]  # whose weights the library reads by address
+        inner = one.products[3].inputs  # type: ignore[attr-defined]
+        half = self._dtype is torch.bfloat16
+        self._shape = CShape(len(one.norms[0]), *one.heads, one.head_dim, inner, half)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
         self._slots: weakref.WeakKeyDictionary[KVCache, ctypes.Array[CSlots]] = weakref.WeakKeyDictionary()
         self._library = library()
 
     @staticmethod
-    def of(layers: Sequence[object]) -> NativeLayers | None:
-        """These layers, if the library can run them."""
-        known = [layer for layer in layers if isinstance(layer, LoweredLayer) and _fits(layer)]
-        alike = len({(layer.query_heads, layer.key_heads, layer.head_dim) for layer in known}) == 1
-        return NativeLayers(known) if alike and len(known) == len(layers) else None
+    def of(layers: Sequence[NativeLayer | object]) -> NativeLayers | None:
+        """These layers, lowered or described, if the library can run them."""
+        known = [NativeLayer.of(layer) if isinstance(layer, LoweredLayer) else layer for layer in layers]
+        fit = [layer for layer in known if isinstance(layer, NativeLayer) and layer.fits]
+        alike = len({(*layer.heads, layer.head_dim) for layer in fit}) == 1
+        return NativeLayers(fit) if alike and len(fit) == len(layers) else None
 
     def fits(self, block: Block) -> bool:
         """Whether a block is small enough to gain."""
@@ -102,22 +140,15 @@ class NativeLayers:
             return stream, found
         return stream.to(self._dtype), {tap: kept.to(self._dtype) for tap, kept in found.items()}
 
-    def _describe(self, layer: LoweredLayer) -> CLayer:
+    def _describe(self, layer: NativeLayer) -> CLayer:
         products = [product.described for product in layer.products]  # type: ignore[attr-defined]
-        return CLayer(
-            *products,
-            self._hold(layer.first_norm.weight),
-            self._hold(layer.second_norm.weight),
-            None if layer.head_norm is None else self._hold(layer.head_norm),
-            layer.first_norm.epsilon,
-            layer.second_norm.epsilon,
-            0.0 if layer.head_norm is None else layer.head_epsilon,
-            layer.scale,
-        )
+        per_head = None if layer.head_norm is None else self._hold(layer.head_norm)
+        return CLayer(*products, *map(self._hold, layer.norms), per_head, *layer.epsilons, layer.scale)
 
     def _hold(self, weight: torch.Tensor) -> int:
-        self._held.append(weight.float().contiguous())
-        return self._held[-1].data_ptr()
+        held = weight.float().contiguous()
+        self._held.append(held)
+        return held.data_ptr()
 
     def _describe_slots(self, cache: KVCache) -> ctypes.Array[CSlots]:
         return (CSlots * len(cache.keys))(
@@ -126,12 +157,6 @@ class NativeLayers:
                 for keys, values, group in zip(cache.keys, cache.values, cache.group_of, strict=True)
             )
         )
-
-
-def _fits(layer: LoweredLayer) -> bool:
-    """Whether the library has code for a layer's sizes."""
-    products = [product for product in layer.products if isinstance(product, Tiled)]
-    return len(products) == len(layer.products) and layer.head_dim in _HEADS and products[3].inputs % 16 == 0
 
 
 _CHAINS: dict[int, tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]] = {}

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.adapter import VARIANTS, Adapter, AdapterConfig
+from drafters.adapter_step import AdapterCache, AdapterStep
 from specdec import Engine, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft
@@ -101,6 +103,26 @@ def plain(target: TransformersTarget, cache: Any, token: int) -> Any:
     output = target.forward(Block(cache, [token], device=target.device), taps=(2,))
     cache.commit((0,))
     return output
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapter_s_step_equals_the_whole_text(variant: str) -> None:
+    torch.manual_seed(0)
+    inner = 48 if variant in ("layer", "mlp") else 0
+    config = AdapterConfig(
+        hidden_size=64, vocab_size=32, exit_layer=1, heads=4, variant=variant, intermediate_size=inner
+    )
+    adapter = Adapter(config).requires_grad_(False)
+    features, head = torch.randn(1, 11, 64), torch.nn.Linear(64, 32).requires_grad_(False)
+    whole = adapter(features, torch.arange(11)[None], head)
+    step = AdapterStep(adapter)
+    assert (step._layer is not None) == (variant == "layer")
+    cache = AdapterCache(step, 11)
+    if variant != "mlp":
+        step.absorb(features[0, :4], cache)
+    rows = [step.step(features[0, first:last], cache) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
+    torch.testing.assert_close(step.logits(torch.cat(rows), head), whole[[4, 7, 8, 10]], atol=1e-5, rtol=1e-5)
 
 
 @needs_compiler
