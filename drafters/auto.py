@@ -29,7 +29,6 @@ __all__ = ["Auto", "AutoConfig", "Record"]
 
 _PARTS: tuple[Any, ...] = (
     {"name": "suffix_automaton", "factor": 4.0, "max_tokens": 16},
-    {"name": "prompt_lookup", "tokens": 16},
     "token_recycling",
     "lookahead",
 )
@@ -46,6 +45,7 @@ _ONWARD = 0.6  # at least this after a row that was right
 _WEIGHT = 3.0  # of what is supposed, in rows seen
 
 _HOPE, _TREE = 0.3, 9  # tokens a step that a part with much to compute may bring; rows of the tree that it may make
+_FAINT = 0.03  # below a row that is reached more rarely than this, none will pay
 _GRACE = 0.05  # of a part that has little to compute
 _DEBT = 0.01  # tokens a step that a part may lose, on average of late, before it sleeps
 
@@ -56,8 +56,8 @@ class AutoConfig:
 
     Attributes:
         parts: drafters, each a name or ``{"name": ..., **options}``, the cheapest first: a row that two of them propose
-            is put down to the first. None takes suffix automaton, prompt lookup, token recycling, lookahead, and the
-            Medusa heads in this package where they fit the model.
+            is put down to the first. None takes suffix automaton, token recycling, lookahead, and the Medusa heads in
+            this package where they fit the model.
         rows: most rows below the root; None leaves it to the engine's ``max_rows``.
         memory: weight of the past in a part's worth and in a row's chance, from one step to the next.
     """
@@ -138,7 +138,7 @@ class Worth:
         self.record = Record(memory)
         self._memory = memory
         self._net: float | None = _GRACE if cheap else None
-        self._patience = Patience(16, 128) if cheap else Patience(32, 256)
+        self._patience = Patience(4, 32) if cheap else Patience(32, 256)
 
     def awake(self, price: float) -> bool:
         """Whether to ask it for this step; ``price``: of a tree's rows, which decides before anything was seen."""
@@ -228,6 +228,9 @@ class _Part:
         chances, ranks = [1.0], [0] * len(draft)
         for own in range(1, len(draft)):
             above = draft.parents[own]
+            if draft.is_chain and not draft.read and tree.reach[self.rows[above]] < _FAINT:
+                self.rows += [-1] * (len(draft) - own)
+                break
             parent, token = self.rows[above], draft.tokens[own]
             dissents = tree.dissents(parent, token, first)
             kind = (strength, min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1), dissents)
@@ -244,10 +247,10 @@ class _Part:
         self.added = range(first, len(tree.tokens))
         self.seconds = perf_counter() - began
 
-    def judge(self, tree: _Tree, place: dict[int, int], tokens: Sequence[int]) -> None:
+    def judge(self, place: dict[int, int], tokens: Sequence[int]) -> None:
         """Note which of its rows were right; ``place``: accepted row of the tree -> its depth."""
         draft, record = self.draft, self.worth.record
-        for own in range(1, len(draft)):
+        for own in range(1, len(self.kinds)):
             depth = place.get(self.rows[draft.parents[own]])
             if depth is not None:
                 record.note(self.kinds[own], draft.tokens[own] == tokens[depth])
@@ -290,21 +293,27 @@ class AutoSession:
         )
 
     def observe(self, seen: Observation) -> None:
+        path = [] if seen.draft is None else [self._kept[row] for row in seen.path]
+        place = {row: depth for depth, row in enumerate(path)}
         for part in self._parts:
-            if part.asked and seen.draft is not None:
-                self._tell(part, seen)
+            if part.asked and path:
+                self._tell(part, seen, path, place)
             elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
-                part.session.observe(replace(seen, taps={layer: seen.taps[layer] for layer in part.taps}))
+                shared = len(part.taps) < len(seen.taps)
+                own = replace(seen, taps={layer: seen.taps[layer] for layer in part.taps}) if shared else seen
+                part.session.observe(own)
 
-    def _tell(self, part: _Part, seen: Observation) -> None:
-        """Judge a part that was asked by what became of its rows, and let it learn."""
+    def _tell(self, part: _Part, seen: Observation, path: list[int], place: dict[int, int]) -> None:
+        """Judge a part that was asked by what became of its rows, and let it learn.
+
+        ``path``: the accepted rows of the tree; ``place``: their depths.
+        """
         began = perf_counter()
         kept = self._kept
-        path = [kept[row] for row in seen.path]
-        part.judge(self._tree, {row: depth for depth, row in enumerate(path)}, seen.tokens)
+        part.judge(place, seen.tokens)
         if part.taps or part.learns:
-            place = {row: number for number, row in enumerate(kept)}
-            rows = [place.get(row, -1) for row in part.rows]
+            numbers = {row: number for number, row in enumerate(kept)}
+            rows = [numbers.get(row, -1) for row in part.rows]
             part.session.observe(part_of(seen, part.draft, rows, part.taps))
         price = self._budget.price(self._length, len(kept))
         extra = price[len(kept)] - price[len(kept) - sum(row in part.added for row in kept)]

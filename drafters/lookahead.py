@@ -183,12 +183,15 @@ class LookaheadSession:
 
     def propose(self, room: int) -> Draft:
         config, context = self._config, self._context
+        self._last = []
+        if room < 2:
+            return Draft.chain([context.root])
         if config.pool_from_prompt:
             self._pool.read(context.tokens)
         builder = DraftBuilder(context.root)
-        placed = len(builder) + self._window.rows <= room
         # The window first, so that a small room costs guesses and not the window's order.
-        self._last = self._window.place(builder, config.verify_window) if placed else []
+        if len(builder) + self._window.rows <= room:
+            self._last = self._window.place(builder, config.verify_window)
         if config.verify:
             for guess in self._pool.of(context.root):
                 builder.add_path(guess[: context.remaining - 1], room=room)

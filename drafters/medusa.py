@@ -245,18 +245,17 @@ def check_fit(config: HeadsConfig, target: Target, *, check_target: bool = True)
 class MedusaSession:
     def __init__(self, drafter: Medusa, context: Context) -> None:
         self._drafter, self._context = drafter, context
-        self._hidden: torch.Tensor | None = (
-            None  # [1, D] of the position before the root; none for a prompt of one token
-        )
+        self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
+        self._last = 0  # ... and the row before the root
 
     def propose(self, room: int) -> Draft:
         """The tree, less what is deeper than the text may get or does not fit."""
         context, nodes = self._context, self._drafter.nodes
         deepest = context.remaining - 1
         tokens, parents = [context.root], [-1]
-        if self._hidden is None or room < 2 or deepest < 1:
+        if self._seen is None or room < 2 or deepest < 1:
             return Draft(tokens, parents)
-        guesses = self._drafter.guesses(self._hidden, context.target.head)
+        guesses = self._drafter.guesses(self._seen[self._last : self._last + 1], context.target.head)
         rows = [0]
         for node in nodes:
             if len(tokens) == room:
@@ -268,5 +267,4 @@ class MedusaSession:
         return Draft(tokens, parents)
 
     def observe(self, seen: Observation) -> None:
-        last = seen.path[-1]
-        self._hidden = seen.taps[FINAL][last : last + 1].clone()  # the chunk or tree itself may go
+        self._seen, self._last = seen.taps[FINAL], seen.path[-1]

@@ -20,6 +20,7 @@ class Plain(DrafterBase):
 
     name = "none"
     Config = PlainConfig
+    learns = False
 
     def start(self, context: Context) -> PlainSession:
         return PlainSession(context)

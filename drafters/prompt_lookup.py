@@ -71,6 +71,8 @@ class PromptLookupSession:
 
     def propose(self, room: int) -> Draft:
         config, context = self._config, self._context
+        if room < 2:
+            return Draft.chain([context.root])
         self._index()
         size = min(config.tokens, context.remaining - 1)
         length, starts = self._matches()

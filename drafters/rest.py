@@ -6,10 +6,11 @@ the tree. Unlike the paper's code, sampling is lossless: the tree was chosen, so
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from drafters.datastore import Datastore
@@ -28,7 +29,8 @@ class RestConfig:
     Attributes:
         datastore: folder that ``specdec datastore build`` made with the target's tokenizer; it has no default.
         max_suffix, min_suffix: lengths of the suffix that is looked up.
-        matches: most occurrences that are read, spread evenly over all.
+        matches: most occurrences that are read, spread evenly over all; None fits the device: the paper's 5000 on an
+            accelerator, 500 on a CPU.
         tokens: tokens read after each.
         rows: rows below the root; None fits the device: the paper's 64 on an accelerator, 7 on a CPU.
     """
@@ -36,7 +38,7 @@ class RestConfig:
     datastore: str | None = None
     max_suffix: int = 16
     min_suffix: int = 2
-    matches: int = 5000
+    matches: int | None = None
     tokens: int = 10
     rows: int | None = None
 
@@ -86,17 +88,19 @@ class RestSession:
         self._config = config
         self._datastore = datastore
         self._context = context
-        self._rows = config.rows or (7 if context.target.device.type == "cpu" else 64)
+        cpu = context.target.device.type == "cpu"
+        self._rows = config.rows or (7 if cpu else 64)
+        self._matches = config.matches or (500 if cpu else 5000)
 
     def propose(self, room: int) -> Draft:
         config, context = self._config, self._context
-        builder = DraftBuilder(context.root)
         size, count = min(config.tokens, context.remaining - 1), min(self._rows, room - 1)
         if size < 1 or count < 1:
-            return builder.build()
+            return Draft.chain([context.root])
+        builder = DraftBuilder(context.root)
         length, places = self._datastore.longest_suffix(context.tokens[-config.max_suffix :], config.min_suffix)
         if length:
-            found = self._datastore.continuations(places, length, size, config.matches)
+            found = self._datastore.continuations(places, length, size, self._matches)
             rows = [0]
             for parent, token in frequent_prefixes(found, count):
                 rows.append(builder.add(rows[parent], token))
@@ -114,33 +118,20 @@ def frequent_prefixes(found: npt.NDArray[Any], count: int) -> list[tuple[int, in
 
     Example: ``[[5, 6], [5, 6], [5, 9]]`` and 2 give ``[(0, 5), (1, 6)]``.
     """
-    rows, size = found.shape
-    differs = np.ones(rows, np.bool_)  # whether a row's prefix is not the one before
-    differs[1:] = False
-    nodes: list[tuple[int, int, int, int]] = []  # (-count, depth, group, first row)
-    groups: list[npt.NDArray[Any]] = [np.zeros(rows, np.int64)]
-    for depth in range(size):
-        column = found[:, depth]
-        differs = differs.copy()
-        differs[1:] |= column[1:] != column[:-1]
-        group = np.cumsum(differs) - 1
-        groups.append(group)
-        firsts = np.flatnonzero(differs)
-        counts = np.diff(firsts, append=rows)
-        alive = column[firsts] >= 0
-        # Nothing further down is more frequent than this level's best; once that cannot win, the rest need no look.
-        most = int(counts[alive].max(initial=0))
-        if not most or (len(nodes) >= count and sorted(nodes)[count - 1][0] <= -most):
-            break
-        # No more than `count` of a level can be chosen, and those are its most frequent ones.
-        best = np.argsort(-counts, kind="stable")
-        for place in best[alive[best]][:count].tolist():
-            nodes.append((-int(counts[place]), depth, place, int(firsts[place])))
-    nodes.sort()
-    node_of = {(-1, 0): 0}
+    ahead: list[tuple[int, int, int, int, int]] = []  # (-rows, depth, first row, parent, token)
+
+    def unfold(parent: int, first: int, last: int, depth: int) -> None:
+        """Put the tokens of a column's rows [first, last) ahead."""
+        for token, group in groupby(found[first:last, depth].tolist() if depth < found.shape[1] else ()):
+            rows = len(list(group))
+            if token >= 0:
+                heapq.heappush(ahead, (-rows, depth, first, parent, token))
+            first += rows
+
     chosen: list[tuple[int, int]] = []
-    for _, depth, place, first in nodes[:count]:
-        parent = node_of[depth - 1, int(groups[depth][first])]
-        chosen.append((parent, int(found[first, depth])))
-        node_of[depth, place] = len(chosen)
+    unfold(0, 0, len(found), 0)
+    while ahead and len(chosen) < count:
+        rows, depth, first, parent, token = heapq.heappop(ahead)
+        chosen.append((parent, token))
+        unfold(len(chosen), first, first - rows, depth + 1)
     return chosen

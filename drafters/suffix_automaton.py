@@ -175,6 +175,8 @@ class SuffixAutomatonSession:
 
     def propose(self, room: int) -> Draft:
         config, context = self._config, self._context
+        if room < 2:
+            return Draft.chain([context.root])
         self._read()
         end, length = self._text.match
         source, there = self._text.tokens, (0, 0) if self._cursor is None else self._cursor.match

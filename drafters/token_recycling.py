@@ -126,8 +126,10 @@ class TokenRecyclingSession:
         self._nodes = nodes
         self._table = table
         self._context = context
+        self._learns = True
 
     def propose(self, room: int) -> Draft:
+        self._learns = room > 1  # where nobody asks, taking the best of every row would be most of its time
         deepest = self._context.remaining - 1
         tokens, parents, depths = [self._context.root], [-1], [0]
         row_of = {0: 0}  # node of the template -> row; nodes without a known token have none
@@ -148,4 +150,5 @@ class TokenRecyclingSession:
     def observe(self, seen: Observation) -> None:
         assert seen.draft is not None
         assert seen.scores is not None
-        self._table.learn(seen.draft, seen.path, seen.scores)
+        if self._learns:
+            self._table.learn(seen.draft, seen.path, seen.scores)

@@ -3,8 +3,9 @@
 The paper of lookahead decoding adds prompt lookup's n-grams to its own (Fu et al. 2024, Table 3, row 9); this is that,
 for any drafters. Equal paths share rows. Parts propose in turn, each within its share and what those before it left,
 so nothing that a part asked for is ever cut. What a part's rows have lately been worth decides its share, and whether
-it is asked at all: rows that are accepted more rarely than they cost make every step slower. Whoever is not asked gets
-another try now and then. All of that follows from steps that are over, never from the one that is drafted for.
+it is asked at all: rows that are accepted more rarely than they cost make every step slower. Whoever is not asked is
+not told how the step went either, unless it wants hidden states, and gets another try now and then. All of that follows
+from steps that are over, never from the one that is drafted for.
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ class _Part:
     def __init__(self, drafter: Drafter, context: Context, config: UnionConfig, row_cost: float) -> None:
         self.name = drafter.name
         self.taps = drafter.taps
+        self.learns = getattr(drafter, "learns", True)
         self.session: DraftSession = drafter.start(context)
         self.draft = Draft.chain([context.root])
         self.rows: Sequence[int] = [0]
@@ -231,6 +233,8 @@ class UnionSession:
         """
         if record is None:
             return 0
+        if number == len(self._parts) - 1:
+            return left
         behind = [part.recorded(beside=True) for part in self._parts[number + 1 :] if not part.silent]
         rivals = [other.worth for other in behind if other.asks and other.worth >= record.worth]
         return shares([record.worth, *rivals], left)[0]
@@ -242,7 +246,8 @@ class UnionSession:
                     part.session.observe(replace(seen, taps={layer: seen.taps[layer] for layer in part.taps}))
                 continue
             part.judge(seen.path)
-            part.session.observe(part_of(seen, part.draft, part.rows, part.taps))
+            if part.taps or (part.learns and part.record is not None):
+                part.session.observe(part_of(seen, part.draft, part.rows, part.taps))
 
 
 def shares(worth: Sequence[float], total: int) -> list[int]:

@@ -238,7 +238,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--optimize", choices=("auto", "off"), default="auto", help="off: transformers' own layers")
     parser.add_argument("--drafters", default=",".join(DEFAULT_DRAFTERS), help="the first one is the reference")
-    parser.add_argument("--budget", default="off", help="of our drafters: off, auto or a cost file")
+    parser.add_argument("--budget", default="credit", help="of our drafters: credit, auto, a cost file or off")
     parser.add_argument("--datastore", help="for rest; see `specdec datastore build`")
     parser.add_argument("--heads", help="for medusa; a folder that training wrote, instead of the shipped ones")
     parser.add_argument("--prompts", type=int, default=6)

@@ -4,6 +4,8 @@ A step that takes longer has to bring more. With ``rate`` the tokens per second 
 chance that a row is accepted, n rows are worth ``sum(g) - rate * (T(n) - T(1))`` tokens more than a plain step, and the
 n that maximises this is taken: none where speculation loses. What is chosen depends on past steps and on the clock,
 never on the draws of the step that it is chosen for, so sampling stays lossless.
+
+Without a clock there is a drafter's *credit*: what its rows are supposed to cost against what was accepted of them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from specdec.draft import Draft
 from specdec.errors import ConfigError
 from specdec.target import Target
 
-__all__ = ["Budget", "Patience", "check_budget", "make_budget"]
+__all__ = ["Budget", "Credit", "Patience", "check_budget", "make_budget", "row_cost"]
 
 _BUCKET = 256  # tokens of context for which one reading of the curve serves
 _FIRST, _FALL = 0.4, 0.8  # chance of the first row before any was seen, enough to try; of a row, by the one before it
@@ -24,6 +26,14 @@ _PRIOR_WEIGHT = 2.0
 _UNTRIED = 0.98  # memory of rows that were not proposed
 _TRY = 9  # rows of a try
 _OUTLIER = 3.0  # a step that took longer than this many times what was due met another process, not a dearer forward
+
+_START, _MOST = 1.0, 3.0  # credit in tokens: at first, and the most that a drafter can save up
+_STEP_ROWS = 1  # rows that a draft costs beyond its own: other kernels than a single row's, and a path to verify
+
+
+def row_cost(target: Target) -> float:
+    """What a row is supposed to add to a step, in plain steps, where nothing was measured."""
+    return 0.08 if target.device.type == "cpu" else 0.002
 
 
 class Patience:
@@ -48,6 +58,41 @@ class Patience:
         self._wait = self._left = self._first
 
 
+class Credit:
+    """Whether to ask a drafter, by acceptance alone: the same drafts, and so the same text, at the same seed.
+
+    Accepted rows are income, rows are expenses, and nobody spends more than he has. A drafter whose credit is used up
+    rests; it gets that of one row for a try now and then, more rarely each time that this is lost too. One serves one
+    sequence.
+
+    Args:
+        row_cost: of a row, in plain steps.
+    """
+
+    def __init__(self, row_cost: float) -> None:
+        self._row_cost = row_cost
+        self._left = _START
+        self._patience = Patience(1, 16)
+
+    def room(self, limit: int, length: int) -> int:
+        """Rows that it can pay for: the root alone where that is none."""
+        least = self._row_cost * (1 + _STEP_ROWS)
+        if self._left < least:
+            if not self._patience.due():
+                return min(limit, 1)
+            self._left = least
+        return min(limit, 1 + round(self._left / self._row_cost) - _STEP_ROWS)
+
+    def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
+        """Take note of a step; a drafter that had nothing to say is not judged."""
+        if len(draft) == 1:
+            return
+        spent = self._row_cost * (len(draft) - 1 + _STEP_ROWS)
+        self._left = min(self._left + len(path) - 1 - spent, _MOST)
+        if self._left >= _START:
+            self._patience.paid()
+
+
 class Budget:
     """What rows cost and what they bring, lately. One serves all sequences of an engine.
 
@@ -67,6 +112,7 @@ class Budget:
         self._tries: list[float] = []
         self._draft = 0.0  # seconds of drafting, per step that drafted
         self._patience = Patience()
+        self._priced: tuple[list[float], list[float]] = ([], [])  # seconds, and their price until the next step
         self._rests = False  # rows did not pay when last weighed, and are not weighed until the next try is due
 
     def seconds(self, length: int, most: int) -> list[float]:
@@ -84,10 +130,12 @@ class Budget:
         return max(self._tokens / self._time, 1 / (drift * self.seconds(0, 1)[1]))
 
     def price(self, length: int, most: int) -> list[float]:
-        """Tokens that the extra time of n rows over a plain step would have brought, for n in 0 .. ``most``."""
+        """Tokens that the extra time of n rows over a plain step would have brought, for n in 0 .. ``most`` or more."""
         seconds = self.seconds(length, most)
-        rate, plain = self.rate * self._taken / self._due, seconds[1]
-        return [rate * (time - plain) for time in seconds]
+        if self._priced[0] is not seconds:
+            rate, plain = self.rate * self._taken / self._due, seconds[1]
+            self._priced = seconds, [rate * (time - plain) for time in seconds]
+        return self._priced[1]
 
     def keep(self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0) -> int:
         """How many of the rows to keep, best first, beside ``base`` rows that are there anyway.
@@ -122,6 +170,7 @@ class Budget:
         ``drafting`` seconds are among the ``seconds``.
         """
         memory, rows = self._memory, len(draft)
+        self._priced = ([], [])
         due = self.seconds(length, rows)[rows]
         taken = min(seconds - drafting, _OUTLIER * due * max(self._taken / self._due, 1.0))
         self._taken = memory * self._taken + taken
@@ -153,21 +202,21 @@ def check_budget(choice: str) -> str:
     """The choice, if it may be one.
 
     Raises:
-        ConfigError: neither auto nor off, and no file.
+        ConfigError: neither credit, auto nor off, and no file.
     """
-    if choice not in ("auto", "off") and not Path(choice).is_file():
+    if choice not in ("credit", "auto", "off") and not Path(choice).is_file():
         raise ConfigError(
-            f"budget={choice!r} is unknown; choose auto, off, or a cost file made by `specdec tune --out FILE`"
+            f"budget={choice!r} is unknown; choose credit, auto, off, or a cost file made by `specdec tune --out FILE`"
         )
     return choice
 
 
 def make_budget(choice: str, target: Target, known: dict[str, CostCurve] | None = None) -> Budget | None:
-    """The budget for a target: from its kept or newly measured cost curve, or from a file; None for ``off``.
+    """The budget for a target: from its kept or newly measured cost curve, or from a file; else None.
 
     ``known``: curves by choice that need not be read again; one that is read is put there.
     """
-    if choice == "off":
+    if choice in ("credit", "off"):
         return None
     known = {} if known is None else known
     if choice not in known:

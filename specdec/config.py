@@ -42,7 +42,8 @@ class RunConfig:
         attention: ``auto``, ``sdpa`` or ``split``.
         optimize: ``auto`` lowers the layers that specdec knows; ``off`` runs transformers' own.
         compile: steps as compiled graphs of static shapes; for GPUs, on a CPU it loses.
-        budget: ``off``, ``auto`` (only rows that pay here, none where speculation loses), or a cost file; see Engine.
+        budget: ``credit`` (a drafter that keeps failing rests), ``auto`` (only rows that pay here, none where
+            speculation loses), a cost file, or ``off``; see Engine.
         threads: CPU threads of torch; None is torch's own choice, but one for ``tiny``, which is too small to gain from
             more and loses a lot where other work keeps the cores busy.
         max_new_tokens: budget of new tokens.
@@ -61,7 +62,7 @@ class RunConfig:
     attention: str = "auto"
     optimize: str = "auto"
     compile: bool = False
-    budget: str = "off"
+    budget: str = "credit"
     threads: int | None = None
     max_new_tokens: int = 128
     stop: str | list[str] = field(default_factory=list)

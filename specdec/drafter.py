@@ -106,7 +106,8 @@ class DrafterBase:
 
     ``Config`` is a frozen, keyword-only dataclass that checks itself; its fields are the drafter's options. A drafter
     with ``budgeted`` always has ``context.budget`` and weighs its rows by it; that of others bounds their room. Where
-    ``learns`` is False, sessions have no use for ``observe``: the tokens in the context are all they need.
+    ``learns`` is False, sessions have no use for ``observe``: the tokens in the context are all they need, and without
+    taps they are told nothing.
     """
 
     name: ClassVar[str]

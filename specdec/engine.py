@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from specdec.block import Block
-from specdec.budget import Budget, check_budget, make_budget
+from specdec.budget import Budget, Credit, check_budget, make_budget, row_cost
 from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation
@@ -45,10 +45,11 @@ class Engine:
         drafter: a registered name, ``{"name": ..., **options}``, or a drafter.
         max_rows: most rows of one step's tree; bounds the scratch slots of the cache.
         prefill_chunk: prompt tokens per forward; None takes 512, or the sliding window where that is smaller.
-        budget: ``off`` lets the drafter propose what its options say. ``auto`` keeps the rows that pay on this machine,
-            by its cost curve and what the drafter has lately been worth, and decodes plainly where speculation loses;
-            a path is that of a cost file. How many rows a step has then depends on the clock: the text does not, except
-            where rounding decides (bf16) or drafts are drawn from a q at T > 0 (there its distribution does not).
+        budget: ``off`` lets the drafter propose what its options say. ``credit`` lets a drafter rest whose guesses
+            keep failing; it goes by acceptance alone. ``auto`` keeps the rows that pay on this machine, by its cost
+            curve and what the drafter has lately been worth, and decodes plainly where speculation loses; a path is
+            that of a cost file. How many rows a step has then depends on the clock: the text does not, except where
+            rounding decides (bf16) or drafts are drawn from a q at T > 0 (there its distribution does not).
 
     Raises:
         ConfigError: unknown drafter or option, or a size that is not positive.
@@ -78,11 +79,15 @@ class Engine:
 
     @property
     def budget(self) -> Budget | None:
-        """What decides on rows; the first use may measure the target, for some seconds. None where it is off."""
+        """What decides on rows; the first use may measure the target, for some seconds. None where nothing does."""
         if self._budget is None and isinstance(self._choice, str):
-            wanted = "auto" if self._choice == "off" and getattr(self.drafter, "budgeted", False) else self._choice
-            self._budget = make_budget(wanted, self.target, self._curves)
+            planned = self._choice in ("credit", "off") and getattr(self.drafter, "budgeted", False)
+            self._budget = make_budget("auto" if planned else self._choice, self.target, self._curves)
         return self._budget
+
+    def bound(self) -> Budget | Credit | None:
+        """What bounds the rows of one sequence, if anything does."""
+        return Credit(row_cost(self.target)) if self.budget is None and self._choice == "credit" else self.budget
 
     @classmethod
     def from_pretrained(
@@ -100,11 +105,12 @@ class Engine:
         trust_remote_code: bool = False,
         max_rows: int = 128,
         prefill_chunk: int | None = None,
-        budget: str | Budget = "off",
+        budget: str | Budget = "credit",
     ) -> Engine:
         """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
 
-        ``attention``, ``optimize``, ``kernels`` and ``compile`` are TransformersTarget's.
+        ``attention``, ``optimize``, ``kernels`` and ``compile`` are TransformersTarget's. The budget is ``credit``
+        here, so that no drafter loses much; an engine that is put together by hand takes its drafter at its word.
 
         Raises:
             CheckpointError: no model or tokenizer there, or a broken one.
@@ -292,8 +298,9 @@ class Decoding:
     ) -> None:
         target = engine.target
         self._target, self._tokenizer, self._drafter = target, engine.tokenizer, engine.drafter
-        self._budget = engine.budget
+        self._bound = engine.bound()
         self._plans = getattr(engine.drafter, "budgeted", False)
+        self._tells = bool(engine.drafter.taps) or getattr(engine.drafter, "learns", True)
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
         self.tokens = list(prompt)
         self._end = min(len(prompt) + max_new_tokens, target.context_length)
@@ -311,7 +318,7 @@ class Decoding:
             sampling=sampling,
             noise=self.sampler.noise,
             rng=random.Random(sampling.seed),
-            budget=self._budget,
+            budget=engine.budget,
         )
         self._session = self._drafter.start(self._context)
         self.finish_reason: str | None = None
@@ -342,8 +349,8 @@ class Decoding:
         room = min(self._context.max_rows, self._cache.free)
         length = self._cache.length
         self._context.remaining = remaining = self._end - len(self.tokens)
-        if self._budget is not None and not self._plans:
-            room = self._budget.room(room, length)
+        if self._bound is not None and not self._plans:
+            room = self._bound.room(room, length)
         draft = self._session.propose(room) if remaining > 1 else Draft.chain(self.tokens[-1:])
         self._check(draft, room)
         drafted = perf_counter()
@@ -362,7 +369,7 @@ class Decoding:
         self._cache.commit(verdict.path)
         self.tokens.extend(verdict.tokens)
         committed = perf_counter()
-        if self.finish_reason is None:
+        if self._tells and self.finish_reason is None:
             self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps))
         step = Step(len(self.steps), verdict.tokens, len(draft), self._drafter.name)
         self.steps.append(step)
@@ -374,9 +381,9 @@ class Decoding:
         seconds.target += forwarded - drafted
         seconds.verify += verified - forwarded
         seconds.other += committed - verified
-        if self._budget is not None:
+        if self._bound is not None:
             drafting = drafted - began + observed - committed
-            self._budget.learn(draft, verdict.path, length, drafting, observed - began)
+            self._bound.learn(draft, verdict.path, length, drafting, observed - began)
         return step
 
     def result(self) -> Generation:

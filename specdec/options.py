@@ -60,8 +60,9 @@ class RunOptions:
     budget: Annotated[
         str | None,
         typer.Option(
-            metavar="off|auto|FILE",
-            help="auto: only rows that pay on this machine; FILE: by a file of `specdec tune` (default off).",
+            metavar="credit|auto|FILE|off",
+            help="credit: a drafter that keeps failing rests; auto: only rows that pay on this machine; FILE: by a "
+            "file of `specdec tune` (default credit).",
             rich_help_panel=_MODEL,
         ),
     ] = None

@@ -33,6 +33,7 @@ ACCEPTANCES = ("auto", "match", "reject", "typical")
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+_BLOCK = 1 << 15  # numbers of noise that are made at once, for as many positions as that is
 
 _KINDS: Mapping[type, type] = {float: Real, int: Integral, bool: bool, str: str}  # what may be given for each
 # Option -> its type, what else must hold, and both in words.
@@ -129,7 +130,7 @@ def _signed(x: int) -> int:
 
 
 class Noise:
-    """Random numbers that are a function of (seed, stream, position, index), with no state.
+    """Random numbers that are a function of (seed, stream, position, index) alone.
 
     Streams keep uses apart: stream 0 is the target's own draws, one per position of the text. Draws that a step may
     discard (a drafter's, rejection's coins) must use another stream, keyed by the step's first position, which no other
@@ -142,6 +143,8 @@ class Noise:
         self._seed = _mix(seed & _MASK)
         # Wraps like the 64-bit product that it is.
         self._steps = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
+        self._block = max(1, _BLOCK // size)
+        self._first, self._ahead = 0, torch.empty(0, size, device=device)  # the target's draws from a position on
 
     def _key(self, position: int, stream: int, index: int) -> int:
         key = _mix((self._seed + stream * _GOLDEN) & _MASK)
@@ -152,13 +155,26 @@ class Noise:
         return ((_mix(self._key(position, stream, index) + _GOLDEN & _MASK) >> 11) + 0.5) * 2.0**-53
 
     def gumbel(self, position: int, stream: int = TARGET, index: int = 0) -> torch.Tensor:
-        """[V] float64, one standard Gumbel number per token."""
-        x = self._steps + _signed(self._key(position, stream, index))
-        x = (x ^ ((x >> 30) & (_MASK >> 30))) * _signed(_MIX1)
-        x = (x ^ ((x >> 27) & (_MASK >> 27))) * _signed(_MIX2)
-        x = x ^ ((x >> 31) & (_MASK >> 31))
-        uniform = (((x >> 11) & (_MASK >> 11)).double() + 0.5).mul_(2.0**-53)
-        return uniform.log_().neg_().log_().neg_()
+        """[V] float64, one standard Gumbel number per token; to be read only."""
+        if stream != Noise.TARGET or index:
+            return self._gumbel([self._key(position, stream, index)])[0]
+        if not 0 <= position - self._first < len(self._ahead):
+            # The target's draws are at one position after the other, and a few of them cost little more than one.
+            self._first = position
+            self._ahead = self._gumbel([self._key(position + after, stream, 0) for after in range(self._block)])
+        return self._ahead[position - self._first]
+
+    def _gumbel(self, keys: Sequence[int]) -> torch.Tensor:
+        """[K, V] float64 for K keys."""
+        x = self._steps + torch.tensor([_signed(key) for key in keys], device=self._steps.device)[:, None]
+        shifted = torch.empty_like(x)
+        for shift, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
+            torch.bitwise_right_shift(x, shift, out=shifted)  # keeps the sign; the mask makes it a shift of bits
+            x ^= shifted.bitwise_and_(_MASK >> shift)
+            x *= _signed(factor)
+        x >>= 11
+        x &= _MASK >> 11
+        return x.double().add_(0.5).mul_(2.0**-53).log_().neg_().log_().neg_()
 
     def draw(self, probabilities: torch.Tensor, position: int, stream: int, index: int = 0) -> int:
         """A token from ``probabilities`` [V] (unnormalised is fine)."""
@@ -243,10 +259,10 @@ class Sampler:
         self.params = params
         self.sample = params.temperature > 0 if sample is None else sample
         self.noise = Noise(params.seed, vocab_size, device)
-        self._processors: Any = LogitsProcessorList([*processors, *params.processors()])
-        # Processors that never look at the prefix need none.
+        self._processors: list[Any] = [*processors, *params.processors()]
+        # Some never look at the prefix, and write nothing in place.
         free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-        self._reads_prefix = any(not isinstance(p, free) for p in self._processors)
+        self._all_free = all(isinstance(p, free) for p in self._processors)
         self.tokens = tokens
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
@@ -257,9 +273,9 @@ class Sampler:
             return scores.argmax(row)
         logits = self.processed(scores, row, path)
         if self.sample:
-            logits = logits.double() + self.noise.gumbel(len(self.tokens) + len(path))
+            logits = self.noise.gumbel(len(self.tokens) + len(path)) + logits
         value, token = logits.max(-1)
-        if not torch.isfinite(value):
+        if not math.isfinite(value.item()):
             raise _no_distribution(logits)
         return int(token)
 
@@ -272,15 +288,20 @@ class Sampler:
 
     def processed(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
         """[V] logits of ``row`` after the processors saw the text up to and with ``path``; float32 or float64."""
-        logits = scores.of(row)[None]
+        place = scores.place(row)
+        logits = scores.logits[place : place + 1]
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
-        # Processors may write in place; the raw logits go on to the drafter.
-        return self._processors(self._ids(path), logits.clone())[0] if self._processors else logits[0]
+        if not self._all_free:
+            logits = logits.clone()  # they may write in place, and the raw logits go on to the drafter
+        ids = self._ids(path)
+        for processor in self._processors:
+            logits = processor(ids, logits)
+        return logits[0]
 
     def _ids(self, path: Sequence[int]) -> torch.Tensor:
         """[1, n] the committed text and the path; only what is new since the last call is written."""
-        if not self._reads_prefix:
+        if self._all_free:
             return self._prefix[:, :0]
         known, needed = len(self.tokens), len(self.tokens) + len(path)
         if needed > self._prefix.shape[1]:

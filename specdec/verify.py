@@ -38,7 +38,7 @@ class Verdict:
 
     def cut(self, count: int) -> Verdict:
         """The first ``count`` tokens and the rows that then are committed; the last token is the next root."""
-        return Verdict(self.path[:count], self.tokens[:count])
+        return self if count == len(self.tokens) else Verdict(self.path[:count], self.tokens[:count])
 
 
 Verifier = Callable[[Draft, Scores, Sampler], Verdict]

@@ -176,7 +176,7 @@ def step_seconds(
         for turn in range(-3, steps):  # the first ones warm up
             for key, drafter in drafters.items():
                 if key not in running or running[key].finish_reason is not None:
-                    running[key] = engine.with_drafter(drafter).start(prompt, budget, eos_ids=frozenset())
+                    running[key] = engine.with_drafter(drafter, budget="off").start(prompt, budget, eos_ids=frozenset())
                     running[key].prefill()
                 began = perf_counter()
                 running[key].step()
@@ -240,7 +240,7 @@ def decode(
     repeats: int = 3,
 ) -> dict[str, Speed]:
     """Decode prompts under each drafter in turn; speeds are of the medians over repeats."""
-    engines = {name: engine.with_drafter(drafter) for name, drafter in drafters.items()}
+    engines = {name: engine.with_drafter(drafter, budget="off") for name, drafter in drafters.items()}
     times: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in engines}
     counts: dict[str, list[tuple[int, int]]] = {}
     for _ in range(repeats):

@@ -80,7 +80,9 @@ class PlanOptions:
     budget: Annotated[
         str | None,
         typer.Option(
-            metavar="off|auto|FILE", help="Let drafters keep the rows that pay (default off).", rich_help_panel=_MODEL
+            metavar="credit|auto|FILE|off",
+            help="What bounds drafters' rows, see `specdec generate` (default credit).",
+            rich_help_panel=_MODEL,
         ),
     ] = None
     threads: Annotated[

@@ -137,7 +137,7 @@ def sweep_oracle(
     answers = {tuple(prompt): plain.generate(prompt, max_new_tokens, sampling).token_ids for prompt in prompts}
     settings = [(depth, accuracy) for depth in depths for accuracy in accuracies]
     engines = {_PLAIN: plain} | {
-        (depth, accuracy): engine.with_drafter(Oracle(answers, accuracy=accuracy, depth=depth))
+        (depth, accuracy): engine.with_drafter(Oracle(answers, accuracy=accuracy, depth=depth), budget="off")
         for depth, accuracy in settings
     }
     taken: dict[tuple[Setting, int], list[float]] = {}

@@ -43,7 +43,7 @@ class Plan:
             every drafter, which the audit can check.
         format: how a turn becomes a prompt: ``auto``, ``plain``, ``chat`` or ``vicuna``.
         dtype, device, attention, optimize: of the model, see Engine.from_pretrained.
-        budget: of all drafters but plain decoding: ``off``, ``auto`` or a cost file, see Engine.
+        budget: of all drafters but plain decoding: ``credit``, ``off``, ``auto`` or a cost file, see Engine.
         threads: torch's CPU threads; None leaves them, but takes one for ``tiny``, as RunConfig does.
         persistent: keep each drafter object for the whole run instead of building it anew for every question.
 
@@ -68,7 +68,7 @@ class Plan:
     device: str | None = None
     attention: str = "auto"
     optimize: str = "auto"
-    budget: str = "off"
+    budget: str = "credit"
     threads: int | None = None
     persistent: bool = False
 

@@ -38,7 +38,7 @@ def custom_generate(
     stop: str | Sequence[str] = (),
     tokenizer: Any = None,
     target: TransformersTarget | None = None,
-    budget: str = "off",
+    budget: str = "credit",
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode one sequence with a drafter, inside transformers' ``generate``.
@@ -50,7 +50,7 @@ def custom_generate(
         stop: stop strings; need ``tokenizer``.
         streamer: gets each step's tokens; give it with ``functools.partial``.
         target: ``TransformersTarget(model)``, to check the model once and not with every call.
-        budget: ``off``, ``auto`` or a cost file, as Engine's.
+        budget: ``credit``, ``off``, ``auto`` or a cost file, as Engine's.
 
     Returns:
         [1, n] prompt and new tokens; a ``GenerateDecoderOnlyOutput`` where ``return_dict_in_generate`` is set.

@@ -138,6 +138,6 @@ def test_bad_options() -> None:
 
 def test_the_embedded_models_heads_are_found(tiny_engine: Engine) -> None:
     names = [part.name for part in tiny_engine.with_drafter("auto").drafter.parts]  # type: ignore[attr-defined]
-    assert names == ["suffix_automaton", "prompt_lookup", "token_recycling", "lookahead", "medusa"]
+    assert names == ["suffix_automaton", "token_recycling", "lookahead", "medusa"]
     names = [part.name for part in Engine(target_of("llama"), None, "auto").drafter.parts]  # type: ignore[attr-defined]
-    assert names == ["suffix_automaton", "prompt_lookup", "token_recycling", "lookahead"]
+    assert names == ["suffix_automaton", "token_recycling", "lookahead"]

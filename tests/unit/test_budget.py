@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
-from specdec.budget import Budget, Patience, make_budget
+from specdec.budget import Budget, Credit, Patience, make_budget
 from specdec.cost import CostCurve
 from specdec.errors import ConfigError
 from specdec.registry import drafter_names
@@ -101,6 +101,57 @@ def test_patience_doubles() -> None:
 
 def test_no_room_is_no_room() -> None:
     assert budget_of(row=0.0).room(1, 0) == 1
+    assert Credit(0.1).room(1, 0) == 1
+
+
+def spend(credit: Credit, accepted: int, steps: int) -> list[int]:
+    """The rooms that a drafter gets which fills them, its first rows being right."""
+    rooms = []
+    for _ in range(steps):
+        rooms.append(credit.room(9, 0))
+        path = range(min(1 + accepted, rooms[-1]))
+        credit.learn(Draft.chain(range(rooms[-1])), path, 0, 0.0, 0.0)
+    return rooms
+
+
+def test_a_drafter_that_is_never_right_rests_and_is_tried_with_one_row_and_more_and_more_rarely() -> None:
+    rooms = spend(Credit(0.1), 0, 80)
+    tries = [step for step, room in enumerate(rooms) if room > 1]
+    assert rooms[0] == 9  # which takes 0.9 of 1.0
+    assert [after - before for before, after in pairwise(tries)] == [1, 2, 4, 8, 16, 16, 16, 16]
+    assert {rooms[step] for step in tries[1:]} == {2}
+
+
+def test_a_drafter_that_is_right_again_gets_its_rows_back() -> None:
+    credit = Credit(0.1)
+    spend(credit, 0, 40)
+    rooms = spend(credit, 4, 40)
+    assert rooms[-30:] == [9] * 30
+    assert spend(credit, 0, 4) == [9, 9, 9, 3]  # what it has saved up carries it a little way, and no further
+
+
+def test_rows_that_cost_next_to_nothing_are_never_withheld() -> None:
+    assert set(spend(Credit(0.002), 0, 50)) == {9}
+
+
+def test_silence_costs_nothing() -> None:
+    credit = Credit(0.1)
+    for _ in range(50):
+        assert credit.room(9, 0) == 9
+        credit.learn(Draft.chain([1]), [0], 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("drafter", drafter_names())
+def test_credit_changes_no_token_and_needs_no_clock(drafter: str, tmp_path: Path) -> None:
+    """Twice the same rows, step by step; ``auto`` alone goes by the clock."""
+    target = target_of("llama")
+    sampling = SamplingParams(temperature=0.8, acceptance="match", seed=3)
+    plain = Engine(target).generate(PROMPT, 40, sampling).token_ids
+    for settings in settings_of(drafter, target, tmp_path):
+        engine = Engine(target, None, settings, max_rows=24, budget="credit")
+        first, second = (engine.with_drafter(settings).generate(PROMPT, 40, sampling) for _ in range(2))
+        assert first.token_ids == second.token_ids == plain, settings
+        assert drafter == "auto" or first.stats.rows == second.stats.rows
 
 
 class Eager(DrafterBase):
@@ -164,5 +215,5 @@ def test_choices() -> None:
     assert other is not None
     assert other is not given, "what one drafter was worth says nothing of another"
     assert other.curve is given.curve
-    with pytest.raises(ConfigError, match=r"budget='atuo' is unknown; choose auto, off, or a cost file"):
+    with pytest.raises(ConfigError, match=r"budget='atuo' is unknown; choose credit, auto, off, or a cost file"):
         Engine(target, budget="atuo")

@@ -22,6 +22,15 @@ def gumbel(seed: int, position: int, stream: int = Noise.TARGET, index: int = 0)
     return Noise(seed, SIZE, CPU).gumbel(position, stream, index).numpy()
 
 
+def test_a_position_has_its_numbers_whatever_was_asked_before() -> None:
+    for size in (50, 4096, 40_000):  # many positions are made at once, a few, and one
+        noise = Noise(7, size, CPU)
+        for position in (3, 4, 5, 300, 301, 4, 900, 0, 1, 7, 8, 12, 11):
+            alone = Noise(7, size, CPU).gumbel(position)
+            assert torch.equal(noise.gumbel(position), alone), (size, position)
+            assert not torch.equal(noise.gumbel(position, Noise.DRAFT), alone)
+
+
 def correlation(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
     """In standard errors: of independent numbers it is about a standard normal one."""
     return float(np.corrcoef(one, other)[0, 1] * math.sqrt(len(one)))
