@@ -16,7 +16,7 @@ from torch import nn
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Draft, Entry
-from specdec.errors import NumericalError, TargetError, first_line
+from specdec.errors import NumericalError, SpecdecWarning, TargetError, first_line
 from specdec.lowering import LoweredLayer
 
 if TYPE_CHECKING:
@@ -71,14 +71,18 @@ def agrees(target: TransformersTarget, number: int, layer: nn.Module, lowered: L
     try:
         expected, got = (_run_alone(target, number, candidate, sample) for candidate in (layer, lowered))
     except RuntimeError as error:
-        warnings.warn(f"{what} cannot be lowered, and stays as it is: {first_line(error)}", stacklevel=6)
+        warnings.warn(
+            f"{what} cannot be lowered, and stays as it is: {first_line(error)}", SpecdecWarning, stacklevel=6
+        )
         return False
     scale = float(expected.double().abs().max())
     off = float((expected.double() - got.double()).abs().max())
     if off <= _ROUNDING.get(target.dtype, 0.1) * scale:
         return True
     warnings.warn(
-        f"{what} differs by {off:.3g} on values up to {scale:.3g} when lowered, and stays as it is", stacklevel=6
+        f"{what} differs by {off:.3g} on values up to {scale:.3g} when lowered, and stays as it is",
+        SpecdecWarning,
+        stacklevel=6,
     )
     return False
 

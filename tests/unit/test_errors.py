@@ -397,6 +397,9 @@ def test_config_that_says_nothing(copied: Path, config: str, message: str) -> No
 def test_no_folder_and_no_tokenizer(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot load .*nowhere.*give 'tiny', a folder with config.json"):
         Engine.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot load a model from '.*file': that is a file; give"):
+        Engine.from_pretrained(str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match=r"(?s)no tokenizer at .*save one beside the weights"):
         Engine.from_pretrained(saved)
 
