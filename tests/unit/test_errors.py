@@ -6,6 +6,7 @@ import functools
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from specdec.errors import (
     TargetError,
     unknown,
 )
+from specdec.pretrained import refuse_unfit
 from tests.fakes import Oracle
 from tests.models import VOCAB, greedy, new_model, prompt_of, target_of
 
@@ -414,6 +416,13 @@ def model_of_kind(kind: str, **options: Any) -> PreTrainedModel:
     config = getattr(transformers, f"{kind}Config")(**options)
     model: PreTrainedModel = getattr(transformers, f"{kind}ForCausalLM")(config)
     return model
+
+
+def test_a_config_without_layer_types_is_known_by_its_options() -> None:
+    """As those of models with code of their own."""
+    with pytest.raises(TargetError, match=r"Homemade has layers that specdec cannot roll back \(state_size\)"):
+        refuse_unfit("Homemade", SimpleNamespace(state_size=4))
+    refuse_unfit("Homemade", SimpleNamespace(layer_types=["full_attention", "sliding_attention"]))
 
 
 @pytest.mark.parametrize(
