@@ -29,9 +29,9 @@ def build(
     from transformers import AutoTokenizer
 
     from drafters.datastore import build_datastore
-    from specdec.target import embedded_model
+    from specdec.pretrained import place_of
 
-    place = embedded_model() if tokenizer == "tiny" else tokenizer
+    place = place_of(tokenizer)
     try:
         made = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, KeyError) as error:

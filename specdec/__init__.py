@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from specdec.draft import Draft, DraftBuilder
     from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
     from specdec.engine import Engine
-    from specdec.errors import SpecdecError
+    from specdec.errors import SpecdecError, SpecdecWarning
     from specdec.integrations.transformers import custom_generate
     from specdec.results import Chunk, Generation, Statistics, Step
     from specdec.sampling import SamplingParams
@@ -27,6 +27,7 @@ __all__ = [
     "Observation",
     "SamplingParams",
     "SpecdecError",
+    "SpecdecWarning",
     "Statistics",
     "Step",
     "Target",
@@ -40,7 +41,7 @@ _HOMES = {
     "draft": ("Draft", "DraftBuilder"),
     "drafter": ("Context", "DraftSession", "Drafter", "DrafterBase", "Observation"),
     "engine": ("Engine",),
-    "errors": ("SpecdecError",),
+    "errors": ("SpecdecError", "SpecdecWarning"),
     "integrations.transformers": ("custom_generate",),
     "results": ("Chunk", "Generation", "Statistics", "Step"),
     "sampling": ("SamplingParams",),

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import EntryPoint, entry_points
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from specdec import __version__, show
-from specdec.errors import ConfigError, PromptError, SpecdecError, unknown
+from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, unknown
 from specdec.options import RunOptions, with_options
 
 if TYPE_CHECKING:
@@ -36,9 +37,14 @@ COMMANDS = "specdec.commands"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command line, ``sys.argv`` by default; returns its exit status. An expected error is one line, and 2."""
+    """Run a command line, ``sys.argv`` by default; returns its exit status.
+
+    An expected error is one line, and 2; a warning of ours is one line too, without the place in the source.
+    """
     try:
-        status: int | None = build()(arguments, standalone_mode=False, prog_name="specdec")
+        with warnings.catch_warnings():
+            warnings.showwarning = _warner(warnings.showwarning)
+            status: int | None = build()(arguments, standalone_mode=False, prog_name="specdec")
         return status or 0
     except (SpecdecError, typer.TyperException) as error:
         _print_error(error)
@@ -89,6 +95,18 @@ def _print_error(error: Exception) -> None:
     if message:  # without a command there is help, and nothing to add to it
         text = Text.assemble(("error:", "bold red"), " ", " ".join(message.split()))
         _stderr().print(text, soft_wrap=True)
+
+
+def _warner(former: Callable[..., None]) -> Callable[..., None]:
+    """Shows our warnings; those of others go the way that they went before."""
+
+    def show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        if not issubclass(category, SpecdecWarning):
+            former(message, category, *rest)
+            return
+        _stderr().print(Text.assemble(("warning:", "yellow"), " ", " ".join(str(message).split())), soft_wrap=True)
+
+    return show_warning
 
 
 def _stdout() -> Console:
@@ -251,7 +269,7 @@ def drafters(
 def demo(
     names: Annotated[
         str, typer.Option("--drafters", metavar="A,B,C", help="Drafters to compare; plain decoding always runs.")
-    ] = "none,prompt_lookup,lookahead",
+    ] = "none,prompt_lookup,lookahead,auto",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens that each drafter writes.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy, and lets so small a model fall into loops.")] = 0.7,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch (default 1).")] = None,
@@ -275,6 +293,8 @@ def demo(
     painter = show.StepPainter(console)
     painter.write(f"{PROMPT}\n", "dim")
     for name in race.engines:
+        with errors.status("Measuring what a step costs on this machine"):
+            race.prepare(name)
         painter.write(f"\n--- {name} ---\n", "bold")
         race.show(name, painter)
         painter.write("\n")

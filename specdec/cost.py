@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from specdec.block import Block
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, SpecdecWarning
 from specdec.machine import cache_folder, processor, write_json
 from specdec.target import Target
 
@@ -147,19 +147,23 @@ def cost_curve(target: Target, file: str | Path | None = None) -> CostCurve:
         try:
             curve = CostCurve.load(path)
         except ConfigError as error:
-            warnings.warn(f"{error}; measuring anew", stacklevel=2)
+            warnings.warn(f"{error}; measuring anew", SpecdecWarning, stacklevel=2)
         else:
             other = [key for key, value in machine.items() if curve.machine.get(key) != value]
             if not other:
                 return curve
             told = ", ".join(f"{key} {curve.machine.get(key)!r} and not {machine[key]!r}" for key in other)
-            warnings.warn(f"the cost file {path} was made for {told}; measuring anew", stacklevel=2)
+            warnings.warn(f"the cost file {path} was made for {told}; measuring anew", SpecdecWarning, stacklevel=2)
     curve = measure(target, rows=_QUICK, lengths=LENGTHS[:3], seconds=_QUICK_SECONDS)
     if file is None:  # a user's own file is not overwritten
         try:
             curve.save(path)
         except OSError as error:
-            warnings.warn(f"cannot keep the cost curve in {path}: {error}; it will be measured again", stacklevel=2)
+            warnings.warn(
+                f"cannot keep the cost curve in {path}: {error}; it will be measured again",
+                SpecdecWarning,
+                stacklevel=2,
+            )
     return curve
 
 

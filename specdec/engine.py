@@ -22,11 +22,12 @@ from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError
+from specdec.pretrained import place_of
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.sampling import Sampler, SamplingParams, Scores
 from specdec.static import Backend
-from specdec.target import Target, TransformersTarget, embedded_model
+from specdec.target import Target, TransformersTarget
 from specdec.text import TextStream, check_stops
 from specdec.verify import verifier_for
 
@@ -128,7 +129,7 @@ class Engine:
             compile=compile,
             trust_remote_code=trust_remote_code,
         )
-        place = embedded_model() if str(path) == "tiny" else path
+        place = place_of(path)
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:

@@ -10,6 +10,8 @@
     |-- DraftError        a drafter proposed a tree that breaks the rules
     `-- NumericalError    the target returned logits that are no distribution
 
+and, for what it can go on from, as a warning: SpecdecWarning (a UserWarning).
+
 Each message says what is wrong, the values, and the remedy.
 """
 
@@ -25,6 +27,7 @@ __all__ = [
     "NumericalError",
     "PromptError",
     "SpecdecError",
+    "SpecdecWarning",
     "TargetError",
     "first_line",
     "unknown",
@@ -57,6 +60,10 @@ class DraftError(SpecdecError):
 
 class NumericalError(SpecdecError):
     """Logits that are no distribution: NaN, or nothing left after the logits processors."""
+
+
+class SpecdecWarning(UserWarning):
+    """Something was passed over or left as it was; the message says what, and what is done instead."""
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

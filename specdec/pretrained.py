@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,39 @@ __all__ = [
     "embedded_model",
     "eos_ids_of",
     "load_model",
+    "place_of",
     "refuse_unfit",
 ]
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
+_HUB_ID = re.compile(r"(?![.~])[\w.-]+(/[\w.-]+)?")
 _NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
 
 def embedded_model() -> Path:
     """Folder of the small model inside the package, known as ``"tiny"``."""
     return Path(__file__).parent / "assets" / "tiny"
+
+
+def place_of(model: str | Path) -> str | Path:
+    """Where a model lies: the embedded one's folder for ``"tiny"``, a folder, or a hub id as it is.
+
+    Raises:
+        CheckpointError: neither a folder nor what a hub id looks like.
+    """
+    if str(model) == "tiny":
+        return embedded_model()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+        wrong = "that is a file" if path.exists() else "there is no such folder"
+        raise CheckpointError(
+            f"cannot load a model from {str(model)!r}: {wrong}; give 'tiny', a folder with config.json and "
+            "*.safetensors, or a hub id"
+        )
+    return model
 
 
 def load_model(
@@ -46,7 +69,7 @@ def load_model(
         CheckpointError: no model there, a broken file, or tensors missing or left over.
         TargetError: a model that specdec cannot drive.
     """
-    place = embedded_model() if str(path) == "tiny" else path
+    place = place_of(path)
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())

@@ -17,7 +17,7 @@ from torch import nn
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Draft, Entry
-from specdec.errors import NumericalError, TargetError, first_line
+from specdec.errors import NumericalError, SpecdecWarning, TargetError, first_line
 from specdec.lowering import LoweredLayer
 
 if TYPE_CHECKING:
@@ -96,12 +96,15 @@ def _same(
     try:
         expected, got = original().double(), other().double()
     except RuntimeError as error:
-        warnings.warn(f"{what} cannot be run {when}, and stays as it is: {first_line(error)}", stacklevel=6)
+        warnings.warn(
+            f"{what} cannot be run {when}, and stays as it is: {first_line(error)}", SpecdecWarning, stacklevel=6
+        )
         return False
     scale, off = float(expected.abs().max()), float((expected - got).abs().max())
     if off <= _ROUNDING.get(target.dtype, 0.1) * scale:
         return True
-    warnings.warn(f"{what} differs by {off:.3g} on values up to {scale:.3g} {when}, and stays as it is", stacklevel=6)
+    message = f"{what} differs by {off:.3g} on values up to {scale:.3g} {when}, and stays as it is"
+    warnings.warn(message, SpecdecWarning, stacklevel=6)
     return False
 
 

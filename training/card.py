@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def command_line(words: Sequence[str] | None = None) -> str:
     """The command that runs now, without the folder that its program lies in."""
     program, *rest = sys.argv if words is None else words
     name = Path(program).name
-    return shlex.join([*(["python", "-m", "training.cli"] if name == "cli.py" else [name]), *rest])
+    module = {"cli.py": "training.cli", "__main__.py": "specdec"}.get(name)
+    return shlex.join([*(["python", "-m", module] if module else [name]), *rest])
 
 
 def model_card(
@@ -102,6 +104,8 @@ def write_card(folder: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, folder / "README.md")
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write the card in {str(folder)!r}: {error}; the weights are there") from error
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from specdec.errors import CheckpointError, ConfigError
-from specdec.target import embedded_model
+from specdec.pretrained import place_of
 from training.stdlib_corpus import read_files
 
 __all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "load_tokenizer", "read_samples"]
@@ -118,8 +118,9 @@ def load_tokenizer(model: str) -> Any:
     Raises:
         CheckpointError: there is none.
     """
+    place = place_of(model)
     try:
-        return AutoTokenizer.from_pretrained(embedded_model() if model == "tiny" else model)
+        return AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"no tokenizer at {model!r}: {reason}; save one beside the weights") from error

@@ -174,7 +174,9 @@ def train(
     if log is not None:
         trainable.save(folder / "last")
         if not log.close():
-            accelerator.print("loss.png needs matplotlib: pip install matplotlib, then start the same command again")
+            accelerator.print(
+                "loss.png needs matplotlib: pip install 'specdec[train]', then start the same command again"
+            )
     return dict(state["best"] or {})
 
 

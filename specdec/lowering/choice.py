@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, SpecdecWarning
 from specdec.lowering.products import PRODUCTS, Product, usable
 from specdec.machine import cache_folder, processor, write_json
 from specdec.native.library import library
@@ -109,14 +109,18 @@ def _read(path: Path, machine: dict[str, str]) -> dict[str, dict[str, str]]:
         choices = content["choices"]
         if content["machine"] != machine:
             other = content["machine"].get("cpu", "another machine")
-            warnings.warn(f"{path} was measured on {other}, not on this machine; measuring anew", stacklevel=4)
+            warnings.warn(
+                f"{path} was measured on {other}, not on this machine; measuring anew", SpecdecWarning, stacklevel=4
+            )
             return {}
         if any(_shape(text) and kernel not in PRODUCTS for made in choices.values() for text, kernel in made.items()):
             raise ValueError("unknown kernel")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"{path} cannot be read ({type(error).__name__}: {error}); measuring anew", stacklevel=4)
+        warnings.warn(
+            f"{path} cannot be read ({type(error).__name__}: {error}); measuring anew", SpecdecWarning, stacklevel=4
+        )
         return {}
     return dict(choices)
 

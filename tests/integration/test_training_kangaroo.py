@@ -31,7 +31,7 @@ from specdec.errors import CheckpointError, ConfigError
 from specdec.target import TransformersTarget, embedded_model
 from tests.models import FAMILIES, prompt_of
 from training.acceptance import Tally, Written
-from training.card import command_line
+from training.card import command_line, write_card
 from training.cli import app, coloured
 from training.convert import convert
 from training.data import Sample, TextConfig, load_samples, load_tokenizer
@@ -244,6 +244,30 @@ def test_commands_are_shown_without_the_folder_of_their_program() -> None:
     words = ["/opt/some/where/bin/specdec", "train", "kangaroo", "--data", "my talks.json"]
     assert command_line(words) == "specdec train kangaroo --data 'my talks.json'"
     assert command_line(["/opt/training/cli.py", "train"]) == "python -m training.cli train"
+    assert command_line(["/opt/specdec/__main__.py", "train"]) == "python -m specdec train"
+
+
+@pytest.mark.parametrize("broken", ["write", "rename"])
+def test_a_card_that_cannot_be_written_leaves_the_former_one(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_card(tmp_path, "former")
+    write = Path.write_text
+
+    def full(path: Path, text: str, **options: Any) -> None:
+        write(path, text[:2], **options)  # as far as the disk goes
+        raise OSError(28, "No space left on device")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(13, "Permission denied")
+
+    if broken == "write":
+        monkeypatch.setattr(Path, "write_text", full)
+    else:
+        monkeypatch.setattr("training.card.os.replace", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot write the card in .*(No space|denied).*; the weights are there"):
+        write_card(tmp_path, "later")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("README.md", "former")]
 
 
 class TestBadInput:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,6 +19,8 @@ from rich.console import Console
 import specdec
 from specdec import Chunk, Engine, Generation, SamplingParams, Step, cli, show
 from specdec.config import RunConfig
+from specdec.errors import ConfigError
+from specdec.lowering import choice
 from specdec.options import RunOptions
 from tests.unit.conftest import Install
 
@@ -69,7 +72,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["--acceptance", "typical", "--temperature", "1"], "acceptance='typical' changes the output distribution"),
         (["--config", "no/such.yaml"], "cannot read the config 'no/such.yaml': No such file or directory"),
         (["--device", "abacus"], "device 'abacus' cannot be used: "),
-        (["--model", "no/such/folder"], "cannot load a causal language model from 'no/such/folder'"),
+        (
+            ["--model", "no/such/folder"],
+            "cannot load a model from 'no/such/folder': there is no such folder; give 'tiny'",
+        ),
+        (["--model", "/nowhere"], "cannot load a model from '/nowhere': there is no such folder; give 'tiny'"),
+        (["--model", "./missing"], "cannot load a model from './missing': there is no such folder; give 'tiny'"),
         (["--prompt-file", "x"], "a prompt and --prompt-file 'x' were given; give one of them"),
         (["--widow", "3"], "No such option: --widow"),
         (["--top-k", "many"], "Invalid value for '--top-k'"),
@@ -336,6 +344,36 @@ def test_every_option_of_every_drafter_has_a_meaning(run: Run) -> None:
             assert option["help"], f"{drafter['name']}.{option['name']} is not in its Config's Attributes"
 
 
+def test_a_warning_of_ours_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a kernel file that is broken: what is wrong and what is done, and no line of our source."""
+    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(choice, "_measure", lambda weights: {})
+    assert run("generate", PROMPT, "--max-new-tokens", "1").status == 0
+    (stored,) = tmp_path.iterdir()
+    stored.write_text("{")
+    warnings.simplefilter("default")
+    outcome = run("generate", PROMPT, "--max-new-tokens", "1")
+    assert outcome.status == 0
+    first, statistics = outcome.err.splitlines()
+    assert re.fullmatch(rf"warning: {re.escape(str(stored))} cannot be read \(.*\); measuring anew", first)
+    assert statistics.startswith("none: 1 token")
+
+
+def test_warnings_of_others_stay_as_they_are(
+    run: Run, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def load(config: RunConfig) -> None:
+        warnings.warn("of others", UserWarning, stacklevel=1)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("specdec.load.load", load)
+    warnings.simplefilter("always")
+    former = warnings.showwarning
+    assert run("generate", PROMPT).err == "error: enough\n"
+    assert [str(warning.message) for warning in recwarn] == ["of others"]
+    assert warnings.showwarning is former
+
+
 # ------------------------------------------------------------------------------------------------- demo, and the rest
 
 
@@ -343,14 +381,14 @@ def test_demo(run: Run) -> None:
     outcome = run("demo", "--max-new-tokens", "8")
     assert (outcome.status, outcome.err) == (0, "")
     heads = re.findall(r"^--- (\w+) ---$", outcome.out, re.M)
-    assert heads == ["none", "prompt_lookup", "lookahead"]
+    assert heads == ["none", "prompt_lookup", "lookahead", "auto"]
     texts = re.split(r"\n--- \w+ ---\n", outcome.out)[1:]
     assert texts[0] + "\n" == texts[1] + "\n"
     rows = {line.split()[0]: line.split() for line in outcome.out.splitlines() if re.search(r"\dx ", line)}
     assert list(rows) == heads
     assert rows["none"][1:4] == ["8", "8", "1.00"]
     assert rows["none"][5:] == ["1.00x", "reference"]
-    assert [rows[name][-1] for name in heads[1:]] == ["identical", "identical"]
+    assert [rows[name][-1] for name in heads[1:]] == ["identical"] * 3
 
 
 def test_demo_takes_drafters(run: Run) -> None:

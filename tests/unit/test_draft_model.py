@@ -182,7 +182,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.
     new_model("llama", vocab_size=40).save_pretrained(tmp_path / "wide")
     with pytest.raises(ConfigError, match="has a vocabulary of 40 tokens, the target one of 32"):
         Engine(target, None, {"name": "draft_model", "model": str(tmp_path / "wide")})
-    with pytest.raises(CheckpointError, match="cannot load a causal language model"):
+    with pytest.raises(CheckpointError, match=r"cannot load a model from .*nowhere.*no such folder"):
         Engine(target, None, {"name": "draft_model", "model": str(tmp_path / "nowhere")})
     monkeypatch.setattr(draft_model, "embedded_draft_model", lambda: str(tmp_path / "unshipped"))
     with pytest.raises(ConfigError, match=r"draft_model\.model is not set"):

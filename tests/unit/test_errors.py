@@ -6,6 +6,7 @@ import functools
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from specdec.errors import (
     TargetError,
     unknown,
 )
+from specdec.pretrained import refuse_unfit
 from tests.fakes import Oracle
 from tests.models import VOCAB, greedy, new_model, prompt_of, target_of
 
@@ -397,6 +399,9 @@ def test_config_that_says_nothing(copied: Path, config: str, message: str) -> No
 def test_no_folder_and_no_tokenizer(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot load .*nowhere.*give 'tiny', a folder with config.json"):
         Engine.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot load a model from '.*file': that is a file; give"):
+        Engine.from_pretrained(str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match=r"(?s)no tokenizer at .*save one beside the weights"):
         Engine.from_pretrained(saved)
 
@@ -411,6 +416,13 @@ def model_of_kind(kind: str, **options: Any) -> PreTrainedModel:
     config = getattr(transformers, f"{kind}Config")(**options)
     model: PreTrainedModel = getattr(transformers, f"{kind}ForCausalLM")(config)
     return model
+
+
+def test_a_config_without_layer_types_is_known_by_its_options() -> None:
+    """As those of models with code of their own."""
+    with pytest.raises(TargetError, match=r"Homemade has layers that specdec cannot roll back \(state_size\)"):
+        refuse_unfit("Homemade", SimpleNamespace(state_size=4))
+    refuse_unfit("Homemade", SimpleNamespace(layer_types=["full_attention", "sliding_attention"]))
 
 
 @pytest.mark.parametrize(
