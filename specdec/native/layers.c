@@ -14,13 +14,21 @@
 #include <immintrin.h>
 #endif
 
-enum { LANES = 16, DEEP = 2, WIDE = 2 * DEEP, PANEL = LANES * DEEP, PAIR = 2 * PANEL, STRETCH = 256, MOST_SHARED = 12, MOST_VECTORS = 8, TOGETHER = 8 };
+#ifdef __AVX512F__ /* registers hold 24 sums of 16 values: 6 rows of 4 vectors, 12 rows of 2 */
+#define LANES 16
+enum { FEW = 6, MOST_SHARED = 12 };
+#else /* 12 sums of 8 values: 3 rows of 4 vectors */
+#define LANES 8
+enum { FEW = 2, MOST_SHARED = 3 };
+#endif
+enum { PANEL = 32, PAIR = 2 * PANEL, DEEP = PANEL / LANES, WIDE = 2 * DEEP, STRETCH = 256, TOGETHER = 8 };
+enum { MOST_VECTORS = 128 / LANES };
 
 enum Kind { FULL, HALF, PAIRS }; /* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16 */
 
-typedef float floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
@@ -79,16 +87,27 @@ static void round_all(float *values, int64_t count) {
 }
 
 /* Lanes of v by their number with one bit turned; and where that bit is set, b's lane instead of a's. */
+#define PICK(n, x) ((n) & x ? LANES + (n) : (n))
+#if LANES == 16
 #define TURN(v, x) \
     __builtin_shufflevector(v, v, 0 ^ x, 1 ^ x, 2 ^ x, 3 ^ x, 4 ^ x, 5 ^ x, 6 ^ x, 7 ^ x, 8 ^ x, 9 ^ x, 10 ^ x, 11 ^ x, \
                             12 ^ x, 13 ^ x, 14 ^ x, 15 ^ x)
-#define PICK(n, x) ((n) & x ? LANES + (n) : (n))
 #define BLEND(a, b, x) \
     __builtin_shufflevector(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
                             PICK(7, x), PICK(8, x), PICK(9, x), PICK(10, x), PICK(11, x), PICK(12, x), PICK(13, x), \
                             PICK(14, x), PICK(15, x))
+#define EACH_BIT(step) step(8) step(4) step(2) step(1)
+#else
+#define TURN(v, x) __builtin_shufflevector(v, v, 0 ^ x, 1 ^ x, 2 ^ x, 3 ^ x, 4 ^ x, 5 ^ x, 6 ^ x, 7 ^ x)
+#define BLEND(a, b, x) \
+    __builtin_shufflevector(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
+                            PICK(7, x))
+#define EACH_BIT(step) step(4) step(2) step(1)
+#endif
 #define HALVE(x) \
     for (int i = 0; i < x; i++) v[i] = BLEND(v[i], v[i + x], x) + BLEND(TURN(v[i], x), TURN(v[i + x], x), x);
+#define FOLD(x) v += TURN(v, x);
+#define RAISE(x) v = larger(v, TURN(v, x));
 
 INLINE floats larger(floats a, floats b) {
     ints first = a > b;
@@ -96,16 +115,18 @@ INLINE floats larger(floats a, floats b) {
 }
 
 INLINE float total(floats v) {
-    v += TURN(v, 8);
-    v += TURN(v, 4);
-    v += TURN(v, 2);
-    v += TURN(v, 1);
+    EACH_BIT(FOLD)
     return v[0];
 }
 
-/* The totals of sixteen vectors, each one's additions being those of `total`. */
+INLINE floats largest(floats v) { /* in all lanes */
+    EACH_BIT(RAISE)
+    return v;
+}
+
+/* The totals of LANES vectors, each one's additions being those of `total`. */
 INLINE floats totals(floats v[LANES]) {
-    HALVE(8) HALVE(4) HALVE(2) HALVE(1)
+    EACH_BIT(HALVE)
     return v[0];
 }
 
@@ -143,15 +164,15 @@ INLINE void multiply(const float *x, int64_t x_stride, const char *panel, int64_
                      int64_t steps, const int rows, const int vectors, const int kind) {
     const int bytes = kind == HALF ? 2 : 4, line = 64 / bytes;
     /* How far ahead to ask for memory, in steps: measured; near for one row, which waits for nothing else. */
-    const int ahead = kind == HALF ? 64 : rows <= 6 ? 16 : 64;
+    const int ahead = kind == HALF ? 64 : rows <= FEW ? 16 : 64;
     floats sums[MOST_SHARED][WIDE];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) sums[r][v] = (floats){0};
     for (int64_t i = 0; i < steps; i++) {
         floats weight[WIDE];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
             int64_t at = v / DEEP * next + i * PANEL + v % DEEP * LANES;
             weight[v] = load(panel, at, kind == HALF);
@@ -164,7 +185,7 @@ INLINE void multiply(const float *x, int64_t x_stride, const char *panel, int64_
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) *(floats *)(y + r * y_stride + v * LANES) += sums[r][v];
 }
 
@@ -178,12 +199,16 @@ INLINE void multiply(const float *x, int64_t x_stride, const char *panel, int64_
         multiply(x, x_stride, panel + next * (kind == HALF ? 2 : 4), next, y + PANEL, y_stride, steps, n, DEEP, kind); \
         return;
 
-/* A pair of panels for up to MOST_SHARED rows, with as many sums as registers hold: 6 rows of 4 vectors, 12 of 2. */
+/* A pair of panels for up to MOST_SHARED rows. */
 INLINE void share(const float *x, int64_t x_stride, const char *panel, int64_t next, float *y, int64_t y_stride,
                   int64_t steps, int64_t rows, const int kind) {
     switch (rows) {
+#if LANES == 16
         NARROW(1) NARROW(2) NARROW(3) NARROW(4) NARROW(5) NARROW(6)
         SHALLOW(7) SHALLOW(8) SHALLOW(9) SHALLOW(10) SHALLOW(11) SHALLOW(12)
+#else
+        SHALLOW(1) SHALLOW(2) SHALLOW(3)
+#endif
     }
 }
 
@@ -273,10 +298,7 @@ static void soften(float *scores, int64_t count) {
     floats most = spread(-INFINITY), sum = {0};
     for (int64_t rest = count; rest % LANES; rest++) scores[rest] = -INFINITY;
     for (int64_t s = 0; s < count; s += LANES) most = larger(load(scores, s, 0), most);
-    most = larger(most, TURN(most, 8));
-    most = larger(most, TURN(most, 4));
-    most = larger(most, TURN(most, 2));
-    most = larger(most, TURN(most, 1));
+    most = largest(most);
     for (int64_t s = 0; s < count; s += LANES) {
         floats e = exponential(load(scores, s, 0) - most);
         *(floats *)(scores + s) = e;
@@ -350,12 +372,12 @@ INLINE void attend(const Seen *a, const int vectors, const int half) {
 
 #define HEADS(n) \
     case n: \
-        if (half) attend(a, n, 1); \
-        else attend(a, n, 0); \
+        if (half) attend(a, n * 16 / LANES, 1); \
+        else attend(a, n * 16 / LANES, 0); \
         return;
 
 static void attend_any(const Seen *a, int64_t dim, int half) {
-    switch (dim / LANES) { HEADS(1) HEADS(2) HEADS(3) HEADS(4) HEADS(5) HEADS(6) HEADS(7) HEADS(8) }
+    switch (dim / 16) { HEADS(1) HEADS(2) HEADS(3) HEADS(4) HEADS(5) HEADS(6) HEADS(7) HEADS(8) }
 }
 
 /* Store the rows' keys and values, then mix: qkv [rows, stride] to mixed [rows, query_heads * head_dim]. */

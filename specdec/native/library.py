@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
 import tempfile
+import warnings
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from specdec.errors import SpecdecWarning
 from specdec.machine import cache_folder, processor
 
 __all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CShape", "CSlots", "Kind", "library"]
@@ -38,8 +39,6 @@ class Kind(IntEnum):
 _SOURCE = Path(__file__).with_name("layers.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 _SECONDS = 120  # a compiler that takes longer is not going to come back
-
-log = logging.getLogger(__name__)
 
 
 class CProduct(Structure):
@@ -107,10 +106,10 @@ def library() -> Any:
             _build(compiler, path)
             loaded = _load(path)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("no native layers, which makes decoding slower: %s", error)
+        warnings.warn(f"no native layers, so decoding is slower: {error}", SpecdecWarning, stacklevel=2)
         return None
     if loaded is None:
-        log.warning("no native layers, which makes decoding slower: %s cannot be loaded", path)
+        warnings.warn(f"no native layers, so decoding is slower: cannot load {path}", SpecdecWarning, stacklevel=2)
         return None
     loaded.specdec_scratch.argtypes = [POINTER(CShape), c_int64, c_int64]
     loaded.specdec_scratch.restype = c_int64
