@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from specdec.budget import row_cost as supposed_row_cost
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
 from specdec.errors import ConfigError
@@ -40,7 +41,7 @@ class UnionConfig:
             accelerator, 8 on a CPU.
         memory: weight of the past in a part's worth, from one of its drafts to the next.
         row_cost: what a row adds to a step, in plain steps: a part whose rows are accepted more rarely is not asked;
-            0 asks always. None fits the device: 0.06 on a CPU, 0.002 on an accelerator.
+            0 asks always. None fits the device: 0.08 on a CPU, 0.002 on an accelerator.
         retry: steps after which a part that is not asked gets another try; each time in vain doubles its wait.
     """
 
@@ -166,7 +167,7 @@ class _Part:
         return self._beside if beside else self._first
 
     def propose(self, room: int) -> Draft:
-        """Its draft; with room for the root alone it says nothing, and keeps up with the text."""
+        """Its draft; with room for the root alone it says nothing."""
         self.draft = draft = self.session.propose(room)
         if draft.entry is not None:
             raise ConfigError(
@@ -197,7 +198,7 @@ class UnionSession:
     def __init__(self, config: UnionConfig, parts: Sequence[Drafter], context: Context) -> None:
         self._context = context
         cpu = context.target.device.type == "cpu"
-        row_cost = config.row_cost if config.row_cost is not None else 0.06 if cpu else 0.002
+        row_cost = config.row_cost if config.row_cost is not None else supposed_row_cost(context.target)
         self._parts = [_Part(part, context, config, row_cost) for part in parts]
         self._rows = config.rows or (8 if cpu else context.max_rows)
 
@@ -209,6 +210,8 @@ class UnionSession:
             # Nothing is placed before a second part speaks: most steps belong to one, and cost no merging.
             taken = len(builder) - 1 if len(spoke) != 1 else len(spoke[0].draft) - 1
             part.record = self._ask(number, total - taken, beside=bool(spoke))
+            if part.record is None and not part.taps:
+                continue  # nobody will tell it of the step either
             if len(part.propose(1 + self._share(number, part.record, total - taken))) > 1:
                 spoke.append(part)
                 for late in spoke if len(spoke) == 2 else spoke[2:][-1:]:

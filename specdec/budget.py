@@ -27,8 +27,8 @@ _UNTRIED = 0.98  # memory of rows that were not proposed
 _TRY = 9  # rows of a try
 _OUTLIER = 3.0  # a step that took longer than this many times what was due met another process, not a dearer forward
 
-_START, _MOST = 1.0, 3.0  # credit in tokens: at first, and the most that a drafter can save up
-_STEP_ROWS = 1  # rows that a draft costs beyond its own: other kernels than a single row's, and a path to verify
+_START, _MOST = 0.75, 3.0  # credit in tokens: at first, and the most that a drafter can save up
+_STEP_ROWS = 2  # rows that a draft costs beyond its own: other kernels than a single row's, and a path to verify
 
 
 def row_cost(target: Target) -> float:
@@ -72,7 +72,7 @@ class Credit:
     def __init__(self, row_cost: float) -> None:
         self._row_cost = row_cost
         self._left = _START
-        self._patience = Patience(1, 16)
+        self._patience = Patience(1, 32)
 
     def room(self, limit: int, length: int) -> int:
         """Rows that it can pay for: the root alone where that is none."""
