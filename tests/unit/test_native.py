@@ -13,17 +13,20 @@ import torch
 
 from drafters.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
-from specdec import Engine, TransformersTarget
+from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft
 from specdec.errors import ConfigError, SpecdecWarning
 from specdec.lowering.parts import Rows
 from specdec.lowering.tiled import Tiled
 from specdec.native import library as native
+from specdec.registry import drafter_names
 from tests import models
+from tests.models import settings_of
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SMALL = {"max_rows": 24, "prefill_chunk": 16}
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -122,6 +125,20 @@ def test_an_adapter_s_step_equals_the_whole_text(variant: str) -> None:
         step.absorb(features[0, :4], cache)
     rows = [step.step(features[0, first:last], cache) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
     torch.testing.assert_close(step.logits(torch.cat(rows), head), whole[[4, 7, 8, 10]], atol=1e-5, rtol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_no_drafter_changes_a_token_of_bfloat16_either(family: str, drafter: str, tmp_path: Path) -> None:
+    """Where the best logits are often nearer than rounding, greedy and drawn; rounding itself does not change."""
+    target = native_target(family, torch.bfloat16)
+    for settings in settings_of(drafter, target, tmp_path)[:2]:
+        for sampling in (SamplingParams(), SamplingParams(temperature=1.5, seed=3, acceptance="match")):
+            for prompt in (models.prompt_of(7), models.prompt_of(33)):
+                plain = Engine(target, None, "none", **SMALL).generate(prompt, 60, sampling)
+                out = Engine(target, None, settings, **SMALL).generate(prompt, 60, sampling)
+                assert out.token_ids == plain.token_ids, settings
 
 
 @needs_compiler
