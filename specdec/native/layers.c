@@ -46,7 +46,7 @@ typedef struct {
 
 typedef struct {
     int64_t hidden, query_heads, key_heads, head_dim, inner;
-    int64_t half; /* the model computes in bfloat16: the residual stream and the cache are rounded to it */
+    int64_t half; /* the model computes in bfloat16: the stream between layers and the cache are rounded to it */
 } Shape;
 
 typedef struct {
@@ -449,7 +449,6 @@ void specdec_walk(const Shape *m, const Layer *layers, const Slots *slots, const
         product(&l->qkv, normed, qkv, heads, rows, threads);
         attention(m, l, b, slots + n, qkv, heads, mixed, rest, room, threads);
         product(&l->out, mixed, stream, width, rows, threads);
-        if (m->half) round_all(stream, rows * width);
         for (int64_t r = 0; r < rows; r++)
             norm(stream + r * width, l->second_norm, normed + r * m->hidden, m->hidden, l->second_epsilon);
         memset(gates, 0, rows * wide * sizeof(float));
@@ -462,7 +461,7 @@ void specdec_walk(const Shape *m, const Layer *layers, const Slots *slots, const
             }
         }
         product(&l->down, active, stream, width, rows, threads);
-        if (m->half) round_all(stream, rows * width);
+        if (m->half) round_all(stream, rows * width); /* so that a walk may end here and another go on */
     }
     for (int64_t r = 0; r < rows; r++) memcpy(hidden + r * m->hidden, stream + r * width, bytes);
 }

@@ -15,7 +15,7 @@ from drafters.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
-from specdec.draft import Draft
+from specdec.draft import Draft, Entry
 from specdec.errors import ConfigError, SpecdecWarning
 from specdec.lowering.parts import Rows
 from specdec.lowering.tiled import Tiled
@@ -98,6 +98,19 @@ def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(family: str, dtype: torc
                     output = plain(target, alone, tree.tokens[row])
                     assert torch.equal(output.logits[0], logits.logits[row]), (length, row)
                     assert torch.equal(output.taps[2][0], logits.taps[2][row]), (length, row)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_walk_in_two_parts_is_the_whole_walk_bit_for_bit(dtype: torch.dtype) -> None:
+    target, tokens = native_target("qwen3", dtype), models.prompt_of(9)
+    with target.active():
+        whole, parted = (target.new_cache(capacity=16, rows=16) for _ in range(2))
+        expected = target.forward(Block(whole, tokens, device=target.device)).logits
+        block = Block(parted, tokens, device=target.device)
+        shallow = target.forward(block, exit_layer=2).hidden
+        found = target.forward(block, entry=Entry(2, shallow)).logits
+    assert torch.equal(found, expected)
 
 
 def plain(target: TransformersTarget, cache: Any, token: int) -> Any:
