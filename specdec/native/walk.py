@@ -20,7 +20,6 @@ from specdec.native.library import CBlock, CLayer, CShape, CSlots, library
 
 __all__ = ["NativeLayer", "NativeLayers"]
 
-_MOST_ROWS = 64  # above, torch's attention over a whole block is faster than row after row
 _HEADS = range(16, 129, 16)  # head dimensions that the library has code for
 
 
@@ -87,8 +86,8 @@ class NativeLayers:
         return NativeLayers(fit) if alike and len(fit) == len(layers) else None
 
     def fits(self, block: Block) -> bool:
-        """Whether a block is small enough to gain."""
-        return block.rows <= _MOST_ROWS
+        """Whether a block can go this way: any one can, a prefill chunk too."""
+        return True
 
     def run(
         self,
