@@ -91,6 +91,7 @@ class RestSession:
         cpu = context.target.device.type == "cpu"
         self._rows = config.rows or (7 if cpu else 64)
         self._matches = config.matches or (500 if cpu else 5000)
+        self._found, self._seen = config.max_suffix, 0  # the longest suffix of the text when it had so many tokens
 
     def propose(self, room: int) -> Draft:
         config, context = self._config, self._context
@@ -98,7 +99,10 @@ class RestSession:
         if size < 1 or count < 1:
             return Draft.chain([context.root])
         builder = DraftBuilder(context.root)
-        length, places = self._datastore.longest_suffix(context.tokens[-config.max_suffix :], config.min_suffix)
+        # What is found now was found before, less the tokens that are new.
+        longest = min(config.max_suffix, self._found + len(context.tokens) - self._seen)
+        length, places = self._datastore.longest_suffix(context.tokens[-longest:], config.min_suffix)
+        self._found, self._seen = max(length, config.min_suffix - 1), len(context.tokens)
         if length:
             found = self._datastore.continuations(places, length, size, self._matches)
             rows = [0]

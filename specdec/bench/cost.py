@@ -31,8 +31,9 @@ def measure_cost(
 ) -> dict[int, float]:
     """Rows -> median seconds of a forward of so many rows after ``text``, logits of every row included.
 
-    All numbers of rows take turns, so that a machine that drifts drifts for all; two rounds warm up. ``backend`` is the
-    attention's, the target's own where it is None.
+    All numbers of rows take turns, so that a machine that drifts drifts for all; two rounds warm up. The second of two
+    forwards counts, as in decoding the one before has left the weights in the caches. ``backend`` is the attention's,
+    the target's own where it is None.
     """
     tokens, backend = list(text), backend or target.backend
     times: dict[int, list[float]] = {count: [] for count in rows}
@@ -42,9 +43,11 @@ def measure_cost(
         for repeat in range(-2, repeats):
             for count in rows:
                 draft = Draft.chain([tokens[place % len(tokens)] for place in range(count)])
-                began = perf_counter()
-                target.forward(Block.of(draft, cache, target.device, backend))
-                synchronize(target.device)
+                began = 0.0
+                for _ in range(2):
+                    began = perf_counter()
+                    target.forward(Block.of(draft, cache, target.device, backend))
+                    synchronize(target.device)
                 if repeat >= 0:
                     times[count].append(perf_counter() - began)
     return {count: statistics.median(taken) for count, taken in times.items()}

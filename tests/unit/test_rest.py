@@ -52,6 +52,19 @@ def test_draft_is_what_followed_the_longest_suffix(tmp_path: Path) -> None:
     assert (list(draft.tokens), list(draft.parents)) == ([2, 3, 8, 4], [-1, 0, 0, 1])
 
 
+@pytest.mark.parametrize("strides", [(1, 1, 1, 1, 1, 1, 1), (2, 1, 3, 1), (4, 3)])
+def test_a_session_finds_what_a_fresh_one_does(tmp_path: Path, strides: tuple[int, ...]) -> None:
+    """It looks for no longer suffixes than the text can have by now; a longer one may come after a short one."""
+    text = [4, 1, 2, 3, 4, 9, 2, 8]
+    store = store_of(tmp_path, "1 2 3 4 5", "1 2 3 4 6", "9 2 7 7", "9 2 8", "8 2 8")
+    context = context_of(text[:1], 50)
+    session = Rest(RestConfig(min_suffix=1), store).start(context)
+    session.propose(20)
+    for stride in strides:
+        context.tokens.extend(text[len(context.tokens) :][:stride])
+        assert session.propose(20).tokens == draft_of(tmp_path, list(context.tokens), min_suffix=1).tokens
+
+
 def test_draft_keeps_to_its_limits(tmp_path: Path) -> None:
     text = [4, 4, 1, 2]
     assert list(draft_of(tmp_path, text, room=3).tokens) == [2, 3, 4]
