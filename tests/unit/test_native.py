@@ -155,6 +155,19 @@ def test_no_drafter_changes_a_token_of_bfloat16_either(family: str, drafter: str
 
 
 @needs_compiler
+def test_what_is_no_number_spreads_as_in_the_model() -> None:
+    """A broken row of the embedding: it and all that see it are NaN, and the rows before it are not."""
+    target, tokens = native_target("llama"), [3, 4, 5, 6]
+    target.embedding = torch.nn.Embedding.from_pretrained(target.embedding.weight.clone())
+    target.embedding.weight[5] = float("nan")
+    with target.active():
+        cache = target.new_cache(capacity=16, rows=16)
+        logits = target.forward(Block(cache, tokens, device=target.device)).logits
+    assert logits is not None
+    assert [bool(row.isnan().all()) for row in logits] == [False, False, True, True]
+
+
+@needs_compiler
 def test_threads_change_nothing() -> None:
     target, prompt = native_target("qwen2"), models.prompt_of(11)
     before, found = torch.get_num_threads(), []
