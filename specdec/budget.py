@@ -74,27 +74,28 @@ class Credit:
 
     Args:
         row_cost: of a row, in plain steps.
+        effort: rows that asking the drafter is worth.
     """
 
-    def __init__(self, row_cost: float) -> None:
-        self._row_cost = row_cost
+    def __init__(self, row_cost: float, effort: int = 0) -> None:
+        self._row_cost, self._fixed = row_cost, _STEP_ROWS + effort
         self._left = _START
         self._patience = Patience(1, 32)
 
     def room(self, limit: int, length: int) -> int:
         """Rows that it can pay for: the root alone where that is none."""
-        least = self._row_cost * (1 + _STEP_ROWS)
+        least = self._row_cost * (1 + self._fixed)
         if self._left < least:
             if not self._patience.due():
                 return min(limit, 1)
             self._left = least
-        return min(limit, 1 + round(self._left / self._row_cost) - _STEP_ROWS)
+        return min(limit, 1 + round(self._left / self._row_cost) - self._fixed)
 
     def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
         """Take note of a step; a drafter that had nothing to say is not judged."""
         if len(draft) == 1:
             return
-        spent = self._row_cost * (len(draft) - 1 + _STEP_ROWS)
+        spent = self._row_cost * (len(draft) - 1 + self._fixed)
         self._left = min(self._left + len(path) - 1 - spent, _MOST)
         if self._left >= _START:
             self._patience.paid()

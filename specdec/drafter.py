@@ -107,7 +107,8 @@ class DrafterBase:
     ``Config`` is a frozen, keyword-only dataclass that checks itself; its fields are the drafter's options. A drafter
     with ``budgeted`` always has ``context.budget`` and weighs its rows by it; that of others bounds their room. Where
     ``learns`` is False, sessions have no use for ``observe``: the tokens in the context are all they need, and without
-    taps they are told nothing.
+    taps they are told nothing. ``effort`` is what a draft costs beside its rows, in rows of a small model, for drafters
+    whose search is not free.
     """
 
     name: ClassVar[str]
@@ -115,6 +116,7 @@ class DrafterBase:
     taps: frozenset[int] = frozenset()
     budgeted: ClassVar[bool] = False
     learns: ClassVar[bool] = True
+    effort: ClassVar[int] = 0
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config

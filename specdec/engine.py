@@ -88,7 +88,9 @@ class Engine:
 
     def bound(self) -> Budget | Credit | None:
         """What bounds the rows of one sequence, if anything does."""
-        return Credit(row_cost(self.target)) if self.budget is None and self._choice == "credit" else self.budget
+        if self.budget is None and self._choice == "credit":
+            return Credit(row_cost(self.target), getattr(self.drafter, "effort", 0))
+        return self.budget
 
     @classmethod
     def from_pretrained(

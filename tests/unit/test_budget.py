@@ -130,6 +130,14 @@ def test_a_drafter_that_is_right_again_gets_its_rows_back() -> None:
     assert spend(credit, 0, 4) == [9, 9, 9, 3]  # what it has saved up carries it a little way, and no further
 
 
+def test_effort_is_paid_for_like_rows() -> None:
+    assert Credit(0.1, effort=3).room(9, 0) == Credit(0.1).room(9, 0) - 3 == 5
+    free, dear = Credit(0.1), Credit(0.1, effort=3)
+    for credit in (free, dear):
+        credit.learn(Draft.chain(range(4)), range(2), 0, 0.0, 0.0)  # .75 + 1 - .4, and - .7
+    assert (free.room(20, 0), dear.room(20, 0)) == (14, 7)
+
+
 def test_rows_that_cost_next_to_nothing_are_not_withheld() -> None:
     assert set(spend(Credit(0.002), 0, 30)) == {9}
 
