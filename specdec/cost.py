@@ -121,6 +121,7 @@ def describe(target: Target) -> dict[str, Any]:
         "parameters": sum(weight.numel() for weight in weights),
         "shape": [target.num_layers, target.hidden_size, target.vocab_size],
         "dtype": str(target.dtype).removeprefix("torch."),
+        "native": getattr(target, "native", False),
         **getattr(target, "options", {}),
     }
 

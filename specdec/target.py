@@ -318,6 +318,11 @@ class TransformersTarget:
             source = sources[name]
             yield name, source if isinstance(source, torch.Tensor) else getattr(source, name.rsplit(".", 1)[-1])
 
+    @property
+    def native(self) -> bool:
+        """Whether the layers run in one native call."""
+        return self._native is not None
+
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
         """While inside, no layers run in one native call."""

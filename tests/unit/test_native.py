@@ -32,7 +32,7 @@ SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersTarget:
     target = TransformersTarget(models.new_model(family, dtype, **SIZES, **changes), optimize="auto", kernels="tiled")
-    assert target._native is not None
+    assert target.native
     return target
 
 
@@ -227,7 +227,7 @@ def test_without_a_compiler_torch_does_it(fresh: Path, monkeypatch: pytest.Monke
     model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
     expected = models.reference(model, prompt, 20)
     target = TransformersTarget(model, optimize="auto")
-    assert target._native is None
+    assert not target.native
     assert Engine(target).generate(prompt, 20).token_ids == expected
     with pytest.raises(ConfigError, match=r"kernels='tiled' needs a C compiler .*, and none works here"):
         TransformersTarget(models.new_model("llama", torch.float32), optimize="auto", kernels="tiled")
