@@ -60,7 +60,7 @@ class Rest(DrafterBase):
     name = "rest"
     Config = RestConfig
     learns = False
-    effort = 2  # a search touches some hundred places of files that no cache holds
+    effort = 4  # a search touches some hundred places of files that no cache holds
 
     def __init__(self, config: RestConfig, datastore: Datastore) -> None:
         super().__init__(config)
