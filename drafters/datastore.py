@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from drafters.tokenizers import fingerprint_of, tokenizer_fingerprint
 from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
 
-__all__ = ["SEPARATOR", "Datastore", "build_datastore", "read_documents", "suffix_array"]
+__all__ = ["SEPARATOR", "Datastore", "build_datastore", "opened", "read_documents", "suffix_array"]
 
 SEPARATOR = 2**32 - 1
 """Stands after every document; no text holds it, so no match runs across."""
@@ -139,6 +140,22 @@ class Datastore:
         ended = np.logical_or.accumulate((found == SEPARATOR) | (index >= len(self)), axis=1)
         found[ended] = -1
         return found
+
+
+_OPEN: WeakValueDictionary[tuple[str, str], Datastore] = WeakValueDictionary()
+
+
+def opened(path: str | Path) -> Datastore:
+    """The datastore in a folder; the one that is open already where there is one, whose pages are in place.
+
+    Raises:
+        CheckpointError: see ``Datastore``.
+    """
+    key = (str(Path(path).resolve()), json.dumps(_read_meta(Path(path)), sort_keys=True))
+    store = _OPEN.get(key)
+    if store is None:
+        store = _OPEN[key] = Datastore(path)
+    return store
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from drafters.datastore import Datastore
+from drafters.datastore import Datastore, opened
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
@@ -78,7 +78,7 @@ class Rest(DrafterBase):
             raise ConfigError(
                 "rest.datastore is not set; make one with `specdec datastore build SOURCE --out FOLDER` and give FOLDER"
             )
-        return cls(config, Datastore(config.datastore).check(target))
+        return cls(config, opened(config.datastore).check(target))
 
     def start(self, context: Context) -> RestSession:
         return RestSession(self.config, self.datastore, context)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from drafters import datastore
-from drafters.datastore import SEPARATOR, Datastore, build_datastore, read_documents, suffix_array
+from drafters.datastore import SEPARATOR, Datastore, build_datastore, opened, read_documents, suffix_array
 from drafters.datastore_cli import app
 from specdec import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError
@@ -179,6 +179,14 @@ def test_a_folder_that_is_no_datastore_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists and is no datastore"):
         store_of(tmp_path, "1 2")
     assert (tmp_path / "store" / "thesis.txt").exists()
+
+
+def test_a_datastore_is_opened_once_and_again_when_it_was_built_anew(tmp_path: Path) -> None:
+    store_of(tmp_path, "1 2 3")
+    first = opened(tmp_path / "store")
+    assert opened(tmp_path / "store") is first
+    store_of(tmp_path, "1 2 3 4")
+    assert len(opened(tmp_path / "store")) == 5
 
 
 def test_no_datastore(tmp_path: Path) -> None:
