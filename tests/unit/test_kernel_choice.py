@@ -10,6 +10,7 @@ import torch
 
 from specdec.lowering import choice
 from specdec.lowering.choice import choose_kernels
+from specdec.lowering.products import PRODUCTS
 
 WEIGHTS = [torch.randn(96, 64), torch.randn(64, 96), torch.randn(96, 64)]
 
@@ -103,14 +104,22 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
         assert choose_kernels(WEIGHTS)[96, 64] == "packed"
 
 
-def test_the_fastest_kernel_wins_where_it_wins_clearly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"96x64": {"linear": 10.0, "transposed": 9.0, "packed": 8.0, "tiled": 9.0}}
-    monkeypatch.setattr(choice, "_time", lambda sample, products, rows: times)
-    assert choice._measure(WEIGHTS[:1]) == {"96x64": "packed"}
-    times["96x64"] = {"linear": 10.0, "transposed": 9.9, "packed": 9.9, "tiled": 9.9}
-    assert choice._measure(WEIGHTS[:1]) == {"96x64": "linear"}
-    times["96x64"] = {"linear": 10.0, "transposed": 9.0, "packed": 8.9, "tiled": 8.9}
-    assert choice._measure(WEIGHTS[:1]) == {"96x64": "transposed"}
+@pytest.mark.parametrize(
+    ("times", "winner"),
+    [
+        ({"transposed": 9.0, "packed": 8.0, "tiled": 9.0}, "packed"),
+        ({"transposed": 9.9, "packed": 9.9, "tiled": 9.9}, "linear"),
+        ({"transposed": 9.0, "packed": 8.9, "tiled": 8.9}, "transposed"),
+        ({"transposed": 9.0, "packed": 9.0, "tiled": 8.0}, "tiled"),
+    ],
+)
+def test_the_fastest_kernel_wins_where_it_wins_clearly(
+    times: dict[str, float], winner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_time", lambda *_: {"96x64": {"linear": 10.0, **times}})
+    monkeypatch.setattr(choice, "usable", lambda *_: True)
+    monkeypatch.setitem(PRODUCTS, "tiled", PRODUCTS["linear"])  # whether there is a compiler or not
+    assert choice._measure(WEIGHTS[:1]) == {"96x64": winner}
 
 
 def test_a_measurement_knows_all_shapes(folder: Path) -> None:
