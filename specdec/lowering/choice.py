@@ -34,8 +34,9 @@ _SMALL = 1 << 20  # bytes; a model below that is all overhead, and not worth a m
 _SAMPLE = 32 << 20  # bytes of weights that are timed: with one copy per kernel, more than a core's caches hold
 _ROWS = (1, 8)
 _REPEATS, _SECONDS = 9, 1.0  # at most, per number of rows
-# What a kernel must win to be taken: `packed` and `tiled` make the model's own forward slow, the others cost nothing.
-_MARGIN = {"linear": 1.0, "transposed": 0.97, "packed": 0.93, "tiled": 0.93}
+# What a kernel must win to be taken: `packed` makes the model's own forward slow, `linear` costs nothing. `tiled` may
+# lose a little: where all products are, the layers run in one call, and rounding is plain decoding's.
+_MARGIN = {"linear": 1.0, "transposed": 0.97, "packed": 0.93, "tiled": 1.1}
 
 
 def check_kernels(choice: str) -> str:
