@@ -110,8 +110,9 @@ class TransformersTarget:
         attention: ``auto``, ``sdpa`` or ``split``, see :mod:`specdec.attention`.
         optimize: ``auto`` lowers the layers that :mod:`specdec.lowering` knows; ``off`` leaves all as they are.
         kernels: of lowered layers on a CPU. ``auto`` measures once per machine which one each shape gets; ``linear``,
-            ``transposed`` and ``packed`` say it. With the latter two ``model`` itself still computes the same, but
-            slowly if packed, and its linears' weights can no longer be changed; ``plain_model`` gives one as it was.
+            ``transposed``, ``packed`` and ``tiled`` say it. With the latter three ``model`` itself still computes the
+            same, but slowly if packed or tiled, and its linears' weights can no longer be changed; ``plain_model``
+            gives one as it was. Where all are tiled, the layers run in one native call (:mod:`specdec.native`).
         compile: run steps as compiled graphs of static shapes (:mod:`specdec.static`), each compiled at its first use;
             a name is another backend of torch.compile. It needs ``optimize="auto"`` and a model whose layers are known.
         owned: nobody else holds the model's weights, so the pages of those that are repacked can go at once.
