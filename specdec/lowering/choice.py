@@ -80,12 +80,13 @@ def choose_kernels(weights: Sequence[torch.Tensor], choice: str = "auto") -> dic
     return {_shape(text): kernel for text, kernel in known[signature].items()}
 
 
-def _machine() -> dict[str, str]:
+def _machine() -> dict[str, str | bool]:
     """What a measurement depends on, but for threads, dtype and shapes."""
     return {
         "cpu": processor(torch.device("cpu")),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
+        "native": library() is not None,
     }
 
 
@@ -103,7 +104,7 @@ def _shape(text: str) -> Shape:
     return tuple(map(int, text.split("x")))
 
 
-def _read(path: Path, machine: dict[str, str]) -> dict[str, dict[str, str]]:
+def _read(path: Path, machine: dict[str, str | bool]) -> dict[str, dict[str, str]]:
     """What is known; nothing where there is no file, or a warning that says why the file is left alone."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft, Entry
 from specdec.errors import ConfigError, SpecdecWarning
+from specdec.lowering import choice
 from specdec.lowering.parts import Rows
 from specdec.lowering.tiled import Tiled
 from specdec.native import library as native
@@ -231,6 +232,19 @@ def test_without_a_compiler_torch_does_it(fresh: Path, monkeypatch: pytest.Monke
     assert Engine(target).generate(prompt, 20).token_ids == expected
     with pytest.raises(ConfigError, match=r"kernels='tiled' needs a C compiler .*, and none works here"):
         TransformersTarget(models.new_model("llama", torch.float32), optimize="auto", kernels="tiled")
+
+
+@needs_compiler
+def test_a_choice_that_was_made_with_a_compiler_is_not_taken_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
+    weights = [torch.randn(512, 512) for _ in range(2)]
+    monkeypatch.setattr(choice, "_measure", lambda _: {"512x512": "tiled"})
+    assert choice.choose_kernels(weights) == {(512, 512): "tiled"}
+    monkeypatch.setattr(choice, "library", lambda: None)
+    monkeypatch.setattr(choice, "_measure", lambda _: {"512x512": "linear"})
+    assert choice.choose_kernels(weights) == {(512, 512): "linear"}
 
 
 def test_the_environment_can_say_no(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
