@@ -107,7 +107,7 @@ class TransformersTarget:
 
     Args:
         model: any ``...ForCausalLM`` whose layers are attention and MLP.
-        attention: ``auto``, ``sdpa`` or ``split``, see :mod:`specdec.attention`.
+        attention: ``auto``, ``sdpa`` or ``split``, see :mod:`specdec.attention`; the latter two rule out native layers.
         optimize: ``auto`` lowers the layers that :mod:`specdec.lowering` knows; ``off`` leaves all as they are.
         kernels: of lowered layers on a CPU. ``auto`` measures once per machine which one each shape gets; ``linear``,
             ``transposed``, ``packed`` and ``tiled`` say it. With the latter three ``model`` itself still computes the
@@ -359,7 +359,8 @@ class TransformersTarget:
             self._layers, head, kernels=kernels, owned=owned, agrees=partial(agrees, self)
         )
         self._layers = tuple(layers)
-        self._native = NativeLayers.of(self._layers)
+        # A backend that was asked for by name is torch's.
+        self._native = NativeLayers.of(self._layers) if self.backend == "auto" else None
         if self._native is not None and not native_agrees(self):
             self._native = None
         self._norm = lower_norm(self.norm) or self.norm

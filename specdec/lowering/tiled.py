@@ -49,8 +49,9 @@ class Tiled:
         return self._onto(rows, torch.zeros(rows.shape[0], self._panels.shape[0] * PANEL))
 
     def add(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        total = F.pad(residual.float(), (0, self._panels.shape[0] * PANEL - self.outputs))
-        return self._onto(rows, total.clone() if total is residual else total.contiguous())
+        total = torch.zeros(rows.shape[0], self._panels.shape[0] * PANEL)
+        total[:, : self.outputs] = residual
+        return self._onto(rows, total)
 
     def _onto(self, rows: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """``total`` [T, padded outputs] plus the product; in place, and cut to size."""

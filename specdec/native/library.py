@@ -19,10 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec.errors import SpecdecWarning
-from specdec.machine import cache_folder, processor
+from specdec.machine import cache_folder
 
 __all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CShape", "CSlots", "Kind", "library"]
 
@@ -134,12 +132,12 @@ def _path(compiler: str) -> Path:
     """Where the library for this source, compiler and machine is kept.
 
     Raises:
-        subprocess.SubprocessError: the compiler cannot even say its name.
+        subprocess.SubprocessError: the compiler cannot even say what it is.
     """
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS)
-    maker = (version.stdout.splitlines() or [""])[0]
-    machine = (processor(torch.device("cpu")), str(torch.backends.cpu.get_cpu_capability()))
-    made_of = "|".join((_SOURCE.read_text(encoding="utf-8"), maker, *machine, *_FLAGS))
+    # Its macros name its version and every instruction set that it takes from this machine; a chip's name may not.
+    command = [compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout
+    made_of = "|".join((_SOURCE.read_text(encoding="utf-8"), macros, *_FLAGS))
     return cache_folder() / f"layers-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
 
 

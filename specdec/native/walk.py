@@ -59,20 +59,23 @@ class NativeLayer:
     @property
     def fits(self) -> bool:
         """Whether the library has code for it."""
-        tiled = [product for product in self.products if isinstance(product, Tiled)]
-        return len(tiled) == len(self.products) and self.head_dim in _HEADS and tiled[3].inputs % 16 == 0
+        tiled = all(isinstance(product, Tiled) for product in self.products)
+        return tiled and self.head_dim in _HEADS and self.sizes[-1] % 16 == 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What all layers of one call have in common: width, heads, head dimension and the MLP's width."""
+        inner: int = self.products[3].inputs  # type: ignore[attr-defined]
+        return (len(self.norms[0]), *self.heads, self.head_dim, inner)
 
 
 class NativeLayers:
     """Layers behind one call; ``of`` says whether the library can run them."""
 
     def __init__(self, layers: Sequence[NativeLayer]) -> None:
-        one = layers[0]
-        self._dtype = one.norms[0].dtype
+        self._dtype = layers[0].norms[0].dtype
         self._held: list[Any] = [*layers]  # whose weights the library reads by address
-        inner = one.products[3].inputs  # type: ignore[attr-defined]
-        half = self._dtype is torch.bfloat16
-        self._shape = CShape(len(one.norms[0]), *one.heads, one.head_dim, inner, half)
+        self._shape = CShape(*layers[0].sizes, self._dtype is torch.bfloat16)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
         self._slots: weakref.WeakKeyDictionary[KVCache, ctypes.Array[CSlots]] = weakref.WeakKeyDictionary()
         self._library = library()
@@ -82,8 +85,7 @@ class NativeLayers:
         """These layers, lowered or described, if the library can run them."""
         known = [NativeLayer.of(layer) if isinstance(layer, LoweredLayer) else layer for layer in layers]
         fit = [layer for layer in known if isinstance(layer, NativeLayer) and layer.fits]
-        alike = len({(*layer.heads, layer.head_dim) for layer in fit}) == 1
-        return NativeLayers(fit) if alike and len(fit) == len(layers) else None
+        return NativeLayers(fit) if len({layer.sizes for layer in fit}) == 1 and len(fit) == len(layers) else None
 
     def fits(self, block: Block) -> bool:
         """Whether a block can go this way: any one can, a prefill chunk too."""

@@ -60,6 +60,30 @@ def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, halve
 
 
 @needs_compiler
+def test_a_residual_stays_as_it_is() -> None:
+    product, residual = Tiled(torch.randn(64, 32), None), torch.randn(3, 64)
+    before = residual.clone()
+    product.add(torch.randn(3, 32), residual)
+    assert torch.equal(residual, before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", ["inner", "attention"])
+def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str) -> None:
+    """One MLP wider than the others; and an attention backend that was asked for by name."""
+    model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
+    if change == "inner":
+        model.model.layers[1].mlp = type(model.model.layers[1].mlp)(
+            models.new_model("llama", intermediate_size=64).config
+        )
+    expected = models.reference(model, prompt, 30)
+    attention = "sdpa" if change == "attention" else "auto"
+    target = TransformersTarget(model, optimize="auto", kernels="tiled", attention=attention)
+    assert not target.native
+    assert Engine(target).generate(prompt, 30).token_ids == expected
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_embedding_reads_the_tiles(dtype: torch.dtype) -> None:
     weight = torch.randn(100, 32).to(dtype)
@@ -278,4 +302,4 @@ def test_a_library_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda command, **options: asked.append(command) or run(command, **options))
     assert native.library() is not None
-    assert [command[1] for command in asked] == ["--version"]
+    assert [command[1:4] for command in asked] == [["-march=native", "-dM", "-E"]]
