@@ -16,8 +16,9 @@ from torch import nn
 from drafters.adapter import Adapter, rotations
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
-from specdec.lowering.products import PRODUCTS, Product, usable
-from specdec.native.walk import NativeLayer, NativeLayers
+from specdec.rotary import rotate, signed
+from specdec.runners.linear import LinearKernel, PackedWeight, linear_kernel
+from specdec.runners.native import NativeLayer, NativeLayers, runs_heads_of
 
 __all__ = ["AdapterCache", "AdapterStep"]
 
@@ -45,19 +46,19 @@ class AdapterStep:
         if self._attends and self._has_mlp:
             heads, eps = self.config.heads, self.config.norm_eps
             products, norms = (self._qkv, self._out, self._gate_up, self._down), (self._input_norm, self._mlp_norm)
+            packed = [product for product in products if isinstance(product, PackedWeight)]
             size = len(self.norm) // heads
-            layer = NativeLayer(products, norms, (eps, eps, 0.0), (heads, heads), size, size**-0.5)
-            self._layer = NativeLayers.of([layer])
+            if len(packed) == len(products) and runs_heads_of(size, self.config.intermediate_size):
+                layer = NativeLayer(tuple(packed), norms, (eps, eps, 0.0), (heads, heads), size, size**-0.5)
+                self._layer = NativeLayers([layer])
 
     def absorb(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
         """Cache keys and values of ``features`` [T, D] as the next T positions; returns their queries [H, T, d]."""
         rows, heads = len(features), self.config.heads
         normed = self._normed(features, self._input_norm)
         states = self._qkv(normed).view(rows, 3 * heads, -1).transpose(0, 1)  # [3 H, T, d]
-        cos, signed = cache.rotary(rows)
-        turning = states[: 2 * heads]
-        # A half turn is a roll; its sign is in the sines.
-        turned = torch.addcmul(turning * cos, turning.roll(turning.shape[-1] // 2, -1), signed)
+        cos, signed_sin = cache.rotary(rows)
+        turned = rotate(states[: 2 * heads], cos, signed_sin)
         cache.append(turned[heads:], states[2 * heads :])
         return turned[:heads]
 
@@ -97,8 +98,7 @@ class AdapterCache:
         self._slots = KVCache([spec], capacity=capacity, rows=1)
         self.keys, self.values = self._slots.keys[0], self._slots.values[0]
         self._cos, sin = rotations(torch.arange(capacity, device=like.device), config, like.dtype)
-        first, second = sin.chunk(2, -1)
-        self._signed = torch.cat((-first, second), -1)
+        self._signed = signed(sin)
 
     @property
     def length(self) -> int:
@@ -123,17 +123,14 @@ class AdapterCache:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the next positions' keys and values [heads, T, D / heads]."""
-        rows = keys.shape[1]
-        self.keys[0].narrow(1, self.length, rows).copy_(keys)
-        self.values[0].narrow(1, self.length, rows).copy_(values)
-        self.length += rows
+        self._slots.write(0, keys[None], values[None], self.length)
+        self.length += keys.shape[1]
 
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is stored."""
         return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
 
 
-def _stored(*parts: nn.Linear) -> Product:
-    """One product for linears of one input, in the layout of the native kernel where there is one."""
-    weight = torch.cat([part.weight.detach() for part in parts])
-    return PRODUCTS["tiled" if usable("tiled", weight) else "linear"](weight, None)
+def _stored(*parts: nn.Linear) -> LinearKernel:
+    """One product for linears of one input."""
+    return linear_kernel(torch.cat([part.weight.detach() for part in parts]))

@@ -29,9 +29,9 @@ def build(
     from transformers import AutoTokenizer
 
     from drafters.datastore import build_datastore
-    from specdec.pretrained import place_of
+    from specdec.pretrained import model_source
 
-    place = place_of(tokenizer)
+    place = model_source(tokenizer)
     try:
         made = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, KeyError) as error:

@@ -19,8 +19,10 @@ from specdec.block import Block
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
+from specdec.model import TransformersTarget
+from specdec.pretrained import embedded_model
 from specdec.sampling import Noise, Sampler, Scores
-from specdec.target import Target, TransformersTarget, embedded_model
+from specdec.target import Target
 
 __all__ = ["DraftModel", "DraftModelConfig", "embedded_draft_model", "fitting"]
 

@@ -6,7 +6,8 @@ import hashlib
 
 import torch
 
-from specdec.target import Target, TransformersTarget
+from specdec.model import TransformersTarget
+from specdec.target import Target
 
 __all__ = ["fingerprint"]
 
@@ -17,7 +18,8 @@ def fingerprint(target: Target) -> str:
     Values are rounded to bfloat16 first, so a model saved in bfloat16 and loaded in float32 keeps its fingerprint.
     """
     digest = hashlib.sha256()
-    for _, weight in target.named_weights() if isinstance(target, TransformersTarget) else ():
+    named = target.named_weights() if isinstance(target, TransformersTarget) else ()
+    for _, weight in named:
         if not weight.is_meta:
             flat = weight.detach().reshape(-1)
             few = flat[:: max(1, len(flat) // 16)][:16].to("cpu", torch.bfloat16)

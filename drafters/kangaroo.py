@@ -26,8 +26,9 @@ from specdec.block import Block
 from specdec.draft import Draft, Entry
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError
+from specdec.pretrained import embedded_model
 from specdec.sampling import Noise
-from specdec.target import Target, embedded_model
+from specdec.target import Target
 
 __all__ = ["Kangaroo", "KangarooConfig", "embedded_adapter"]
 

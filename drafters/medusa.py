@@ -23,7 +23,8 @@ from specdec.config import read_value
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError, unknown
-from specdec.target import FINAL, Target, embedded_model
+from specdec.pretrained import embedded_model
+from specdec.target import FINAL, Target
 
 __all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "embedded_heads", "nodes_of", "paths_of"]
 

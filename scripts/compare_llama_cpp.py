@@ -30,7 +30,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.bench_engine import held_out_prompts
 from specdec import Engine
-from specdec.target import embedded_model
+from specdec.pretrained import embedded_model
 
 _TYPES = {"f32": GGMLQuantizationType.F32, "bf16": GGMLQuantizationType.BF16, "f16": GGMLQuantizationType.F16}
 _LOOKUP = 5  # tokens that its n-gram lookup proposes, from the last match of two tokens

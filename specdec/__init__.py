@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from specdec.engine import Engine
     from specdec.errors import SpecdecError, SpecdecWarning
     from specdec.integrations.transformers import custom_generate
+    from specdec.model import TransformersTarget
     from specdec.results import Chunk, Generation, Statistics, Step
     from specdec.sampling import SamplingParams
-    from specdec.target import FINAL, Target, TransformersTarget
+    from specdec.target import FINAL, Target
 
 __all__ = [
     "FINAL",
@@ -43,9 +44,10 @@ _HOMES = {
     "engine": ("Engine",),
     "errors": ("SpecdecError", "SpecdecWarning"),
     "integrations.transformers": ("custom_generate",),
+    "model": ("TransformersTarget",),
     "results": ("Chunk", "Generation", "Statistics", "Step"),
     "sampling": ("SamplingParams",),
-    "target": ("FINAL", "Target", "TransformersTarget"),
+    "target": ("FINAL", "Target"),
 }
 
 

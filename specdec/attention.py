@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from specdec.block import Block
 from specdec.errors import ConfigError, TargetError
 
-__all__ = ["BACKENDS", "attend", "check_backend", "layer_attention", "merge", "mix"]
+__all__ = ["BACKENDS", "attend", "check_backend", "layer_attention", "merge", "update_and_attend"]
 
 BACKENDS = ("auto", "sdpa", "split")
 
@@ -75,7 +75,7 @@ def layer_attention(
     return attend(query, block, module.layer_idx, scale, softcap).transpose(1, 2), None  # type: ignore[arg-type]
 
 
-def mix(
+def update_and_attend(
     block: Block, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
 ) -> torch.Tensor:
     """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""

@@ -71,7 +71,6 @@ class Block:
         self.deepest = max(self.depths[first:last])
         self.tokens = torch.tensor([tokens], device=device)  # [1, T]
         self._device = device
-        self._own: dict[int, tuple[Slices, Slices] | None] = {}
         self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
@@ -93,18 +92,7 @@ class Block:
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store one layer's keys and values [1, heads, T, dim]; the signature is that of transformers' caches."""
-        group, start = self.cache.group_of[layer], self.length + self.first
-        if id(group) not in self._own:
-            first = start % group.size
-            fits = first + self.rows <= group.size
-            self._own[id(group)] = group.slices(first, self.rows) if fits else None
-        slices = self._own[id(group)]
-        if slices is None:  # around the ring's end
-            self.cache.write(layer, keys, values, start)
-        else:
-            place = self.cache.place_of[layer]
-            slices[0][place].copy_(keys)
-            slices[1][place].copy_(values)
+        self.cache.write(layer, keys, values, self.length + self.first)
         return keys, values
 
     def visible(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -114,7 +102,7 @@ class Block:
         found = self._seen.get(id(group))
         if found is None:
             found = self._seen[id(group)] = (span, *group.slices(span[0], span[1] - span[0]))
-        place = self.cache.place_of[layer]
+        place = self.cache.index_in_group[layer]
         return found[1][place], found[2][place], mask
 
     def seen(self, keys: int, device: torch.device) -> torch.Tensor:

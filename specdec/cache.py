@@ -44,17 +44,15 @@ class LayerSpec:
 class Slots:
     """The slots of all layers of one spec.
 
-    ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor, so that a commit is one gather for all. With
-    ``spare`` there is one slot more, behind them, for what nobody reads, and all slots start as zeros: a forward of
-    static shapes multiplies those that were never written by nothing, which NaN would survive.
+    ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor, so that a commit is one gather for all.
     """
 
-    def __init__(self, spec: LayerSpec, layers: int, size: int, *, spare: bool = False) -> None:
+    def __init__(self, spec: LayerSpec, layers: int, size: int) -> None:
         self.window = spec.window
         self.size = size
-        shape, make = (layers, 1, spec.heads, size + spare), torch.zeros if spare else torch.empty
-        self.keys = make(*shape, spec.key_dim, dtype=spec.dtype, device=spec.device)
-        self.values = make(*shape, spec.value_dim, dtype=spec.dtype, device=spec.device)
+        shape = (layers, 1, spec.heads, size)
+        self.keys = torch.empty(*shape, spec.key_dim, dtype=spec.dtype, device=spec.device)
+        self.values = torch.empty(*shape, spec.value_dim, dtype=spec.dtype, device=spec.device)
 
     def slices(self, first: int, count: int) -> tuple[Slices, Slices]:
         """Per layer, views [1, heads, count, dim] of keys and values from slot ``first`` on, cut in one go."""
@@ -78,26 +76,20 @@ class KVCache:
         specs: one per layer; equal specs share tensors.
         capacity: most tokens that will ever be committed.
         rows: most rows of one forward, a prefill chunk's included.
-        static: sizes are powers of two, so that texts of many lengths share their shapes, and there is a spare slot.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int, static: bool = False) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> None:
         self.length = 0
         self.capacity = capacity
         self.rows = rows
         members: dict[LayerSpec, list[int]] = {}
         for layer, spec in enumerate(specs):
             members.setdefault(spec, []).append(layer)
-        self.static = static
-        self.groups = []
-        for spec, layers in members.items():
-            size = spec.slots(capacity, rows)
-            size = max(256, 1 << (size - 1).bit_length()) if static else size
-            self.groups.append(Slots(spec, len(layers), size, spare=static))
+        self.groups = [Slots(spec, len(layers), spec.slots(capacity, rows)) for spec, layers in members.items()]
         of_spec = dict(zip(members, self.groups, strict=True))
         self.group_of = [of_spec[spec] for spec in specs]
         # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
-        self.place_of = places = [members[spec].index(layer) for layer, spec in enumerate(specs)]
+        self.index_in_group = places = [members[spec].index(layer) for layer, spec in enumerate(specs)]
         self.keys = [group.keys[place] for group, place in zip(self.group_of, places, strict=True)]
         self.values = [group.values[place] for group, place in zip(self.group_of, places, strict=True)]
 

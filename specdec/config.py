@@ -18,7 +18,7 @@ import yaml
 from specdec.attention import check_backend
 from specdec.budget import check_budget
 from specdec.errors import ConfigError, unknown
-from specdec.lowering import check_optimize
+from specdec.runners.plan import check_execution
 from specdec.sampling import SamplingParams
 
 __all__ = ["DTYPES", "RunConfig", "load_yaml", "override", "parse", "read_value", "resolve"]
@@ -40,8 +40,7 @@ class RunConfig:
         device: such as ``cpu`` or ``cuda:0``; None stays where the model loads.
         device_map: accelerate's, to split a model over devices.
         attention: ``auto``, ``sdpa`` or ``split``.
-        optimize: ``auto`` lowers the layers that specdec knows; ``off`` runs transformers' own.
-        compile: steps as compiled graphs of static shapes; for GPUs, on a CPU it loses.
+        execution: which code runs the layers, see TransformersTarget.
         budget: ``credit`` (a drafter that keeps failing rests), ``auto`` (only rows that pay here, none where
             speculation loses), a cost file, or ``off``; see Engine.
         threads: CPU threads of torch; None is torch's own choice, but one for ``tiny``, which is too small to gain from
@@ -60,8 +59,7 @@ class RunConfig:
     device: str | None = None
     device_map: str | dict[str, Any] | None = None
     attention: str = "auto"
-    optimize: str = "auto"
-    compile: bool = False
+    execution: str = "auto"
     budget: str = "credit"
     threads: int | None = None
     max_new_tokens: int = 128
@@ -76,7 +74,7 @@ class RunConfig:
         if self.device is not None and self.device_map is not None:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
-        check_optimize(self.optimize)
+        check_execution(self.execution)
         check_budget(self.budget)
 
 

@@ -22,12 +22,12 @@ from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError
-from specdec.pretrained import place_of
+from specdec.model import TransformersTarget
+from specdec.pretrained import model_source
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.sampling import Sampler, SamplingParams, Scores
-from specdec.static import Backend
-from specdec.target import Target, TransformersTarget
+from specdec.target import Target
 from specdec.text import TextStream, check_stops
 from specdec.verify import verifier_for
 
@@ -101,10 +101,8 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         device_map: str | dict[str, Any] | None = None,
+        execution: str = "auto",
         attention: str = "auto",
-        optimize: str = "auto",
-        kernels: str = "auto",
-        compile: Backend = False,
         trust_remote_code: bool = False,
         max_rows: int = 128,
         prefill_chunk: int | None = None,
@@ -112,7 +110,7 @@ class Engine:
     ) -> Engine:
         """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
 
-        ``attention``, ``optimize``, ``kernels`` and ``compile`` are TransformersTarget's. The budget is ``credit``
+        ``execution`` and ``attention`` are TransformersTarget's. The budget is ``credit``
         here, so that no drafter loses much; an engine that is put together by hand takes its drafter at its word.
 
         Raises:
@@ -125,13 +123,11 @@ class Engine:
             dtype=dtype,
             device=device,
             device_map=device_map,
+            execution=execution,
             attention=attention,
-            optimize=optimize,
-            kernels=kernels,
-            compile=compile,
             trust_remote_code=trust_remote_code,
         )
-        place = place_of(path)
+        place = model_source(path)
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:

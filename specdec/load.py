@@ -39,7 +39,6 @@ def load(run: RunConfig) -> Engine:
             device=run.device,
             device_map=run.device_map,
             attention=run.attention,
-            optimize=run.optimize,
-            compile=run.compile,
+            execution=run.execution,
             budget=run.budget,
         )

@@ -50,12 +50,8 @@ class RunOptions:
     attention: Annotated[
         str | None, typer.Option(help="auto, sdpa or split (default auto).", rich_help_panel=_MODEL)
     ] = None
-    optimize: Annotated[
+    execution: Annotated[
         str | None, typer.Option(help="auto, or off: transformers' own layers.", rich_help_panel=_MODEL)
-    ] = None
-    compile: Annotated[
-        bool | None,
-        typer.Option("--compile", help="Run steps as compiled graphs (for GPUs).", rich_help_panel=_MODEL),
     ] = None
     budget: Annotated[
         str | None,

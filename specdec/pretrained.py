@@ -20,7 +20,7 @@ __all__ = [
     "embedded_model",
     "eos_ids_of",
     "load_model",
-    "place_of",
+    "model_source",
     "refuse_unfit",
 ]
 
@@ -35,7 +35,7 @@ def embedded_model() -> Path:
     return Path(__file__).parent / "assets" / "tiny"
 
 
-def place_of(model: str | Path) -> str | Path:
+def model_source(model: str | Path) -> str | Path:
     """Where a model lies: the embedded one's folder for ``"tiny"``, a folder, or a hub id as it is.
 
     Raises:
@@ -69,7 +69,7 @@ def load_model(
         CheckpointError: no model there, a broken file, or tensors missing or left over.
         TargetError: a model that specdec cannot drive.
     """
-    place = place_of(path)
+    place = model_source(path)
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())

@@ -5,52 +5,100 @@ A module of transformers takes some fifteen operations a step to say what it sai
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
 from specdec.block import Block
 
-__all__ = ["Rotary"]
+__all__ = ["Angles", "Rotary", "rotate", "signed"]
 
 _CHANGING = ("dynamic", "longrope")  # frequencies that depend on the text's length
 
-Angles = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, sines with their first half negated
+
+
+class Angles:
+    """Rotary positions of one block's rows: looked up when asked for.
+
+    Attributes:
+        cos: [T, d].
+        sin: [T, d].
+        signed_sin: [T, d] sines with their first half negated, for :func:`rotate`.
+    """
+
+    def __init__(self, rotary: Rotary, block: Block, hidden: torch.Tensor) -> None:
+        self._rotary, self._block, self._hidden = rotary, block, hidden
+        self._kinds: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+        if not rotary.by_kind:
+            self.cos, self.sin, self.signed_sin = rotary.look_up(block, hidden)
+            self._kinds[None] = self.cos, self.sin
+
+    def of_kind(self, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, d] for layers of a kind; None where all layers share them."""
+        if kind not in self._kinds:
+            self._kinds[kind] = self._rotary.compute(self._hidden, self._block.positions, kind)
+        return self._kinds[kind]
 
 
 class Rotary:
-    """Tables of a rotary module.
+    """A decoder's rotary module, and tables of what it said.
 
     Args:
-        module: called as ``module(hidden, positions)``, it gives cosines and sines [1, T, d].
+        module: called as ``module(hidden, positions)``, it gives cosines and sines [1, T, d]; some want the kind of
+            attention too, as their frequencies depend on it.
         config: of the model; its ``rope_parameters`` say whether positions mean the same in every text.
     """
 
     def __init__(self, module: Any, config: Any) -> None:
         self._module = module
+        self.by_kind = "layer_type" in inspect.signature(module.forward).parameters
         rope = getattr(config, "rope_parameters", None) or {}
         self._fixed = rope.get("rope_type", "default") not in _CHANGING
-        self._tables: dict[tuple[torch.device, torch.dtype], Angles] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], Table] = {}
 
     def of(self, block: Block, hidden: torch.Tensor) -> Angles:
-        """For each row, [T, d]: cosines, sines, and the sines with their first half negated."""
+        """The positions of a block's rows, in the dtype and on the device of ``hidden``."""
+        return Angles(self, block, hidden)
+
+    def look_up(self, block: Block, hidden: torch.Tensor) -> Table:
+        """For each row, [T, d]: cosines, sines, and sines with their first half negated."""
         if not self._fixed:
-            return self._angles(hidden, block.positions)
+            return self._table(hidden, block.positions)
         key = (hidden.device, hidden.dtype)
         top = block.length + block.deepest + 1
         if key not in self._tables or len(self._tables[key][0]) < top:
             size = max(1024, 1 << top.bit_length())
-            self._tables[key] = self._angles(hidden, torch.arange(size, device=hidden.device)[None])
+            self._tables[key] = self._table(hidden, torch.arange(size, device=hidden.device)[None])
         table = self._tables[key]
         if block.parents is None:
             start = block.length + block.first
-            cos, sin, signed = (values.narrow(0, start, block.rows) for values in table)
+            cos, sin, signed_sin = (values.narrow(0, start, block.rows) for values in table)
         else:
             places = block.positions[0]
-            cos, sin, signed = (values.index_select(0, places) for values in table)
-        return cos, sin, signed
+            cos, sin, signed_sin = (values.index_select(0, places) for values in table)
+        return cos, sin, signed_sin
 
-    def _angles(self, hidden: torch.Tensor, positions: torch.Tensor) -> Angles:
-        cos, sin = (values[0] for values in self._module(hidden, positions))
-        first, second = sin.chunk(2, -1)
-        return cos, sin, torch.cat((-first, second), -1)
+    def compute(
+        self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, d] as the module says them."""
+        more = () if kind is None else (kind,)
+        cos, sin = self._module(hidden[None], positions, *more)
+        return cos[0], sin[0]
+
+    def _table(self, hidden: torch.Tensor, positions: torch.Tensor) -> Table:
+        cos, sin = self.compute(hidden, positions)
+        return cos, sin, signed(sin)
+
+
+def signed(sin: torch.Tensor) -> torch.Tensor:
+    """Sines [..., d] with their first half negated."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat((-first, second), -1)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Heads [..., T, d] at rotary positions [T, d]: halves swapped is a roll, with the sign moved into the sines."""
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)

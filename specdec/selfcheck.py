@@ -1,165 +1,164 @@
-"""Self-check: what a target computes at load, layer by layer, held against what its model says itself.
+"""Self-check: what a target computes at load, held against what its model says itself, to the logits.
 
-A model for which the walk differs is refused by name; a lowered layer that differs is left as it was.
+The model's own forward over a few tokens is the reference: every runner must give its logits, last norm and head
+included, over a prefix and a tree. In full precision they must agree to rounding. In half precision rounding is large
+enough to hide a wrong layer, so it is measured: the same modules run in float32, one layer at a time, and a runner may
+be no further from that shadow than the model's own modules are.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
-from specdec.draft import Draft, Entry
-from specdec.errors import NumericalError, SpecdecWarning, TargetError, first_line
-from specdec.lowering import LoweredLayer
+from specdec.draft import Draft
+from specdec.errors import NumericalError, TargetError, first_line
+from specdec.runners.layers import ModuleLayer
+from specdec.target import Target
 
-if TYPE_CHECKING:
-    from specdec.target import TargetOutput, TransformersTarget
-
-__all__ = ["PROBE", "agrees", "native_agrees", "note_layer", "self_check"]
-
-PROBE = "specdec_probe"
-"""Name under which transformers' attention modules find ``note_layer``."""
+__all__ = ["ProbeLayer", "Reference", "ShadowLayer", "note_layer", "shadow_call", "tokens_for"]
 
 # Relative; transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
+_WITHOUT_SHADOW = 0.1
+# In half precision, root mean squares: two roundings differ by 1.4 of one, and the mean over thousands of logits hardly
+# varies. The floor, relative, is for models that round by accident to nothing.
+_OWN, _RUNNER, _FLOOR = 4.0, 2.0, 2.0**-10
 # Of every block here: oneDNN makes kernels for each number of rows, and keeps them (a megabyte each in bfloat16).
 _ROWS = 6
+_TREE = (-1, 0, 0, 2, 3, 4)  # below the root a wrong sibling first, so that a row's place and depth differ
 
 
-def self_check(target: TransformersTarget) -> list[LayerSpec]:
-    """Compare the walk with the model's own forward, and return what each layer caches, as seen on the way.
+def tokens_for(vocab_size: int) -> list[int]:
+    """The tokens on which targets are checked."""
+    generator = torch.Generator().manual_seed(0)
+    tokens: list[int] = torch.randint(vocab_size, (2 * _ROWS - 1,), generator=generator).tolist()
+    return tokens
+
+
+def own_logits(model: Any, target: Target, tokens: Sequence[int]) -> torch.Tensor:
+    """[N, V] of the model's own forward.
 
     Raises:
-        TargetError: it cannot be walked, or the two differ by more than rounding.
-        NumericalError: the model's own logits are NaN or infinite.
+        TargetError: it fails without specdec.
+        NumericalError: they are NaN or infinite.
     """
-    generator = torch.Generator().manual_seed(0)
-    high = min(target.vocab_size, target.embedding.weight.shape[0])
-    tokens: list[int] = torch.randint(high, (2 * _ROWS - 1,), generator=generator).tolist()
-    expected = _own_logits(target, tokens)[_ROWS:]
-    specs, walked = _walked(target, tokens)
-    scale = float(expected.double().abs().max())
-    if not math.isfinite(scale):
-        raise NumericalError(
-            f"{target.name}: the model's own logits are {scale} on a few tokens; the weights are broken, or "
-            f"{target.dtype} is too narrow for them: use float32 or bfloat16"
-        )
-    off = float((walked.double() - expected.to(walked.device).double()).abs().max())
-    bound = _ROUNDING.get(target.dtype, 0.1) * max(scale, 1e-3)
-    if not off <= bound:
-        raise TargetError(
-            f"{target.name}: the layer walk differs from the model's own forward by {off:.3g} on logits up to "
-            f"{scale:.3g} (at most {bound:.3g} is rounding); its architecture does something between the layers "
-            "that specdec does not know, so it is refused rather than decoded wrongly"
-        )
-    return specs
-
-
-def agrees(target: TransformersTarget, number: int, layer: nn.Module, lowered: LoweredLayer) -> bool:
-    """Whether a lowered layer computes what its original does; if not, a warning says which layer stays."""
-    what = f"{target.name}: layer {number} ({type(layer).__name__})"
-
-    def run(candidate: Any) -> torch.Tensor:
-        with target.replaced(number, candidate):
-            return _run_layers(target, number, number + 1)
-
-    return _same(target, what, "when lowered", partial(run, layer), partial(run, lowered))
-
-
-def native_agrees(target: TransformersTarget) -> bool:
-    """Whether the layers compute in one native call what they do one by one; if not, a warning says so."""
-
-    def alone() -> torch.Tensor:
-        with target.layer_by_layer():
-            return _run_layers(target, 0, target.num_layers)
-
-    what = f"{target.name}: all layers"
-    return _same(target, what, "in one native call", alone, partial(_run_layers, target, 0, target.num_layers))
-
-
-def _same(
-    target: TransformersTarget,
-    what: str,
-    when: str,
-    original: Callable[[], torch.Tensor],
-    other: Callable[[], torch.Tensor],
-) -> bool:
-    """Whether two ways to the same hidden states differ by no more than rounding; if not, there is a warning."""
-    try:
-        expected, got = original().double(), other().double()
-    except RuntimeError as error:
-        warnings.warn(
-            f"{what} cannot be run {when}, and stays as it is: {first_line(error)}", SpecdecWarning, stacklevel=6
-        )
-        return False
-    scale, off = float(expected.abs().max()), float((expected - got).abs().max())
-    if off <= _ROUNDING.get(target.dtype, 0.1) * scale:
-        return True
-    message = f"{what} differs by {off:.3g} on values up to {scale:.3g} {when}, and stays as it is"
-    warnings.warn(message, SpecdecWarning, stacklevel=6)
-    return False
-
-
-def _run_layers(target: TransformersTarget, first: int, last: int) -> torch.Tensor:
-    """Random hidden states through layers [first, last): a prefix and a tree; [2 * _ROWS, D]."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2 * _ROWS, target.hidden_size, generator=generator, dtype=torch.float64)
-    hidden = hidden.to(target.specs[first].device, target.specs[first].dtype)
-    with target.active():
-        cache = KVCache(target.specs, capacity=2 * _ROWS, rows=_ROWS)
-        rows: list[TargetOutput] = []
-        for draft in (Draft.chain((0,) * _ROWS), Draft((0,) * _ROWS, (-1, 0, 0, 2, 3, 4))):
-            part = hidden[len(rows) * _ROWS :][:_ROWS]
-            block = Block.of(draft, cache, target.device, target.backend)
-            rows.append(target.forward(block, entry=Entry(first, part), exit_layer=last, taps=(last,), rows=()))
-            cache.commit(range(_ROWS))
-        return torch.cat([output.taps[last] for output in rows])
-
-
-def _walked(target: TransformersTarget, tokens: list[int]) -> tuple[list[LayerSpec], torch.Tensor]:
-    """What each layer caches, and the walk's logits [5, V] of the last tokens: a block, then one that is a tree."""
-    specs: list[LayerSpec] = []
-    try:
-        with target.active(PROBE):
-            block = Block(KVCache([], capacity=1, rows=1), tokens[:1], device=target.device)
-            hidden = target.embedding(block.tokens)[0]
-            target.walk(hidden, block, 0, target.num_layers, {}, (), {"use_cache": False, "note": specs.append})
-        with target.active():
-            cache = KVCache(specs, capacity=16, rows=16)
-            target.forward(Block(cache, tokens[:_ROWS], device=target.device, backend=target.backend), rows=())
-            cache.commit(range(_ROWS))
-            # Below the root: a wrong sibling first, then the text, so that a row's place and depth differ.
-            root, *rest = tokens[_ROWS:]
-            tree = Draft((root, tokens[0], *rest), (-1, 0, 0, 2, 3, 4))
-            walked = target.forward(Block.of(tree, cache, target.device, target.backend)).logits
-    except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
-        raise TargetError(
-            f"{target.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    assert walked is not None
-    return specs, walked[[0, 2, 3, 4, 5]]
-
-
-def _own_logits(target: TransformersTarget, tokens: list[int]) -> torch.Tensor:
-    """[n, V] logits of the model's own forward."""
-    ids = torch.tensor([tokens], device=target.device)
     try:
         with torch.inference_mode():
-            logits: torch.Tensor = target.model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+            ids = torch.tensor([list(tokens)], device=target.device)
+            logits: torch.Tensor = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
     except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
         raise TargetError(
             f"{target.name}: the model's own forward fails in {target.dtype} on {target.device}, without specdec: "
             f"{type(error).__name__}: {first_line(error)}; mend its config, or load it with another dtype"
         ) from error
-    return logits
+    scale = float(logits.double().abs().max())
+    if not math.isfinite(scale):
+        raise NumericalError(
+            f"{target.name}: the model's own logits are {scale} on a few tokens; the weights are broken, or "
+            f"{target.dtype} is too narrow for them: use float32 or bfloat16"
+        )
+    return logits.double()
+
+
+class Reference:
+    """What the model itself says of a few tokens, and how far rounding alone may take a runner from it.
+
+    Raises:
+        TargetError: its modules, called layer by layer, differ from its own forward by more than rounding.
+        NumericalError: its own logits are NaN or infinite.
+    """
+
+    def __init__(self, model: Any, target: Target, specs: Sequence[LayerSpec], tokens: Sequence[int]) -> None:
+        self._target, self._specs, self._tokens = target, specs, tokens
+        self._expected = own_logits(model, target, tokens)
+        self._full = _ROUNDING.get(target.dtype)
+        self._shadow: torch.Tensor | None = None
+        self._rounding = 0.0
+
+    def check_modules(self, shadowed: Callable[[], Any] | None) -> None:
+        """Hold the model's modules, called layer by layer, against its own forward.
+
+        ``shadowed``: a context manager in which the target runs the same modules in float32; None where it cannot.
+        """
+        walked = self._logits(self._specs)
+        if self._full is None and shadowed is not None:
+            specs = [LayerSpec(s.heads, s.key_dim, s.value_dim, s.window, s.device, torch.float32) for s in self._specs]
+            with shadowed():
+                self._shadow = self._logits(specs)
+            self._rounding = _rms(walked - self._shadow)
+            off, most = _rms(walked - self._expected), _OWN * self._rounding + _FLOOR * _rms(self._expected)
+        else:
+            off, most = self._distance(walked)
+        if not off <= most:
+            raise TargetError(
+                f"{self._target.name}: the layer walk differs from the model's own forward by {off:.3g} on logits up "
+                f"to {float(self._expected.abs().max()):.3g} (at most {most:.3g} is rounding); its architecture does "
+                "something between the layers that specdec does not know, so it is refused rather than decoded wrongly"
+            )
+
+    def differs(self) -> str | None:
+        """How the target, on the runner that it has now, differs from its model by more than rounding, or None."""
+        try:
+            got = self._logits(self._specs)
+        except RuntimeError as error:
+            return f"it fails: {first_line(error)}"
+        if self._shadow is None:
+            off, most = self._distance(got)
+        else:
+            off = _rms(got - self._shadow)
+            most = _RUNNER * self._rounding + _FLOOR * _rms(self._shadow)
+        return None if off <= most else f"by {off:.3g}, where {most:.3g} is rounding"
+
+    def _distance(self, got: torch.Tensor) -> tuple[float, float]:
+        scale = max(float(self._expected.abs().max()), 1e-3)
+        return float((got - self._expected).abs().max()), (self._full or _WITHOUT_SHADOW) * scale
+
+    def _logits(self, specs: Sequence[LayerSpec]) -> torch.Tensor:
+        """[11, V] by the target: a block, then one that is a tree, the path through which is the text."""
+        target, tokens = self._target, list(self._tokens)
+        root, *rest = tokens[_ROWS:]
+        tree = Draft((root, tokens[0], *rest), _TREE)
+        with target.active():
+            cache = KVCache(specs, capacity=2 * _ROWS, rows=_ROWS)
+            block = Block(cache, tokens[:_ROWS], device=target.device, backend=target.backend)
+            prefix = target.forward(block).logits
+            cache.commit(range(_ROWS))
+            below = target.forward(Block.of(tree, cache, target.device, target.backend)).logits
+        assert prefix is not None
+        assert below is not None
+        return torch.cat((prefix, below[[0, 2, 3, 4, 5]])).to(self._expected.device).double()
+
+
+def _rms(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+class ProbeLayer(ModuleLayer):
+    """A layer's own module without a cache, for an attention function that only looks."""
+
+    def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
+        return self._layer(hidden, **{name: value for name, value in given.items() if not isinstance(value, Block)})
+
+
+class ShadowLayer(ModuleLayer):
+    """A layer's own module with its parameters in float32, for one call."""
+
+    def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
+        return shadow_call(self._layer, hidden, **given)
+
+
+def shadow_call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Call a module with its floating-point parameters in float32."""
+    weights = {name: weight.float() for name, weight in module.named_parameters()}
+    return functional_call(module, weights, arguments, options)
 
 
 def note_layer(

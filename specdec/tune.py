@@ -21,7 +21,7 @@ def tune(
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.")] = None,
     device_map: Annotated[str | None, typer.Option(help="Such as auto: split the model over devices.")] = None,
     attention: Annotated[str, typer.Option(help="auto, sdpa or split.")] = "auto",
-    optimize: Annotated[str, typer.Option(help="auto, or off: transformers' own layers.")] = "auto",
+    execution: Annotated[str, typer.Option(help="auto, or off: transformers' own layers.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads (default torch's own; 1 for tiny).")] = None,
     rows: Annotated[str | None, typer.Option(metavar="1,2,4,...", help="Rows to time; the first is 1.")] = None,
     lengths: Annotated[str | None, typer.Option(metavar="128,512,...", help="Tokens in the cache.")] = None,
@@ -47,7 +47,7 @@ def tune(
         for name, text, default in (("rows", rows, ROWS), ("lengths", lengths, LENGTHS))
     ]
     run = RunConfig(
-        model=model, dtype=dtype, device=device, device_map=device_map, attention=attention, optimize=optimize,
+        model=model, dtype=dtype, device=device, device_map=device_map, attention=attention, execution=execution,
         threads=threads,
     )  # fmt: skip
     target = load(run).target

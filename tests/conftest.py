@@ -11,7 +11,7 @@ import transformers
 from hypothesis import HealthCheck, settings
 
 from specdec import Engine
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from tests import models
 
 torch.set_num_threads(1)  # the workers are the parallelism

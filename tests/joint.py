@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chi2
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
 
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 
 Joint = dict[tuple[int, ...], float]
 

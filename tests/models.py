@@ -16,7 +16,8 @@ from drafters.adapter import random_adapter
 from drafters.datastore import build_datastore
 from drafters.medusa_heads import random_heads
 from drafters.tokenizers import fingerprint_of
-from specdec.target import Target, TransformersTarget
+from specdec.model import TransformersTarget
+from specdec.target import Target
 
 WINDOW = 8
 VOCAB = 32

@@ -63,7 +63,7 @@ def convert(
     """Convert a published drafter checkpoint to safetensors."""
     if drafter != "kangaroo":
         raise ConfigError(unknown("drafter to convert", drafter, ["kangaroo"]))
-    from specdec.target import TransformersTarget
+    from specdec.model import TransformersTarget
     from training.convert import convert as convert_kangaroo
 
     target = None if model is None else TransformersTarget.from_pretrained(model)
@@ -186,7 +186,7 @@ def _engine(run: Any) -> Engine:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    options = {name: getattr(run, name) for name in ("dtype", "device", "device_map", "attention", "optimize")}
+    options = {name: getattr(run, name) for name in ("dtype", "device", "device_map", "attention", "execution")}
     return Engine.from_pretrained(run.model, run.drafter, **options)
 
 

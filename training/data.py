@@ -17,7 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from specdec.errors import CheckpointError, ConfigError
-from specdec.pretrained import place_of
+from specdec.pretrained import model_source
 from training.stdlib_corpus import read_files
 
 __all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "load_tokenizer", "read_samples"]
@@ -118,7 +118,7 @@ def load_tokenizer(model: str) -> Any:
     Raises:
         CheckpointError: there is none.
     """
-    place = place_of(model)
+    place = model_source(model)
     try:
         return AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, KeyError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from training.packing import Batch
 
 __all__ = ["FrozenTarget"]

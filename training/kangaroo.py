@@ -15,7 +15,7 @@ from drafters.adapter import Adapter, AdapterConfig, fitting_heads
 from drafters.fingerprint import fingerprint
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from training.acceptance import Tally, Written, greedy_texts
 from training.card import identity, model_card, write_card
 from training.config import TrainConfig
@@ -185,7 +185,7 @@ def run(config: Config) -> dict[str, float]:
     accelerator = new_accelerator(config.loop)
     say = accelerator.print
     target = TransformersTarget.from_pretrained(
-        config.model, dtype=config.dtype, device=accelerator.device, optimize="off"
+        config.model, dtype=config.dtype, device=accelerator.device, execution="transformers"
     )
     tokenizer = load_tokenizer(config.model)
     adapter = new_adapter(config.adapter, target, seed=config.loop.seed)

@@ -16,7 +16,7 @@ from drafters.medusa import Node, check_fit, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from training.acceptance import Written, greedy_texts
 from training.card import identity, model_card, write_card
 from training.config import TrainConfig
@@ -225,7 +225,7 @@ def run(config: Config) -> dict[str, float]:
     accelerator = new_accelerator(config.loop)
     say = accelerator.print
     target = TransformersTarget.from_pretrained(
-        config.model, dtype=config.dtype, device=accelerator.device, optimize="off"
+        config.model, dtype=config.dtype, device=accelerator.device, execution="transformers"
     )
     tokenizer = load_tokenizer(config.model)
     heads = new_heads(config.heads, target) if config.start is None else started_heads(config, target)

@@ -17,8 +17,8 @@ from specdec.bench.plan import BASELINE
 from specdec.bench.questions import QuestionId
 from specdec.bench.records import Record, Turn, repeats_of
 from specdec.errors import ConfigError
+from specdec.model import TransformersTarget
 from specdec.sampling import Sampler, SamplingParams, Scores
-from specdec.target import TransformersTarget
 
 __all__ = ["Audit", "Divergence", "audit", "rounding_bound"]
 

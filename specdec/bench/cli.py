@@ -74,7 +74,7 @@ class PlanOptions:
     attention: Annotated[
         str | None, typer.Option(help="auto, sdpa or split (default auto).", rich_help_panel=_MODEL)
     ] = None
-    optimize: Annotated[
+    execution: Annotated[
         str | None, typer.Option(help="auto, or off: transformers' own layers (default auto).", rich_help_panel=_MODEL)
     ] = None
     budget: Annotated[
@@ -228,7 +228,7 @@ def _run(plan: Plan, folder: Path, command: str, *, cost: bool = True) -> tuple[
 
     from specdec.bench.audit import audit as audit_records
     from specdec.bench.runner import Runner
-    from specdec.target import TransformersTarget
+    from specdec.model import TransformersTarget
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -261,7 +261,7 @@ def _audit_folder(path: Path) -> Audit:
     from specdec.bench.records import RunFolder
     from specdec.bench.runner import load_engine
     from specdec.config import parse
-    from specdec.target import TransformersTarget
+    from specdec.model import TransformersTarget
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     run = RunFolder(path)

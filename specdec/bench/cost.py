@@ -13,7 +13,7 @@ from specdec.bench.environment import synchronize
 from specdec.block import Block
 from specdec.cache import KVCache
 from specdec.draft import Draft
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 
 __all__ = ["COST_ROWS", "measure_bandwidth", "measure_cost", "weight_bytes"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from specdec.machine import processor
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 
 __all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model", "synchronize"]
 

@@ -18,9 +18,9 @@ from specdec.draft import Draft
 from specdec.drafter import Context, Observation
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.model import TransformersTarget
 from specdec.results import Generation
 from specdec.sampling import SamplingParams
-from specdec.target import TransformersTarget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from specdec.bench.questions import FORMATS
 from specdec.budget import check_budget
 from specdec.config import DTYPES, load_yaml, parse, read_value
 from specdec.errors import ConfigError, unknown
-from specdec.lowering import check_optimize
+from specdec.runners.plan import check_execution
 from specdec.sampling import SamplingParams
 
 __all__ = ["ALL", "BASELINE", "Plan", "label_of", "resolve_plan"]
@@ -42,7 +42,7 @@ class Plan:
         temperature, seed, acceptance, allow_lossy: see SamplingParams. ``match`` makes sampled text the same under
             every drafter, which the audit can check.
         format: how a turn becomes a prompt: ``auto``, ``plain``, ``chat`` or ``vicuna``.
-        dtype, device, attention, optimize: of the model, see Engine.from_pretrained.
+        dtype, device, attention, execution: of the model, see Engine.from_pretrained.
         budget: of all drafters but plain decoding: ``credit``, ``off``, ``auto`` or a cost file, see Engine.
         threads: torch's CPU threads; None leaves them, but takes one for ``tiny``, as RunConfig does.
         persistent: keep each drafter object for the whole run instead of building it anew for every question.
@@ -67,7 +67,7 @@ class Plan:
     dtype: str = "auto"
     device: str | None = None
     attention: str = "auto"
-    optimize: str = "auto"
+    execution: str = "auto"
     budget: str = "credit"
     threads: int | None = None
     persistent: bool = False
@@ -82,7 +82,7 @@ class Plan:
         if self.dtype not in DTYPES:
             raise ConfigError(unknown("dtype", self.dtype, DTYPES))
         check_backend(self.attention)
-        check_optimize(self.optimize)
+        check_execution(self.execution)
         check_budget(self.budget)
         if ALL in self.drafters and len([spec for spec in self.drafters if not isinstance(spec, dict)]) > 1:
             raise ConfigError(f"drafters are {self.drafters}; {ALL!r} stands alone, or beside mappings with options")

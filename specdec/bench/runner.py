@@ -20,14 +20,14 @@ from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.systems import Output, System, check_specs, make_systems
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 
 __all__ = ["Runner", "load_engine"]
 
 # Options that two parts of one run must share; the others may grow when a run goes on.
 _FIXED = (
     "max_new_tokens", "temperature", "seed", "acceptance", "allow_lossy", "format", "dtype", "device", "attention",
-    "optimize", "budget", "threads", "persistent",
+    "execution", "budget", "threads", "persistent",
 )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def load_engine(plan: Plan) -> Engine:
     if threads is not None:
         torch.set_num_threads(threads)
     return Engine.from_pretrained(
-        plan.model, dtype=plan.dtype, device=plan.device, attention=plan.attention, optimize=plan.optimize
+        plan.model, dtype=plan.dtype, device=plan.device, attention=plan.attention, execution=plan.execution
     )
 
 

@@ -24,8 +24,8 @@ from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, DraftSession, Observation
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, unknown
+from specdec.model import TransformersTarget
 from specdec.registry import drafter_names, make_drafter, parse_drafter
-from specdec.target import TransformersTarget
 
 __all__ = ["GROUP", "Drafted", "Output", "System", "TransformersSystem", "check_specs", "make_systems"]
 

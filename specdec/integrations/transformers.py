@@ -17,8 +17,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specdec.drafter import Drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.model import TransformersTarget
 from specdec.sampling import SamplingParams
-from specdec.target import TransformersTarget
 
 __all__ = ["custom_generate"]
 

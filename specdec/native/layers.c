@@ -430,7 +430,7 @@ int64_t specdec_scratch(const Shape *m, int64_t rows, int64_t keys) {
 
 /* hidden [rows, m->hidden] through layers [first, last), in place. Where taps[n] is not NULL, it gets what goes into
  * layer n. */
-void specdec_walk(const Shape *m, const Layer *layers, const Slots *slots, const Block *b, float *hidden,
+void specdec_run_layers(const Shape *m, const Layer *layers, const Slots *slots, const Block *b, float *hidden,
                   float *const *taps, int64_t first, int64_t last, float *scratch, int threads) {
     int64_t rows = b->rows, width = padded(m->hidden), bytes = m->hidden * sizeof(float);
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;

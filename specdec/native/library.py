@@ -1,7 +1,6 @@
 """The compiled library: ``layers.c`` built once per machine and compiler, kept on disk, and its functions and types.
 
-Where there is no C compiler that works, or ``SPECDEC_NATIVE=0`` says so, there is no library, and torch's kernels do
-the work.
+Where there is no C compiler that works there is no library, and torch's kernels do the work.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 from specdec.errors import SpecdecWarning
 from specdec.machine import cache_folder
 
-__all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CShape", "CSlots", "Kind", "library"]
+__all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CShape", "CSlots", "Kind", "compiler", "library"]
 
 PANEL, PAIR = 32, 64
 """Outputs that lie together in a weight, and to a multiple of which it is padded, as in ``layers.c``."""
@@ -91,17 +90,22 @@ class CBlock(Structure):
     )
 
 
+def compiler() -> str | None:
+    """The C compiler that is used here, or None."""
+    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+
 @cache
 def library() -> Any:
     """The library, compiled if this machine has not compiled it before; None where it cannot be."""
-    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-    if compiler is None or os.environ.get("SPECDEC_NATIVE") == "0":
+    found = compiler()
+    if found is None:
         return None
     try:
-        path = _path(compiler)
+        path = _path(found)
         loaded = _load(path) if path.exists() else None
         if loaded is None:
-            _build(compiler, path)
+            _build(found, path)
             loaded = _load(path)
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(f"no native layers, so decoding is slower: {error}", SpecdecWarning, stacklevel=2)
@@ -111,10 +115,10 @@ def library() -> Any:
         return None
     loaded.specdec_scratch.argtypes = [POINTER(CShape), c_int64, c_int64]
     loaded.specdec_scratch.restype = c_int64
-    loaded.specdec_walk.argtypes = [
+    loaded.specdec_run_layers.argtypes = [
         POINTER(CShape), c_void_p, c_void_p, POINTER(CBlock), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int,
     ]  # fmt: skip
-    loaded.specdec_walk.restype = None
+    loaded.specdec_run_layers.restype = None
     loaded.specdec_product.argtypes = [POINTER(CProduct), c_void_p, c_void_p, c_int64, c_int]
     loaded.specdec_product.restype = None
     return loaded

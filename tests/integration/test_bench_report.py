@@ -23,7 +23,7 @@ from specdec.bench.records import RunFolder
 from specdec.bench.report import write_report
 from specdec.bench.runner import Runner
 from specdec.sampling import SamplingParams
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 

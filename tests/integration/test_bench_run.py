@@ -20,7 +20,8 @@ from specdec.bench.systems import Drafted, Output, TransformersSystem
 from specdec.errors import CheckpointError, ConfigError
 from specdec.lowering import LoweredLayer
 from specdec.sampling import SamplingParams
-from specdec.target import TransformersTarget, embedded_model
+from specdec.model import TransformersTarget
+from specdec.pretrained import embedded_model
 from tests.models import new_model
 
 QUESTIONS = [

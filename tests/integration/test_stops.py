@@ -10,7 +10,7 @@ import pytest
 
 from specdec import Drafter, Engine, SamplingParams, Step
 from specdec.registry import drafter_names
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from tests.fakes import Oracle, Spy
 from tests.models import greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec.errors import ConfigError
-from specdec.target import embedded_model
+from specdec.pretrained import embedded_model
 from training.data import Sample, Skips, TextConfig, read_samples, trained_tokens, vicuna
 from training.packing import pack
 

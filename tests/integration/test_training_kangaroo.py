@@ -28,7 +28,8 @@ from drafters.kangaroo import Kangaroo, KangarooConfig
 from specdec import Engine
 from specdec.config import parse
 from specdec.errors import CheckpointError, ConfigError
-from specdec.target import TransformersTarget, embedded_model
+from specdec.model import TransformersTarget
+from specdec.pretrained import embedded_model
 from tests.models import FAMILIES, prompt_of
 from training.acceptance import Tally, Written
 from training.card import command_line, write_card

@@ -22,7 +22,7 @@ from specdec.cli import build
 from specdec.config import load_yaml
 from specdec.errors import CheckpointError, ConfigError
 from specdec.registry import make_drafter
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from tests.models import prompt_of
 from training.acceptance import Written
 from training.medusa import NewHeads, new_heads

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from specdec.bench.plan import Plan, resolve_plan
 from specdec.bench.questions import Question, build_prompt, find_questions, group_of, read_questions, select
 from specdec.errors import ConfigError, PromptError
-from specdec.target import embedded_model
+from specdec.pretrained import embedded_model
 
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["Why?"]}\n'
 

@@ -11,7 +11,7 @@ import pytest
 from specdec import cost
 from specdec.cost import CostCurve, cost_curve, describe, measure, stored_at
 from specdec.errors import ConfigError
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from specdec.tune import plot, table
 from tests.models import target_of
 

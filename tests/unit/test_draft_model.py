@@ -14,7 +14,7 @@ from drafters import draft_model
 from drafters.draft_model import DraftModel, DraftModelConfig, DraftModelSession, fitting
 from specdec import Context, Draft, Engine, Observation, SamplingParams
 from specdec.errors import CheckpointError, ConfigError
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from tests.fakes import Spy
 from tests.models import model_of, new_model, prompt_of, target_of
 

@@ -27,7 +27,7 @@ from specdec.draft import Draft
 from specdec.drafter import Context, Observation
 from specdec.errors import CheckpointError, ConfigError
 from specdec.sampling import Noise
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from tests.models import new_model, prompt_of
 
 LAYER = 1

@@ -18,7 +18,7 @@ from drafters.medusa_heads import HeadsConfig, MedusaHeads, random_heads
 from specdec import Engine, SamplingParams
 from specdec.draft import Draft
 from specdec.errors import CheckpointError, ConfigError
-from specdec.target import TransformersTarget
+from specdec.model import TransformersTarget
 from tests.fakes import Spy
 from tests.models import prompt_of
 from training.acceptance import Written

@@ -9,32 +9,39 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-__all__ = ["forget", "trim"]
+__all__ = ["FilePages", "trim_heap"]
 
 Span = tuple[int, int]  # addresses [first, last)
 
 
-def forget(*weights: torch.Tensor) -> None:
-    """Drop weights' pages where they are a file's: read again, they would come from the file. Linux only.
+class FilePages:
+    """The files that this process maps, as they are now: read once, as it takes milliseconds. Linux only."""
 
-    For weights that nobody else holds: what was changed in memory since they were read is lost.
-    """
-    if sys.platform != "linux":
-        return
-    spans = [_pages(weight) for weight in weights if weight.device.type == "cpu" and weight.is_contiguous()]
-    spans = [span for span in spans if span[0] < span[1]]
-    files = _files() if spans else []
-    libc = ctypes.CDLL(None, use_errno=True)
-    for first, last in spans:
-        if any(start <= first and last <= stop for start, stop in files):
-            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    def __init__(self) -> None:
+        self._files = _mapped_files() if sys.platform == "linux" else []
+
+    def release(self, weights: Sequence[torch.Tensor]) -> None:
+        """Drop weights' pages where they are a file's: read again, they would come from the file.
+
+        For weights that nobody else holds: what was changed in memory since they were read is lost.
+        """
+        if not self._files:
+            return
+        libc = ctypes.CDLL(None, use_errno=True)
+        for weight in weights:
+            if weight.device.type != "cpu" or not weight.is_contiguous():
+                continue
+            first, last = _whole_pages(weight)
+            if first < last and any(start <= first and last <= stop for start, stop in self._files):
+                libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
-def trim() -> None:
+def trim_heap() -> None:
     """Return the heap's free pages to the system; glibc keeps up to 64 MiB of them for later. Other libraries do so."""
     if sys.platform == "linux":
         release = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -42,14 +49,13 @@ def trim() -> None:
             release(0)
 
 
-def _pages(weight: torch.Tensor) -> Span:
-    """The whole pages that a weight alone has."""
+def _whole_pages(weight: torch.Tensor) -> Span:
+    """The pages that a weight alone has."""
     size = mmap.PAGESIZE
     return -(-weight.data_ptr() // size) * size, (weight.data_ptr() + weight.nbytes) // size * size
 
 
-def _files() -> list[Span]:
-    """Mappings of files."""
+def _mapped_files() -> list[Span]:
     found = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         span, _, _, _, inode, *_ = line.split(maxsplit=5)

@@ -1,0 +1,336 @@
+"""TransformersTarget: an unmodified transformers decoder as a target.
+
+The layers are called by a runner (:mod:`specdec.runners`), with the block in place of a transformers cache. It is what
+makes early exits, entries and taps possible without a copy of any modelling file. At load every runner is compared with
+the model's own forward, and a model that cannot be driven exactly is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface, PreTrainedModel
+
+from specdec.attention import check_backend, layer_attention
+from specdec.block import Block
+from specdec.cache import KVCache, LayerSpec
+from specdec.cost import describe, measure
+from specdec.draft import Entry
+from specdec.errors import ConfigError, TargetError, first_line
+from specdec.machine import cache_folder, processor
+from specdec.native.library import compiler, library
+from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
+from specdec.runners.linear import PackedLinear, TiedEmbedding
+from specdec.runners.plan import EXECUTIONS, TIMED_ROWS, RunnerMaker, check_execution, choose_runner
+from specdec.runners.runner import LayerRunner
+from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, shadow_call, tokens_for
+from specdec.target import FINAL, TargetOutput
+
+__all__ = ["TransformersTarget", "time_runners"]
+
+_ATTENTION, _PROBE = "specdec", "specdec_probe"
+_TIMED_AFTER, _TIMED_SECONDS = 64, 0.4  # tokens before the timed steps; about how long a runner is timed
+
+
+class TransformersTarget:
+    """An unmodified transformers decoder.
+
+    Args:
+        model: any ``...ForCausalLM`` whose layers are attention and MLP.
+        execution: which code runs the layers. ``auto``: the fastest that is exact, for a model that specdec owns; its
+            own modules for one that was handed in. ``transformers``: its own modules. ``fused``: lean torch operations
+            where layers are known. ``native``: all layers in one call of C, on a CPU.
+        attention: ``auto``, ``sdpa`` or ``split``, see :mod:`specdec.attention`; the latter two rule out native layers.
+        owned: nobody else holds the model. Its weights may be laid out anew then, so that none is held twice: the
+            model still computes, saves and copies what it did, but packed weights are slow for itself, and cannot be
+            changed. ``plain_model`` gives one as it was.
+
+    A model that is not owned is never changed; ``fused`` and ``native`` hold copies of its linears' weights beside it.
+    Runners other than ``transformers`` have read the model once: weights, modules or hooks that are changed later are
+    not followed, so the next generation refuses to start (TargetError). While ``active``, a runner that calls the
+    model's own modules lends them specdec's attention function through their config, and takes it back afterwards.
+
+    Raises:
+        ConfigError: an unknown choice, or a runner that was named cannot run this model.
+        TargetError: the model cannot be driven exactly; the message says which part.
+        NumericalError: its own logits are NaN or infinite.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, execution: str = "auto", attention: str = "auto", owned: bool = False
+    ) -> None:
+        self.backend = check_backend(attention)
+        check_execution(execution)
+        model.train(False)
+        self.model = model
+        self.name = type(model).__name__
+        self.config = config = model.config.get_text_config()
+        refuse_unfit(self.name, config)
+        decoder, self.layers, norm = decoder_parts(self.name, model)
+        if getattr(decoder, "rotary_emb", None) is None:
+            raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.vocab_size = int(head.weight.shape[0])
+        self.hidden_size = int(config.hidden_size)
+        self.num_layers = len(self.layers)
+        self.context_length = context_length_of(config)
+        self.eos_ids = eos_ids_of(model)
+        self.device, self.dtype = device_of(embedding), next(embedding.parameters()).dtype
+        self.head_device = device_of(head)
+        self._plain: weakref.ref[PreTrainedModel] | None = None
+        self._lent = _Lent(model)
+        self.options: dict[str, Any] = {"attention": attention}
+        maker = RunnerMaker(model, decoder, self.layers, norm, config, owned=owned)
+        self.runner: LayerRunner = maker.make("transformers")
+        tokens = tokens_for(min(self.vocab_size, embedding.weight.shape[0]))
+        try:
+            self.specs = self._read_specs(maker, tokens[0])
+            self._reference = Reference(model, self, self.specs, tokens)
+            self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
+        except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
+            raise TargetError(
+                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        self.plan = choose_runner(
+            maker,
+            execution,
+            attention,
+            differs=self._differs,
+            seconds=self._seconds,
+            machine=describe(self),
+        )
+        self.runner = self.plan.runner
+        self.options["runner"] = self.runner.name
+        del self._reference
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        execution: str = "auto",
+        attention: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> TransformersTarget:
+        """Load a checkpoint: ``"tiny"`` (the embedded model), a folder, or a hub id. Safetensors only.
+
+        Raises:
+            CheckpointError: no model there, a broken file, or tensors missing or left over.
+            TargetError: a model that specdec cannot drive.
+        """
+        check_execution(execution)
+        model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
+        return cls(model, execution=execution, attention=attention, owned=True)
+
+    def new_cache(self, *, capacity: int, rows: int) -> KVCache:
+        return KVCache(self.specs, capacity=capacity, rows=rows)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._lent.to(_ATTENTION if self.runner.borrows else None), torch.inference_mode():
+            yield
+
+    def forward(
+        self,
+        block: Block,
+        *,
+        entry: Entry | None = None,
+        exit_layer: int | None = None,
+        taps: Collection[int] = (),
+        rows: Sequence[int] | None = None,
+    ) -> TargetOutput:
+        runner = self.runner
+        first, hidden = (0, runner.embed(block.tokens)[0]) if entry is None else (entry.layer, entry.hidden)
+        last = self.num_layers if exit_layer is None else exit_layer
+        hidden, found = runner.run(hidden, block, first, last, taps)
+        if last in taps:
+            found[last] = hidden
+        if last < self.num_layers:
+            return TargetOutput(None, hidden, found)
+        if FINAL in taps:
+            found[FINAL] = normed = runner.norm(hidden)
+        if rows is not None and not rows:
+            return TargetOutput(None, hidden, found)
+        chosen = normed if FINAL in taps else hidden
+        if rows is not None:
+            chosen = chosen[list(rows)]
+        return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.runner.head(hidden)
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def check_unchanged(self) -> None:
+        """Raises TargetError where the model was changed since its runner read it; called before every generation."""
+        changed = self.runner.changed()
+        if changed is not None:
+            raise TargetError(
+                f"{self.name} was changed after its {self.runner.name} layers were made, which would not follow: "
+                f"{changed}; make a new engine of it, or use execution='transformers', which runs the model as it is"
+            )
+
+    def plain_model(self) -> PreTrainedModel:
+        """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""
+        if not any(isinstance(module, PackedLinear) for module in self.model.modules()):
+            return self.model
+        plain = self._plain() if self._plain is not None else None
+        if plain is None:
+            plain = copy.deepcopy(self.model)
+            plain.tie_weights()
+            self._plain = weakref.ref(plain)  # callers share it, and it goes with the last of them
+        return plain
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, sorted by transformers' names; repacked ones are brought back one at a time."""
+        sources: dict[str, Any] = dict(self.model.named_parameters())
+        tied = any(isinstance(module, TiedEmbedding) for module in self.model.modules())
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        for name, module in self.model.named_modules():
+            # A head that shares its weight with the embedding goes by the embedding's name, as in transformers.
+            kinds = ("bias",) if tied and module is head else ("weight", "bias")
+            if isinstance(module, PackedLinear | TiedEmbedding):
+                sources |= {f"{name}.{kind}": module for kind in kinds if getattr(module, kind, None) is not None}
+        for name in sorted(sources):
+            source = sources[name]
+            yield name, source if isinstance(source, torch.Tensor) else getattr(source, name.rsplit(".", 1)[-1])
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What runs, and why: section -> name -> value."""
+        found = library() if self.device.type == "cpu" else None
+        return {
+            "model": {
+                "class": self.name,
+                "layers": self.num_layers,
+                "hidden size": self.hidden_size,
+                "vocabulary": self.vocab_size,
+                "context": self.context_length,
+                "parameters": sum(weight.numel() for _, weight in self.named_weights()),
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "device": str(self.device),
+            },
+            "execution": {
+                "runner": self.runner.name,
+                "because": self.plan.reason,
+                **{f"not {name}": reason for name, reason in self.plan.others.items()},
+                "attention": "in the same call" if self.runner.name == "native" else self.backend,
+                "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
+            },
+            "machine": {
+                "processor": processor(self.device),
+                "instructions": torch.backends.cpu.get_cpu_capability(),
+                "compiler": compiler(),
+                "native library": None if found is None else found._name,
+                "CUDA devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+                "cache folder": str(cache_folder()),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+
+    def _read_specs(self, maker: RunnerMaker, token: int) -> list[LayerSpec]:
+        """What each layer caches, as seen by an attention function that only looks."""
+        specs: list[LayerSpec] = []
+        layers = [maker.module_layer(n, ProbeLayer, use_cache=False, note=specs.append) for n in range(self.num_layers)]
+        former, self.runner = self.runner, maker.of_layers("transformers", list(layers), [])
+        try:
+            with self._lent.to(_PROBE), torch.inference_mode():
+                self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
+        finally:
+            self.runner = former
+        return specs
+
+    def _has_shadow(self) -> bool:
+        """Whether the model can be run in float32, a layer at a time."""
+        weights = list(self.model.parameters())
+        return all(weight.is_floating_point() and not weight.is_meta for weight in weights)
+
+    @contextmanager
+    def _shadow(self, maker: RunnerMaker) -> Iterator[None]:
+        """While inside, the model's own modules run with weights in float32, one layer at a time."""
+        former = self.runner
+        runner = maker.of_layers(
+            "transformers", [maker.module_layer(n, ShadowLayer) for n in range(self.num_layers)], []
+        )
+        runner.embed = partial(shadow_call, runner.embed)  # type: ignore[arg-type]
+        runner.norm, runner.head = partial(shadow_call, runner.norm), partial(shadow_call, runner.head)  # type: ignore[arg-type]
+        self.runner = runner
+        try:
+            yield
+        finally:
+            self.runner = former
+
+    def _differs(self, runner: LayerRunner) -> str | None:
+        self.runner = runner
+        return self._reference.differs()
+
+    def _seconds(self, runner: LayerRunner) -> list[float]:
+        self.runner = runner
+        return list(measure(self, rows=TIMED_ROWS, lengths=(_TIMED_AFTER,), seconds=_TIMED_SECONDS).seconds[0])
+
+
+class _Lent:
+    """The attention function that a model's modules are lent; counted, as several threads may hold it at once.
+
+    Modules look their function up in their own config object, a layer's may be a sub-config.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        AttentionInterface.register(_ATTENTION, layer_attention)
+        AttentionInterface.register(_PROBE, note_layer)
+        self._model, self._lock, self._holders = model, threading.Lock(), 0
+        self._former: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def to(self, attention: str | None) -> Iterator[None]:
+        """While inside, attention modules call this function; with the last holder's end the model is as it was."""
+        if attention is None:
+            yield
+            return
+        with self._lock:
+            if not self._holders:
+                configs = {id(c): c for m in self._model.modules() if (c := getattr(m, "config", None)) is not None}
+                self._former = [(config, config._attn_implementation) for config in configs.values()]
+                for config, _ in self._former:
+                    config._attn_implementation = attention
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    for config, implementation in self._former:
+                        config._attn_implementation = implementation
+
+
+def time_runners(path: str | Path, **options: Any) -> dict[str, dict[str, float] | str]:
+    """Runner -> rows -> seconds of whole steps, or why it cannot run the model: what ``auto`` decides by, on request.
+
+    ``options`` are those of :meth:`TransformersTarget.from_pretrained`; ``execution`` is not asked for.
+    """
+    found: dict[str, dict[str, float] | str] = {}
+    for name in EXECUTIONS[1:]:
+        try:
+            target = TransformersTarget.from_pretrained(path, **{**options, "execution": name})
+        except (ConfigError, TargetError) as error:
+            found[name] = str(error)
+            continue
+        curve = measure(target, rows=TIMED_ROWS, lengths=(_TIMED_AFTER,), seconds=5 * _TIMED_SECONDS)
+        found[name] = {str(rows): seconds for rows, seconds in zip(curve.rows, curve.seconds[0], strict=True)}
+    return found

@@ -1,0 +1,213 @@
+"""Known layers: what a Llama-like decoder layer is made of, where nothing in it does more than its class says.
+
+Only exact classes count, with plain parameters, no hooks and no ``forward`` of their own: whatever a user, peft,
+accelerate or a quantiser changed in a layer is run by the layer's own modules. What was read here is remembered, so
+that a change made later is noticed (:class:`Snapshot`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import (
+    MistralAttention,
+    MistralDecoderLayer,
+    MistralMLP,
+    MistralRMSNorm,
+)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+
+from specdec.runners.linear import ModuleRef
+
+__all__ = ["KnownHead", "KnownLayer", "Snapshot", "UnknownModule", "is_known_norm", "stacked", "why_special"]
+
+_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+# Layer -> the exact classes of what it is made of.
+_LAYERS: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
+    LlamaDecoderLayer: (LlamaAttention, LlamaMLP),
+    MistralDecoderLayer: (MistralAttention, MistralMLP),
+    Qwen2DecoderLayer: (Qwen2Attention, Qwen2MLP),
+    Qwen3DecoderLayer: (Qwen3Attention, Qwen3MLP),
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class UnknownModule(Exception):
+    """A module that only its own code can run; the message names it and says why."""
+
+
+def why_special(module: nn.Module) -> str | None:
+    """What a module does beyond its class, or None: hooks, a ``forward`` of its own, or weights that are no plain ones.
+
+    DTensors, quantised weights and other tensor subclasses are no plain parameters.
+    """
+    if "forward" in module.__dict__:
+        return "has a forward of its own"
+    if hasattr(module, "_hf_hook") or any(getattr(module, name, None) for name in _HOOKS):
+        return "has hooks"
+    if "parametrizations" in module._modules:
+        return "is parametrized"
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+            return f"has a {name} that is a {type(parameter.data).__name__}"
+        if parameter.is_meta:
+            return f"has its {name} offloaded"
+        if not parameter.is_floating_point():
+            return f"has a {name} of {parameter.dtype}"
+    return None
+
+
+def is_known_norm(norm: nn.Module) -> bool:
+    """Whether a module is a plain RMS norm."""
+    return type(norm) in _NORMS and why_special(norm) is None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownLayer:
+    """A Llama-like layer: attention with rotary positions (and Qwen 3's norms per head), gated SiLU MLP.
+
+    Attributes:
+        module: the layer itself.
+        number: its place in the decoder.
+        linears: of queries, keys and values; after attention; of gate and up; and down. Each group shares its input.
+        norms: before attention, and before the MLP.
+        head_norms: of each query and of each key head, or none.
+        query_heads, key_heads, head_dim: of attention.
+        scale: of attention's scores.
+    """
+
+    module: nn.Module
+    number: int
+    linears: tuple[tuple[ModuleRef, ...], ...]
+    norms: tuple[Any, Any]
+    head_norms: tuple[Any, ...]
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    scale: float
+
+    @classmethod
+    def of(cls, layer: Any, number: int) -> KnownLayer:
+        """Read a layer.
+
+        Raises:
+            UnknownModule: it is not of a known class, or something in it does more than its class says.
+        """
+        where = f"layer {number}"
+        if type(layer) not in _LAYERS:
+            raise UnknownModule(f"{where} is a {type(layer).__name__}")
+        attention_class, mlp_class = _LAYERS[type(layer)]
+        head_norms = _HEAD_NORMS if attention_class is Qwen3Attention else ()
+        norms = ("input_layernorm", "post_attention_layernorm", *head_norms)
+        wanted = {"": type(layer), "self_attn": attention_class, "mlp": mlp_class}
+        wanted |= dict.fromkeys(_LINEARS, nn.Linear) | dict.fromkeys(norms, type(layer.input_layernorm))
+        found = dict(layer.named_modules())
+        for name, module in found.items():
+            if (special := why_special(module)) is not None:
+                raise UnknownModule(f"{where}: {name or 'itself'} ({type(module).__name__}) {special}")
+            if name != "mlp.act_fn" and type(module) is not wanted.get(name):
+                raise UnknownModule(f"{where}: {name} is a {type(module).__name__}")
+        missing = wanted.keys() - found.keys()
+        activation = getattr(layer.mlp, "act_fn", None)
+        if missing or type(layer.input_layernorm) not in _NORMS:
+            raise UnknownModule(f"{where} has no plain {', '.join(sorted(missing)) or 'norm'}")
+        if type(activation) not in (nn.SiLU, SiLUActivation):
+            raise UnknownModule(f"{where}: mlp.act_fn is a {type(activation).__name__}")
+        weights = {(weight.dtype, weight.device) for weight in layer.parameters()}
+        if len(weights) != 1:
+            raise UnknownModule(f"{where} has weights of several dtypes or devices")
+        refs = [ModuleRef(found[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in _LINEARS]
+        attention = layer.self_attn
+        return cls(
+            module=layer,
+            number=number,
+            linears=(tuple(refs[:3]), (refs[3],), tuple(refs[4:6]), (refs[6],)),
+            norms=(layer.input_layernorm, layer.post_attention_layernorm),
+            head_norms=tuple(found[name] for name in head_norms),
+            query_heads=attention.q_proj.out_features // attention.head_dim,
+            key_heads=attention.k_proj.out_features // attention.head_dim,
+            head_dim=attention.head_dim,
+            scale=attention.scaling,
+        )
+
+    @property
+    def inner(self) -> int:
+        """Width of the MLP."""
+        return int(self.linears[3][0].module.in_features)
+
+    def head_norm(self) -> tuple[torch.Tensor, float] | None:
+        """Weights [Hq + Hkv, 1, head_dim] and epsilon of the norms per head, where the layer has them."""
+        if not self.head_norms:
+            return None
+        query, key = self.head_norms
+        weights = [query.weight.data] * self.query_heads + [key.weight.data] * self.key_heads
+        return torch.stack(weights).unsqueeze(1), query.variance_epsilon
+
+
+def stacked(places: Sequence[ModuleRef]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weights [sum of out, in] and biases of linears of one input, one above the other; a lone one's own."""
+    linears = [place.module for place in places]
+    if len(linears) == 1:
+        return linears[0].weight.data, None if linears[0].bias is None else linears[0].bias.data
+    biases = [linear.bias.data for linear in linears if linear.bias is not None]
+    return torch.cat([linear.weight.data for linear in linears]), torch.cat(biases) if biases else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownHead:
+    """A plain head; ``embedding``: the plain one that shares its weight, if one does."""
+
+    head: ModuleRef
+    embedding: ModuleRef | None
+
+    @classmethod
+    def of(cls, model: nn.Module, head: nn.Module, embedding: nn.Module) -> KnownHead | None:
+        """A model's head, or None where only its own module can run it."""
+        if type(head) is not nn.Linear or why_special(head) is not None:
+            return None
+        place, tied = ModuleRef.of(head, model), getattr(embedding, "weight", None) is head.weight
+        if not tied:
+            return None if place is None else cls(place, None)
+        plain = type(embedding) is nn.Embedding and why_special(embedding) is None
+        shared = ModuleRef.of(embedding, model) if plain else None
+        return None if place is None or shared is None else cls(place, shared)
+
+
+class Snapshot:
+    """Modules as a runner has read them: a change made later is found, as the runner would not follow it.
+
+    Identities and version counters are compared, which takes microseconds a layer. What bypasses them (writing through
+    ``.data`` or NumPy) is not seen.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._seen = [(module, tuple(_state(module))) for module in modules]
+
+    def changed(self) -> str | None:
+        """What was changed, or None."""
+        for module, state in self._seen:
+            if (special := why_special(module)) is not None:
+                return f"a {type(module).__name__} {special}"
+            if tuple(_state(module)) != state:
+                return f"the weights or modules of a {type(module).__name__} are not those that were read"
+        return None
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, int, int]]:
+    for name, child in module._modules.items():
+        yield name, id(child), 0
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, id(parameter), 0 if parameter.is_inference() else parameter._version

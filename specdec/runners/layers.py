@@ -1,0 +1,158 @@
+"""Running layers one after the other: by the model's own modules, or as the few operations that a known layer is.
+
+``transformers``
+    Every layer's own module, with the block in place of a transformers cache: any family, whatever was changed in it.
+``fused``
+    Known layers with a third of the operations, on any device: one product for queries, keys and values and one for
+    gate and up, lean norms, rotary on queries and keys at once, residuals added by the product itself. Other layers
+    are run by their own modules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specdec.attention import update_and_attend
+from specdec.block import Block
+from specdec.rotary import Angles, Rotary, rotate
+from specdec.runners.known import KnownLayer, Snapshot, is_known_norm, stacked
+from specdec.runners.linear import DenseLinear
+from specdec.runners.runner import Layer, LayerRunner
+
+__all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer"]
+
+
+class ModuleLayer:
+    """A layer's own module.
+
+    Args:
+        layer: of the decoder.
+        kind: its attention's, where rotary positions differ by it, else None.
+        arguments: what it gets beside hidden states and positions.
+    """
+
+    def __init__(self, layer: Any, kind: str | None, cache_argument: str, **arguments: Any) -> None:
+        self._layer, self._kind, self._cache_argument = layer, kind, cache_argument
+        self._arguments = {"attention_mask": None, "use_cache": True, **arguments}
+
+    def __call__(self, hidden: torch.Tensor, block: Block, angles: Angles) -> torch.Tensor:
+        cos, sin = angles.of_kind(self._kind)
+        given = {**self._arguments, self._cache_argument: block, "block": block}
+        given |= {"position_ids": block.positions, "position_embeddings": (cos[None], sin[None])}
+        output: torch.Tensor = self._call(hidden[None], given)
+        return output[0]
+
+    def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
+        return self._layer(hidden, **given)
+
+
+class FusedNorm:
+    """RMS norm. On a CPU in full precision as four operations; torch's own is one call made of nine."""
+
+    def __init__(self, norm: Any) -> None:
+        self.weight, self.epsilon = norm.weight.data, norm.variance_epsilon
+        self._lean = self.weight.device.type == "cpu" and self.weight.dtype in (torch.float32, torch.float64)
+        if self._lean:
+            # x w / sqrt(|x|^2 / D + e) = x (w sqrt D) / hypot(|x|, sqrt(D e))
+            size = self.weight.shape[0]
+            self._scaled = self.weight * math.sqrt(size)
+            self._floor = torch.tensor(math.sqrt(size * self.epsilon), dtype=self.weight.dtype)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] normed over the last dimension."""
+        if not self._lean:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
+        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        normed: torch.Tensor = (hidden * self._scaled).div_(length.hypot_(self._floor))
+        return normed
+
+
+class FusedLayer:
+    """A known layer in a third of the operations.
+
+    ``owned``: the model's own linears become views of the stacked weights, so that none is held twice. Otherwise they
+    are left alone, and stacked weights are copies.
+    """
+
+    def __init__(self, layer: KnownLayer, *, owned: bool) -> None:
+        self._number, self._scale, self._head_dim = layer.number, layer.scale, layer.head_dim
+        self._query_heads, self._turned = layer.query_heads, layer.query_heads + layer.key_heads
+        self._kernels = [DenseLinear(*stacked(group)) for group in layer.linears]
+        if owned:
+            for group, kernel in zip(layer.linears, self._kernels, strict=True):
+                _share([place.module for place in group], kernel)
+        self._first_norm, self._second_norm = map(FusedNorm, layer.norms)
+        self._head_norm = layer.head_norm()
+
+    def __call__(self, residual: torch.Tensor, block: Block, angles: Angles) -> torch.Tensor:
+        """[T, D] to [T, D]."""
+        qkv, out, gate_up, down = self._kernels
+        rows = residual.shape[0]
+        heads = qkv(self._first_norm(residual)).view(1, rows, -1, self._head_dim).transpose(1, 2)  # [1, H, T, d]
+        turned = heads[:, : self._turned]
+        if self._head_norm is not None:
+            weight, epsilon = self._head_norm
+            turned = F.rms_norm(turned, (self._head_dim,), None, epsilon) * weight
+        turned = rotate(turned, angles.cos, angles.signed_sin)
+        query, keys = turned[:, : self._query_heads], turned[:, self._query_heads :]
+        mixed = update_and_attend(block, query, keys, heads[:, self._turned :], self._number, self._scale)
+        residual = out.add(mixed.transpose(1, 2).reshape(rows, -1), residual)
+        gate, up = gate_up(self._second_norm(residual)).chunk(2, -1)
+        return down.add(F.silu(gate).mul_(up), residual)
+
+
+def _share(linears: Sequence[Any], kernel: DenseLinear) -> None:
+    """Make linears read the weight that they were stacked to, and so free theirs."""
+    start = 0
+    for linear in linears:
+        stop = start + linear.out_features
+        linear.weight.data = kernel.weight[start:stop]
+        if kernel.bias is not None:
+            linear.bias.data = kernel.bias[start:stop]
+        start = stop
+
+
+class LayerByLayer(LayerRunner):
+    """A loop over layers.
+
+    Args:
+        name: ``transformers`` or ``fused``.
+        layers: called one after the other.
+        modules: what was read of the model; none where its own modules run everything.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layers: Sequence[Layer],
+        *,
+        embedding: nn.Module,
+        norm: nn.Module,
+        head: nn.Module,
+        rotary: Rotary,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        self.name, self._layers, self._rotary = name, tuple(layers), rotary
+        self.borrows = any(isinstance(layer, ModuleLayer) for layer in layers)
+        fused = name == "fused" and is_known_norm(norm)
+        self.embed, self.norm, self.head = embedding, FusedNorm(norm) if fused else norm, head
+        self._snapshot = Snapshot([*modules, norm] if fused else modules)
+
+    def run(
+        self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        angles, found = self._rotary.of(block, hidden), {}
+        for number in range(first, last):
+            if number in taps:
+                found[number] = hidden
+            hidden = self._layers[number](hidden, block, angles)
+        return hidden, found
+
+    def changed(self) -> str | None:
+        return self._snapshot.changed()

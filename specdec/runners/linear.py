@@ -1,0 +1,211 @@
+"""Linear kernels: a weight in the layout that its kernel reads, and the modules that stand for it in a model.
+
+:class:`DenseLinear` keeps a weight as transformers stores it. :class:`PackedWeight` keeps it in the panels that
+``specdec/native/layers.c`` streams; in a model that specdec loaded itself, :class:`PackedLinear` and
+:class:`TiedEmbedding` then stand in the places of its linears and of an embedding that shares the head's weight, so
+that no weight is held twice and the model still computes, saves and copies what it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specdec.native.library import PAIR, PANEL, CProduct, Kind, library
+
+__all__ = ["DenseLinear", "LinearKernel", "ModuleRef", "PackedLinear", "PackedWeight", "TiedEmbedding", "linear_kernel"]
+
+
+class LinearKernel(Protocol):
+    """``rows`` [T, in] times a weight, T >= 1."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, out], the bias added."""
+
+    def add(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """``residual`` [T, out] plus the product, in a new tensor."""
+
+
+def linear_kernel(weight: torch.Tensor) -> LinearKernel:
+    """A weight [out, in] without a bias on the fastest kernel of this machine, in a layout of its own."""
+    return PackedWeight(weight) if PackedWeight.takes(weight) else DenseLinear(weight)
+
+
+class DenseLinear:
+    """The weight as it is, [out, in]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self._transposed = weight.t()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(rows, self.weight, self.bias)
+
+    def add(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        total = torch.addmm(residual, rows, self._transposed)
+        return total if self.bias is None else total.add_(self.bias)
+
+
+class PackedWeight:
+    """The weight in panels of 32 outputs, input by input; in bfloat16 wherever that holds it exactly.
+
+    Rows and results have the weight's dtype; sums run in float32, one row's in the same order whatever the others.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.dtype = weight.dtype
+        self.outputs, self.inputs = weight.shape
+        self.bias = None if bias is None else bias.detach().clone()
+        stored = weight.detach()
+        kind = Kind.FULL if stored.dtype is torch.float32 else Kind.HALF
+        if kind is Kind.FULL and _fits_bfloat16(stored):
+            kind, stored = Kind.HALF, stored.to(torch.bfloat16)
+        elif kind is Kind.HALF and library().specdec_pairs() and self.inputs % 2 == 0:
+            kind = Kind.PAIRS
+        missing = -self.outputs % PAIR
+        if missing:
+            stored = F.pad(stored, (0, 0, 0, missing))
+        side = 2 if kind is Kind.PAIRS else 1  # inputs that lie side by side
+        panels = stored.view(-1, PANEL, self.inputs // side, side)
+        self._panels = panels.transpose(1, 2).contiguous()  # [O / 32, I, 32, 1], or [O / 32, I / 2, 32, 2]
+        self._full_bias = None if self.bias is None else self.bias.float().contiguous()
+        address = None if self._full_bias is None else self._full_bias.data_ptr()
+        self.described = CProduct(self._panels.data_ptr(), address, self.inputs, self.outputs, kind)
+        self._multiply = library().specdec_product
+
+    @staticmethod
+    def takes(weight: torch.Tensor) -> bool:
+        """Whether the native library is there and computes with this weight."""
+        return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and library() is not None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._onto(rows, torch.zeros(rows.shape[0], self._panels.shape[0] * PANEL))
+
+    def add(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(rows.shape[0], self._panels.shape[0] * PANEL)
+        total[:, : self.outputs] = residual
+        return self._onto(rows, total)
+
+    def _onto(self, rows: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """``total`` [T, padded outputs] plus the product; in place, and cut to size."""
+        rows = rows.to(torch.float32, copy=True).contiguous()  # a copy: the kernel may use it up
+        self._multiply(byref(self.described), rows.data_ptr(), total.data_ptr(), rows.shape[0], torch.get_num_threads())
+        return total[:, : self.outputs].to(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return int(self._panels.nbytes)
+
+    def unpack(self) -> torch.Tensor:
+        """[out, in] the very weight that was packed."""
+        return self._panels.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs].to(self.dtype)
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[..., in] rows of the weight, by their numbers."""
+        return self._panels[tokens // PANEL, :, tokens % PANEL].flatten(tokens.ndim).to(self.dtype)
+
+    def install(self, places: Sequence[ModuleRef]) -> None:
+        """Put modules that read these panels in the places of the linears that were packed, stacked in this order."""
+        start = 0
+        for place in places:
+            stop = start + place.module.out_features
+            place.put(PackedLinear(self, start, stop))
+            start = stop
+
+
+def _fits_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether bfloat16 holds every value of a float32 weight; looked at in slices, to need no copy of it."""
+    return all(torch.equal(part, part.to(torch.bfloat16).float()) for part in torch.split(weight, 256))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRef:
+    """Where a module hangs in a model."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def module(self) -> Any:
+        return getattr(self.owner, self.name)
+
+    def put(self, module: nn.Module) -> None:
+        """Hang another one there."""
+        setattr(self.owner, self.name, module)
+
+    @classmethod
+    def of(cls, module: nn.Module, model: nn.Module) -> ModuleRef | None:
+        """The place of a module in a model, or None."""
+        places = (cls(owner, name) for owner in model.modules() for name, child in owner.named_children())
+        return next((place for place in places if place.module is module), None)
+
+
+class PackedLinear(nn.Module):
+    """Rows [start, stop) of a packed weight in the place of the linear that they were: exact, and slow.
+
+    A deep copy is a plain linear again.
+    """
+
+    def __init__(self, store: PackedWeight, start: int, stop: int) -> None:
+        super().__init__()
+        self._store, self._rows = store, slice(start, stop)
+        self.out_features = stop - start
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in] a copy; changing it changes nothing."""
+        return self._store.unpack()[self._rows].clone(memory_format=torch.contiguous_format)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self._store.bias is None else self._store.bias[self._rows]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self._store.unpack()[self._rows], self.bias)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        weight, bias = self.weight, self.bias
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
+        linear.weight = nn.Parameter(weight)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.clone())
+        memo[id(self)] = linear
+        return linear
+
+
+class TiedEmbedding(nn.Module):
+    """A packed weight in the place of the embedding that shares it; a deep copy is a plain embedding again."""
+
+    def __init__(self, store: PackedWeight) -> None:
+        super().__init__()
+        self._store = store
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[vocabulary, D] a copy; changing it changes nothing."""
+        return self._store.unpack().clone(memory_format=torch.contiguous_format)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._store.look_up(tokens)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Embedding:
+        weight = self.weight
+        embedding = nn.Embedding(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
+        embedding.weight = nn.Parameter(weight)
+        memo[id(self)] = embedding
+        return embedding

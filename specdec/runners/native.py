@@ -1,0 +1,264 @@
+"""Native: a step's rows through all layers in one call of C, whatever the number of layers, on a CPU.
+
+``specdec/native/layers.c`` computes, on weights in panels that it streams. A row's sums run in one order whatever rows
+are beside it, so accepted rows are plain decoding's bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Collection, Sequence
+from ctypes import byref, c_int32, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.block import Block
+from specdec.cache import KVCache
+from specdec.native.library import CBlock, CLayer, CShape, CSlots, library
+from specdec.pages import FilePages, trim_heap
+from specdec.rotary import Angles, Rotary
+from specdec.runners.known import KnownHead, KnownLayer, Snapshot, is_known_norm, stacked
+from specdec.runners.layers import FusedNorm
+from specdec.runners.linear import PackedWeight, TiedEmbedding
+from specdec.runners.runner import LayerRunner
+
+__all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
+
+_HEADS = range(16, 129, 16)  # head dimensions that the library has code for
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeLayer:
+    """What the library needs of a layer.
+
+    Attributes:
+        products: of queries, keys and values; after attention; of gate and up; and down.
+        norms: [D] weights of the norms before attention and before the MLP.
+        epsilons: of these norms, and of those per head.
+        heads: of queries, and of keys.
+        head_norm: [heads, 1, head_dim] weights of norms per query and key head, or None.
+    """
+
+    products: tuple[PackedWeight, ...]
+    norms: tuple[torch.Tensor, torch.Tensor]
+    epsilons: tuple[float, float, float]
+    heads: tuple[int, int]
+    head_dim: int
+    scale: float
+    head_norm: torch.Tensor | None = None
+
+
+def runs_heads_of(head_dim: int, inner: int) -> bool:
+    """Whether the library has code for such heads and such an MLP."""
+    return head_dim in _HEADS and inner % 16 == 0
+
+
+def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
+    """Why the library cannot run these layers, whose rotary positions have ``head_dim``; None where it can."""
+    first = layers[0]
+    weight = first.linears[0][0].module.weight
+    if weight.device.type != "cpu":
+        return f"native layers run on a CPU, and the model is on {weight.device}"
+    if weight.dtype not in _DTYPES:
+        return f"native layers compute in float32 and bfloat16, and the model in {str(weight.dtype)[6:]}"
+    sizes = {(layer.query_heads, layer.key_heads, layer.head_dim, layer.inner) for layer in layers}
+    if len(sizes) > 1:
+        return "native layers need all layers to have the same sizes"
+    if not runs_heads_of(first.head_dim, first.inner) or head_dim != first.head_dim:
+        return (
+            f"native layers need heads of 16, 32, ... 128 values, all of them rotated, and an MLP of a multiple of 16; "
+            f"here it is {first.head_dim} (of which {head_dim} rotated) and {first.inner}"
+        )
+    if library() is None:
+        return "native layers need a C compiler (cc, gcc or clang), and none works here"
+    return None
+
+
+class NativeLayers:
+    """Layers of the same sizes behind one call."""
+
+    def __init__(self, layers: Sequence[NativeLayer]) -> None:
+        first = layers[0]
+        self._dtype = first.norms[0].dtype
+        self._held: list[Any] = [*layers]  # whose weights the library reads by address
+        inner = first.products[3].inputs
+        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, self._dtype is torch.bfloat16)
+        self._layers = (CLayer * len(layers))(*map(self._describe, layers))
+        self._slots: weakref.WeakKeyDictionary[KVCache, ctypes.Array[CSlots]] = weakref.WeakKeyDictionary()
+        self._library = library()
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        block: Block,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        first: int,
+        last: int,
+        taps: Collection[int],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``."""
+        cache, rows, end = block.cache, block.rows, block.first + block.rows
+        slots = self._slots.get(cache)
+        if slots is None:
+            slots = self._slots[cache] = self._describe_slots(cache)
+        stream = hidden.to(torch.float32, copy=True).contiguous()
+        cos, sines = cos.float(), signed_sin.float()
+        if block.parents is None:
+            parents, depths = _chain(end)
+        else:
+            parents = (c_int32 * end)(*block.parents[:end])
+            depths = (c_int32 * end)(*block.depths[:end])
+        told = CBlock(
+            block.length,
+            block.first,
+            rows,
+            ctypes.addressof(parents),
+            ctypes.addressof(depths),
+            cos.data_ptr(),
+            sines.data_ptr(),
+        )
+        found = {tap: torch.empty(stream.shape) for tap in taps if first <= tap < last}
+        wanted = (c_void_p * len(self._layers))(*(found[n].data_ptr() if n in found else None for n in range(last)))
+        scratch = torch.empty(self._library.specdec_scratch(byref(self._shape), rows, block.length + end))
+        self._library.specdec_run_layers(
+            byref(self._shape),
+            self._layers,
+            slots,
+            byref(told),
+            stream.data_ptr(),
+            wanted,
+            first,
+            last,
+            scratch.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if self._dtype is torch.float32:
+            return stream, found
+        return stream.to(self._dtype), {tap: kept.to(self._dtype) for tap, kept in found.items()}
+
+    def _describe(self, layer: NativeLayer) -> CLayer:
+        products = [product.described for product in layer.products]
+        per_head = None if layer.head_norm is None else self._hold(layer.head_norm)
+        return CLayer(*products, *map(self._hold, layer.norms), per_head, *layer.epsilons, layer.scale)
+
+    def _hold(self, weight: torch.Tensor) -> int:
+        held = weight.float().contiguous()
+        self._held.append(held)
+        return held.data_ptr()
+
+    def _describe_slots(self, cache: KVCache) -> ctypes.Array[CSlots]:
+        return (CSlots * len(cache.keys))(
+            *(
+                CSlots(keys.data_ptr(), values.data_ptr(), group.size, keys.shape[2], group.window or 0)
+                for keys, values, group in zip(cache.keys, cache.values, cache.group_of, strict=True)
+            )
+        )
+
+
+class NativeRunner(LayerRunner):
+    """A model's layers and, where it is a plain one, its head.
+
+    ``owned``: packed weights take the place of the model's own, layer by layer, so that none is held twice. Otherwise
+    they are copies beside it.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[KnownLayer],
+        head: KnownHead | None,
+        *,
+        norm: nn.Module,
+        rotary: Rotary,
+        owned: bool,
+    ) -> None:
+        self._rotary = rotary
+        files = FilePages() if owned else None
+        trim_heap()
+        packed_head = None if head is None else _pack_head(head, files)
+        self._native = NativeLayers([_pack_layer(layer, files) for layer in layers])
+        trim_heap()
+        self.embed, self.head = model.get_input_embeddings(), packed_head or model.get_output_embeddings()
+        known_norm = is_known_norm(norm)
+        self.norm = FusedNorm(norm) if known_norm else norm
+        read = [module for layer in layers for module in layer.module.modules()]
+        if head is not None:
+            read.append(head.head.module)
+        self._snapshot = Snapshot([*read, norm] if known_norm else read)
+
+    def run(
+        self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        angles: Angles = self._rotary.of(block, hidden)
+        return self._native.run(hidden, block, angles.cos, angles.signed_sin, first, last, taps)
+
+    def changed(self) -> str | None:
+        return self._snapshot.changed()
+
+
+def _pack_layer(layer: KnownLayer, files: FilePages | None) -> NativeLayer:
+    """A layer's weights in panels; with ``files``, in the place of its own."""
+    products = []
+    for places in layer.linears:
+        weights = [place.module.weight.data for place in places]
+        packed = PackedWeight(*stacked(places))
+        if files is not None:
+            packed.install(places)
+            files.release(weights)
+        products.append(packed)
+        del weights
+    trim_heap()
+    first, second = layer.norms
+    head_norm = layer.head_norm()
+    return NativeLayer(
+        tuple(products),
+        (first.weight.data, second.weight.data),
+        (first.variance_epsilon, second.variance_epsilon, 0.0 if head_norm is None else head_norm[1]),
+        (layer.query_heads, layer.key_heads),
+        layer.head_dim,
+        layer.scale,
+        None if head_norm is None else head_norm[0],
+    )
+
+
+def _pack_head(head: KnownHead, files: FilePages | None) -> _PackedHead | None:
+    """A head's weight in panels; with ``files``, in its place and in that of an embedding that shares it."""
+    linear = head.head.module
+    weight = linear.weight.data
+    if not PackedWeight.takes(weight):
+        return None
+    packed = PackedWeight(weight, None if linear.bias is None else linear.bias.data)
+    if files is not None:
+        packed.install([head.head])
+        if head.embedding is not None:
+            head.embedding.put(TiedEmbedding(packed))
+        files.release([weight])
+    return _PackedHead(packed, head.head.module)
+
+
+class _PackedHead:
+    """A packed head; where gradients are wanted, the model's own, as the library knows none."""
+
+    def __init__(self, packed: PackedWeight, module: Any) -> None:
+        self._packed, self._module = packed, module
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.requires_grad:
+            logits: torch.Tensor = self._module(hidden)
+            return logits
+        return self._packed(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
+
+@cache
+def _chain(rows: int) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
+    """Parents and depths of a chain."""
+    return (c_int32 * rows)(*range(-1, rows - 1)), (c_int32 * rows)(*range(rows))

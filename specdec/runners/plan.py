@@ -1,0 +1,281 @@
+"""Plan: which runner a model gets, decided once by whole steps, and why.
+
+``auto`` takes ``native`` wherever the library runs the model, unless whole decoding steps are slower with it than
+``fused`` by more than noise can make them; on a tie native wins, as it rounds a row alike whatever rows are beside it.
+Both are timed once per machine, model, dtype and number of threads, and the figures are kept. A model that specdec was
+handed is run by its own modules unless a runner is named, as the others hold its weights a second time.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.errors import ConfigError, SpecdecWarning, TargetError, unknown
+from specdec.machine import cache_folder, write_json
+from specdec.rotary import Rotary
+from specdec.runners.known import KnownHead, KnownLayer, UnknownModule
+from specdec.runners.layers import FusedLayer, LayerByLayer, ModuleLayer
+from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
+from specdec.runners.native import NativeRunner, why_not
+from specdec.runners.runner import LayerRunner
+
+__all__ = ["EXECUTIONS", "TIMED_ROWS", "Plan", "RunnerMaker", "check_execution", "choose_runner"]
+
+EXECUTIONS = ("auto", "transformers", "fused", "native")
+
+TIMED_ROWS = (1, 8)
+"""Rows of the steps by which runners are compared: a plain one, and a small tree."""
+
+# Native steps may take this much longer before fused ones are taken: what two minima of a busy machine can differ by.
+_MARGIN = 1.25
+# Bytes of weights. A smaller model is all overhead, which native has least of; a larger one waits for memory, which
+# native reads at the limit, and a comparison would take long.
+_SMALL, _LARGE = 1 << 20, 1 << 31
+
+Times = Mapping[str, list[float]]  # runner -> seconds of steps of TIMED_ROWS rows
+
+
+def check_execution(choice: str) -> str:
+    """The choice, if it is one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if choice not in EXECUTIONS:
+        raise ConfigError(unknown("execution", choice, EXECUTIONS))
+    return choice
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A runner, why it was taken, and why the others were not."""
+
+    runner: LayerRunner
+    reason: str
+    others: Mapping[str, str]
+
+
+class RunnerMaker:
+    """Makes the runners of one model.
+
+    Args:
+        model: whose layers are to be run.
+        decoder: the module that holds them.
+        layers, norm: of the decoder.
+        config: of the decoder's texts.
+        owned: nobody else holds the model, so its weights may be laid out anew.
+    """
+
+    def __init__(
+        self, model: Any, decoder: Any, layers: nn.ModuleList, norm: nn.Module, config: Any, *, owned: bool
+    ) -> None:
+        self.model, self.layers, self.norm, self.owned = model, layers, norm, owned
+        self.rotary = Rotary(decoder.rotary_emb, config)
+        self._kinds = getattr(config, "layer_types", None) if self.rotary.by_kind else None
+        arguments = inspect.signature(layers[0].forward).parameters
+        self._cache_argument = "layer_past" if "layer_past" in arguments else "past_key_values"
+
+    @cached_property
+    def known(self) -> list[KnownLayer | UnknownModule]:
+        """Each layer as it was read, or why only its own module can run it."""
+        found: list[KnownLayer | UnknownModule] = []
+        for number, layer in enumerate(self.layers):
+            try:
+                found.append(KnownLayer.of(layer, number))
+            except UnknownModule as unread:
+                found.append(unread)
+        return found
+
+    def why_not(self, name: str, attention: str = "auto") -> str | None:
+        """Why a runner cannot run this model, or None."""
+        if name == "transformers":
+            return None
+        unread = [layer for layer in self.known if isinstance(layer, UnknownModule)]
+        if self.rotary.by_kind or len(unread) == len(self.known):
+            return (
+                f"{name} layers are Llama-like ones, and {unread[0] if unread else 'rotary positions differ by layer'}"
+            )
+        if name == "fused":
+            return None
+        if unread:
+            return f"native layers need all layers to be Llama-like, and {unread[0]}"
+        if attention != "auto":
+            return f"attention={attention!r} asks for torch's kernels, and native layers have one of their own"
+        known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
+        like = torch.empty(1, 1, device=next(self.layers.parameters()).device)
+        cos, _ = self.rotary.compute(like, torch.zeros(1, 1, dtype=torch.long, device=like.device))
+        return why_not(known, cos.shape[-1])
+
+    def make(self, name: str) -> LayerRunner:
+        """A runner for which ``why_not`` has nothing to say."""
+        if name == "native":
+            known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
+            head = KnownHead.of(self.model, self.model.get_output_embeddings(), self.model.get_input_embeddings())
+            return NativeRunner(self.model, known, head, norm=self.norm, rotary=self.rotary, owned=self.owned)
+        layers: list[Any] = [self.module_layer(number) for number in range(len(self.layers))]
+        modules: list[nn.Module] = []
+        if name == "fused":
+            for layer in self.known:
+                if isinstance(layer, KnownLayer):
+                    layers[layer.number] = FusedLayer(layer, owned=self.owned)
+                    modules += layer.module.modules()
+        return self.of_layers(name, layers, modules)
+
+    def of_layers(self, name: str, layers: list[Any], modules: list[nn.Module]) -> LayerByLayer:
+        """A runner of these layers."""
+        return LayerByLayer(
+            name,
+            layers,
+            embedding=self.model.get_input_embeddings(),
+            norm=self.norm,
+            head=self.model.get_output_embeddings(),
+            rotary=self.rotary,
+            modules=modules,
+        )
+
+    def module_layer(self, number: int, kind: type[ModuleLayer] = ModuleLayer, **arguments: Any) -> ModuleLayer:
+        """A layer that is run by its own module."""
+        of_kind = None if self._kinds is None else self._kinds[number]
+        return kind(self.layers[number], of_kind, self._cache_argument, **arguments)
+
+    def unpack(self) -> None:
+        """Give a model that is owned its own linears back, where packed ones were put."""
+        for owner in list(self.model.modules()):
+            for name, child in list(owner.named_children()):
+                if isinstance(child, PackedLinear | TiedEmbedding):
+                    ModuleRef(owner, name).put(copy.deepcopy(child))
+        self.model.tie_weights()
+        self.__dict__.pop("known", None)  # it names the modules of before
+
+
+def choose_runner(
+    maker: RunnerMaker,
+    execution: str,
+    attention: str,
+    *,
+    differs: Callable[[LayerRunner], str | None],
+    seconds: Callable[[LayerRunner], list[float]],
+    machine: Mapping[str, Any],
+) -> Plan:
+    """Make the runner that ``execution`` asks for.
+
+    Args:
+        differs: how a runner's logits differ from the model's own, or None.
+        seconds: of whole steps of ``TIMED_ROWS`` rows.
+        machine: what such times hold for.
+
+    Raises:
+        ConfigError: a runner that was named cannot run this model; the message says why.
+        TargetError: a runner that was named computes something else than the model.
+    """
+    if execution != "auto":
+        reason = maker.why_not(execution, attention)
+        if reason is not None:
+            raise ConfigError(f"execution={execution!r} cannot run this model: {reason}; leave it at auto")
+        runner = maker.make(execution)
+        if (off := differs(runner)) is not None:
+            raise TargetError(f"execution={execution!r} does not compute what this model does: {off}; leave it at auto")
+        return Plan(runner, "it was asked for", {})
+    if not maker.owned:
+        reason = "the model was handed in, and is left as it is; name execution= to have a copy of its weights packed"
+        return Plan(maker.make("transformers"), reason, {})
+    return _choose(maker, attention, differs, seconds, machine)
+
+
+def _choose(
+    maker: RunnerMaker,
+    attention: str,
+    differs: Callable[[LayerRunner], str | None],
+    seconds: Callable[[LayerRunner], list[float]],
+    machine: Mapping[str, Any],
+) -> Plan:
+    others = {name: reason for name in ("native", "fused") if (reason := maker.why_not(name, attention)) is not None}
+
+    def attempt(name: str) -> LayerRunner | None:
+        runner = maker.make(name)
+        off = differs(runner)
+        if off is None:
+            return runner
+        others[name] = f"its logits differ from the model's own: {off}"
+        warnings.warn(f"{name} layers are not used: {others[name]}", SpecdecWarning, stacklevel=6)
+        maker.unpack()
+        return None
+
+    size = sum(weight.nbytes for weight in maker.layers.parameters())
+    if "native" not in others:
+        times = _Kept(machine)
+        known: Times = times.read()
+        if not known and _SMALL <= size <= _LARGE:
+            fused = attempt("fused")
+            known = {} if fused is None else {"fused": seconds(fused)}
+        native = None if _slower(known) else attempt("native")
+        if native is not None:
+            if "fused" in known and "native" not in known:
+                known = {**known, "native": seconds(native)}
+                times.write(known)
+            if not _slower(known):
+                return Plan(native, _told(known), others)
+            maker.unpack()
+        if _slower(known):
+            others["native"] = _told(known)
+    if "fused" not in others:
+        fused = attempt("fused")
+        if fused is not None:
+            return Plan(fused, others.get("native", ""), others)
+    return Plan(maker.make("transformers"), others.get("fused", ""), others)
+
+
+def _slower(times: Times) -> bool:
+    """Whether native steps are slower than fused ones, and not only by noise."""
+    return "native" in times and sum(times["native"]) > _MARGIN * sum(times["fused"])
+
+
+def _told(times: Times) -> str:
+    if "native" not in times:
+        return "all layers run in one call"
+    steps = (f"{1e3 * n:.2f} ms against {1e3 * f:.2f}" for n, f in zip(times["native"], times["fused"], strict=True))
+    rows = " and ".join(map(str, TIMED_ROWS))
+    return f"whole steps of {rows} rows took {' and '.join(steps)} fused"
+
+
+class _Kept:
+    """The times of one machine and model, on disk."""
+
+    def __init__(self, machine: Mapping[str, Any]) -> None:
+        self._machine = json.loads(json.dumps(machine))
+        digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()
+        self._path: Path = cache_folder() / "runners" / f"{digest[:16]}.json"
+
+    def read(self) -> Times:
+        """What is known; nothing where there is no file, or a warning that says why the file is passed over."""
+        try:
+            content: Any = json.loads(self._path.read_text(encoding="utf-8"))
+            if content["machine"] != self._machine:
+                raise ValueError("it is of another machine or model")
+            times = {name: [float(value) for value in content["seconds"][name]] for name in ("fused", "native")}
+            if any(len(found) != len(TIMED_ROWS) or min(found) <= 0 for found in times.values()):
+                raise ValueError("it holds no times")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            message = f"{self._path} cannot be used ({type(error).__name__}: {error}); timing layers anew"
+            warnings.warn(message, SpecdecWarning, stacklevel=6)
+            return {}
+        return times
+
+    def write(self, times: Times) -> None:
+        with suppress(OSError):  # it costs a measurement next time
+            write_json(self._path, {"machine": self._machine, "seconds": dict(times)})
