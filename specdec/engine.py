@@ -296,6 +296,7 @@ class Decoding:
         text: TextStream | None,
     ) -> None:
         target = engine.target
+        target.check_unchanged()
         self._target, self._tokenizer, self._drafter = target, engine.tokenizer, engine.drafter
         self._bound = engine.bound()
         self._plans = getattr(engine.drafter, "budgeted", False)

@@ -66,6 +66,9 @@ class Target(Protocol):
         ``rows``: those whose logits are wanted; None for all, empty for none.
         """
 
+    def check_unchanged(self) -> None:
+        """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
+
     def active(self) -> AbstractContextManager[None]:
         """A context manager inside which ``forward`` may be called."""
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from specdec.attention import update_and_attend
 from specdec.block import Block
+from specdec.pages import FilePages
 from specdec.rotary import Angles, Rotary, rotate
 from specdec.runners.known import KnownLayer, Snapshot, is_known_norm, stacked
 from specdec.runners.linear import DenseLinear
@@ -76,17 +77,18 @@ class FusedNorm:
 class FusedLayer:
     """A known layer in a third of the operations.
 
-    ``owned``: the model's own linears become views of the stacked weights, so that none is held twice. Otherwise they
-    are left alone, and stacked weights are copies.
+    With ``files`` the model is ours: its linears become views of the stacked weights, so that none is held twice.
+    Otherwise they are left alone, and stacked weights are copies.
     """
 
-    def __init__(self, layer: KnownLayer, *, owned: bool) -> None:
+    def __init__(self, layer: KnownLayer, files: FilePages | None) -> None:
         self._number, self._scale, self._head_dim = layer.number, layer.scale, layer.head_dim
         self._query_heads, self._turned = layer.query_heads, layer.query_heads + layer.key_heads
         self._kernels = [DenseLinear(*stacked(group)) for group in layer.linears]
-        if owned:
+        if files is not None:
             for group, kernel in zip(layer.linears, self._kernels, strict=True):
-                _share([place.module for place in group], kernel)
+                if len(group) > 1:
+                    files.release(_share([place.module for place in group], kernel))
         self._first_norm, self._second_norm = map(FusedNorm, layer.norms)
         self._head_norm = layer.head_norm()
 
@@ -107,15 +109,16 @@ class FusedLayer:
         return down.add(F.silu(gate).mul_(up), residual)
 
 
-def _share(linears: Sequence[Any], kernel: DenseLinear) -> None:
-    """Make linears read the weight that they were stacked to, and so free theirs."""
-    start = 0
+def _share(linears: Sequence[Any], kernel: DenseLinear) -> list[torch.Tensor]:
+    """Make linears read the weight that they were stacked to; returns their former weights."""
+    start, former = 0, [linear.weight.data for linear in linears]
     for linear in linears:
         stop = start + linear.out_features
         linear.weight.data = kernel.weight[start:stop]
         if kernel.bias is not None:
             linear.bias.data = kernel.bias[start:stop]
         start = stop
+    return former
 
 
 class LayerByLayer(LayerRunner):

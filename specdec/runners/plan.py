@@ -25,6 +25,7 @@ from torch import nn
 
 from specdec.errors import ConfigError, SpecdecWarning, TargetError, unknown
 from specdec.machine import cache_folder, write_json
+from specdec.pages import FilePages
 from specdec.rotary import Rotary
 from specdec.runners.known import KnownHead, KnownLayer, UnknownModule
 from specdec.runners.layers import FusedLayer, LayerByLayer, ModuleLayer
@@ -128,9 +129,10 @@ class RunnerMaker:
         layers: list[Any] = [self.module_layer(number) for number in range(len(self.layers))]
         modules: list[nn.Module] = []
         if name == "fused":
+            files = FilePages() if self.owned else None
             for layer in self.known:
                 if isinstance(layer, KnownLayer):
-                    layers[layer.number] = FusedLayer(layer, owned=self.owned)
+                    layers[layer.number] = FusedLayer(layer, files)
                     modules += layer.module.modules()
         return self.of_layers(name, layers, modules)
 

@@ -22,8 +22,8 @@ from specdec.bench.plan import Plan
 from specdec.bench.records import RunFolder
 from specdec.bench.report import write_report
 from specdec.bench.runner import Runner
-from specdec.sampling import SamplingParams
 from specdec.model import TransformersTarget
+from specdec.sampling import SamplingParams
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 

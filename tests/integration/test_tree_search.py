@@ -21,8 +21,8 @@ from specdec import Engine, SamplingParams
 from specdec.cli import build
 from specdec.config import load_yaml
 from specdec.errors import CheckpointError, ConfigError
-from specdec.registry import make_drafter
 from specdec.model import TransformersTarget
+from specdec.registry import make_drafter
 from tests.models import prompt_of
 from training.acceptance import Written
 from training.medusa import NewHeads, new_heads

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, get_type_hints
 
 import pytest
 from rich.console import Console
+from specdec.lowering import choice
 
 import specdec
 from specdec import Chunk, Engine, Generation, SamplingParams, Step, cli, show
 from specdec.config import RunConfig
 from specdec.errors import ConfigError
-from specdec.lowering import choice
 from specdec.options import RunOptions
 from tests.unit.conftest import Install
 

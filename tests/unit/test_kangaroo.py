@@ -26,8 +26,8 @@ from specdec import Engine, SamplingParams
 from specdec.draft import Draft
 from specdec.drafter import Context, Observation
 from specdec.errors import CheckpointError, ConfigError
-from specdec.sampling import Noise
 from specdec.model import TransformersTarget
+from specdec.sampling import Noise
 from tests.models import new_model, prompt_of
 
 LAYER = 1

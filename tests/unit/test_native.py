@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from specdec.lowering import choice
+from specdec.lowering.parts import Rows
+from specdec.lowering.tiled import Tiled
 
 from drafters.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
@@ -17,9 +20,6 @@ from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft, Entry
 from specdec.errors import ConfigError, SpecdecWarning
-from specdec.lowering import choice
-from specdec.lowering.parts import Rows
-from specdec.lowering.tiled import Tiled
 from specdec.native import library as native
 from specdec.registry import drafter_names
 from tests import models
