@@ -122,29 +122,20 @@ class Block:
         return self._masks[key]
 
     def _mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
-        end, tree = self.length + self.first + self.rows, self.first + self.rows
-        device, window = group.keys.device, group.window
-        inside = window is None or self.length + self.deepest < window  # nothing has left the window yet
-        if self.rows == 1 and self.parents is None:
-            span = _ranges(max(0, end - (window or end)), end, group.size)
-            if len(span) == 1:
-                return span[0], None
-        if inside:
-            mask = torch.zeros(self.rows, end, dtype=dtype, device=device)
-            mask[:, self.length :].masked_fill_(~self.seen(tree, device), -torch.inf)
-            return (0, end), mask
-        assert window is not None
-        size = min(end, group.size)
-        # Which position lives in each slot: the tree's rows took theirs, the rest hold the newest committed ones.
-        slots = torch.arange(size, device=device)
-        newest = end - 1 - (end - 1 - slots) % group.size  # [size] the newest position that maps to this slot
-        distance = self.positions.to(device)[0, :, None] - newest  # [T, size]
-        visible = (distance >= 0) & (distance < window) & (newest < self.length)
-        rows = group.index(range(self.length, end))
-        depths = torch.tensor(list(self.depths[:tree]), device=device)
-        near = depths[self.first :, None] - depths < window  # [T, tree]
-        visible[:, rows] = self.seen(tree, device) & near
-        mask = torch.zeros(self.rows, size, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+        layout = self.layout(group, dtype)
+        tail, prefix = layout.tail, layout.prefix
+        if layout.mask is None and not layout.causal and isinstance(tail, tuple):
+            first = prefix[0][0] if prefix else tail[0]
+            if not prefix or (len(prefix) == 1 and prefix[0][1] == tail[0]):
+                return (first, tail[1]), None
+        size = min(self.length + self.first + self.rows, group.size)
+        mask = torch.full((self.rows, size), -torch.inf, dtype=dtype, device=group.keys.device)
+        for first, last in prefix:
+            mask[:, first:last] = 0
+        seen = mask.new_zeros(self.rows, 1) if layout.mask is None else layout.mask
+        if layout.causal:
+            seen = mask.new_full((self.rows, self.rows), -torch.inf).triu_(1)
+        mask[:, slice(*tail) if isinstance(tail, tuple) else tail] = seen
         return (0, size), mask
 
     def layout(self, group: Slots, dtype: torch.dtype) -> Layout:

@@ -75,8 +75,8 @@ class TransformersTarget:
         self.name = type(model).__name__
         self.config = config = model.config.get_text_config()
         refuse_unfit(self.name, config)
-        decoder, self.layers, norm = decoder_parts(self.name, model)
-        if getattr(decoder, "rotary_emb", None) is None:
+        self.decoder, self.layers, norm = decoder_parts(self.name, model)
+        if getattr(self.decoder, "rotary_emb", None) is None:
             raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
         self._softcap = getattr(config, "final_logit_softcapping", None)
         embedding: Any = model.get_input_embeddings()
@@ -91,7 +91,7 @@ class TransformersTarget:
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._lent = _Lent(model)
         self.options: dict[str, Any] = {"attention": attention}
-        maker = RunnerMaker(model, decoder, self.layers, norm, config, owned=owned)
+        maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
         self.runner: LayerRunner = maker.make("transformers")
         tokens = tokens_for(min(self.vocab_size, embedding.weight.shape[0]))
         try:

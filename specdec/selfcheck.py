@@ -28,8 +28,8 @@ __all__ = ["ProbeLayer", "Reference", "ShadowLayer", "note_layer", "shadow_call"
 # Relative; transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
 _WITHOUT_SHADOW = 0.1
-# In half precision, root mean squares, which hardly vary over so many logits: two roundings differ by 1.4 of one, and one
-# runner rounds about as much as another. The floor, relative, is for models that round by accident to nothing.
+# In half precision, root mean squares, which hardly vary over so many logits: two roundings differ by 1.4 of one, and
+# one runner rounds about as much as another. The floor, relative, is for models that round by accident to nothing.
 _OWN, _RUNNER, _FLOOR = 4.0, 1.5, 2.0**-10
 # Of every block here: oneDNN makes kernels for each number of rows, and keeps them (a megabyte each in bfloat16).
 _ROWS = 6

@@ -96,10 +96,10 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
 
 
 def target_of(
-    family: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa", optimize: str = "off"
+    family: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa", execution: str = "transformers"
 ) -> TransformersTarget:
     """The family's target, made once and, unless optimized, around the family's one model; do not change it."""
-    return _target_of(family, dtype, attention, optimize)
+    return _target_of(family, dtype, attention, execution)
 
 
 @cache  # which takes f(x) and f(x, default) for two calls, hence the functions above
@@ -108,9 +108,9 @@ def _model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @cache
-def _target_of(family: str, dtype: torch.dtype, attention: str, optimize: str) -> TransformersTarget:
-    model = _model_of(family, dtype) if optimize == "off" else new_model(family, dtype)
-    return TransformersTarget(model, attention=attention, optimize=optimize)
+def _target_of(family: str, dtype: torch.dtype, attention: str, execution: str) -> TransformersTarget:
+    model = _model_of(family, dtype) if execution == "transformers" else new_model(family, dtype)
+    return TransformersTarget(model, attention=attention, execution=execution, owned=True)
 
 
 @cache

@@ -47,7 +47,7 @@ class FrozenTarget:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits [..., V] of states after a last norm."""
-        return self.target.head(hidden.to(self.target.lm_head.weight.dtype))
+        return self.target.head(hidden.to(self.target.model.get_output_embeddings().weight.dtype))
 
 
 def _keep(features: dict[int, torch.Tensor], layer: int, module: Any, arguments: Any, output: Any) -> None:

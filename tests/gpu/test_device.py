@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from pathlib import Path
 
@@ -31,8 +30,9 @@ NEW = 50
 
 
 @cache
-def target_of(family: str, attention: str = "auto", optimize: str = "off") -> TransformersTarget:
-    return TransformersTarget(new_model(family, torch.float32).to(DEVICE), attention=attention, optimize=optimize)
+def target_of(family: str, attention: str = "auto", execution: str = "transformers") -> TransformersTarget:
+    model = new_model(family, torch.float32).to(DEVICE)
+    return TransformersTarget(model, attention=attention, execution=execution, owned=True)
 
 
 @cache
@@ -43,11 +43,11 @@ def greedy(family: str, prompt: tuple[int, ...]) -> list[int]:
 # -- Text --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("attention", "optimize"), [("sdpa", "off"), ("split", "auto"), ("auto", "auto")])
+@pytest.mark.parametrize(("attention", "execution"), [("sdpa", "transformers"), ("split", "auto"), ("auto", "auto")])
 @pytest.mark.parametrize("drafter", drafter_names())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafter_changes_no_token(family: str, drafter: str, attention: str, optimize: str, tmp_path: Path) -> None:
-    target = target_of(family, attention, optimize)
+def test_drafter_changes_no_token(family: str, drafter: str, attention: str, execution: str, tmp_path: Path) -> None:
+    target = target_of(family, attention, execution)
     assert target.device.type == target.head_device.type == DEVICE.type
     for settings in settings_of(drafter, target, tmp_path):
         for prompt in PROMPTS:
@@ -72,19 +72,11 @@ def test_noise_is_the_cpu_s() -> None:
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_half_precision_writes_a_text_without_ties(attention: str, dtype: torch.dtype) -> None:
     """The benchmark's random model is sure of every token, so that no kernel's rounding shows."""
-    target = TransformersTarget(random_model("toy", dtype, DEVICE), attention=attention, optimize="auto")
+    target = TransformersTarget(random_model("toy", dtype, DEVICE), attention=attention, owned=True)
     prompt = random_prompt(256, 300)
     expected = Engine(TransformersTarget(random_model("toy"))).generate(prompt, 100).token_ids
     for drafter in ("none", "lookahead", "token_recycling"):
         assert Engine(target, None, drafter).generate(prompt, 100).token_ids == expected
-
-
-@pytest.mark.skipif("compile" not in inspect.signature(TransformersTarget).parameters, reason="there is no such option")
-@pytest.mark.parametrize("drafter", ["none", "lookahead", "prompt_lookup", "token_recycling"])
-def test_compiled_step_changes_no_token(drafter: str) -> None:
-    options = {"compile": True}
-    target = TransformersTarget(new_model("llama", torch.float32).to(DEVICE), **options)
-    assert Engine(target, None, drafter).generate(PROMPTS[1], NEW).token_ids == greedy("llama", PROMPTS[1])
 
 
 # -- Attention ---------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_prefill_makes_no_logits() -> None:
     """[n, V] logits of the prompt would be the largest tensor of all."""
     calls: list[int] = []
     target = target_of("llama")
-    hook = target.lm_head.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    hook = target.model.lm_head.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
     try:
         Engine(target).generate(prompt_of(40), 3)
     finally:
