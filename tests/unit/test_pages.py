@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_a_loaded_checkpoint_is_not_in_memory_twice(tmp_path: Path, monkeypatch:
     target = TransformersTarget.from_pretrained(tmp_path)
     shares.append(resident("model.safetensors") / size)
     assert len(shares) == target.num_layers + 1
-    assert all(after < before - 0.1 for before, after in zip(shares, shares[1:], strict=False))
+    assert all(after < before - 0.1 for before, after in itertools.pairwise(shares))
     assert shares[-1] < 0.15
 
 
