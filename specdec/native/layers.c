@@ -1,7 +1,8 @@
 /* Llama-like decoder layers on a CPU: a step's rows through any run of layers in one call.
  *
  * Weights lie in panels of PANEL outputs, input by input, so that a product is one stream through memory whatever its
- * rows; up to 12 rows share each weight that is read. A weight is float32, or bfloat16 where that holds it exactly.
+ * rows: a stretch of it is read, and widened, once for all of them. A weight is float32, or bfloat16 where that holds
+ * it exactly.
  *
  * What a row computes does not depend on the rows beside it: every sum runs in one order, over inputs and over the
  * row's own path of keys. So a tree's accepted rows are, bit for bit, those of plain decoding.
@@ -10,26 +11,29 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
-#ifdef __AVX512F__ /* registers hold 24 sums of 16 values: 6 rows of 4 vectors, 12 rows of 2 */
+#ifdef __AVX512F__ /* registers hold 24 sums of 16 values, 6 rows of 4 vectors, beside the weights that they share */
 #define LANES 16
-enum { FEW = 6, MOST_SHARED = 12 };
-#else /* 12 sums of 8 values: 3 rows of 4 vectors */
+enum { FEW = 6 };
+#else /* 12 sums of 8 values, 3 rows of 4 vectors */
 #define LANES 8
-enum { FEW = 2, MOST_SHARED = 3 };
+enum { FEW = 3 };
 #endif
-enum { PANEL = 32, PAIR = 2 * PANEL, DEEP = PANEL / LANES, WIDE = 2 * DEEP, STRETCH = 256, TOGETHER = 8 };
+/* A strip is what rows in registers are multiplied with: one panel or two, side by side. */
+enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 256, TOGETHER = 8 };
 enum { MOST_VECTORS = 128 / LANES };
 
 enum Kind { FULL, HALF, PAIRS }; /* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16 */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 #define INLINE static inline __attribute__((always_inline))
+#define EACH_ROW _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)")
 
 typedef struct {
     const void *weight; /* [panels][inputs][PANEL], zeros up to a whole PAIR */
@@ -65,7 +69,12 @@ INLINE floats spread(float x) { return x - (floats){0}; }
 
 INLINE floats load(const void *from, int64_t at, int half) {
     if (!half) return *(const floats *)((const float *)from + at);
-    return (floats)(__builtin_convertvector(*(const halves *)((const uint16_t *)from + at), ints) << 16);
+    const uint16_t *first = (const uint16_t *)from + at;
+#if LANES == 16 /* one instruction, where gcc makes five of the line below */
+    return (floats)((ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)first)) << 16);
+#else
+    return (floats)(__builtin_convertvector(*(const halves *)first, ints) << 16);
+#endif
 }
 
 INLINE float widen(uint16_t half) {
@@ -82,8 +91,19 @@ INLINE uint16_t narrow(float value) { /* to the nearest bfloat16, ties to even *
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-static void round_all(float *values, int64_t count) {
-    for (int64_t i = 0; i < count; i++) values[i] = widen(narrow(values[i]));
+/* `to` may be `from`: what is written lies before what is still to be read. */
+static void narrow_all(const float *from, void *to, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        floats value = load(from, i, 0);
+        words bits = (words)value, number = (words)(value == value);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        *(halves *)((uint16_t *)to + i) = __builtin_convertvector((bits & number) | (0x7fc0 & ~number), halves);
+    }
+    for (; i < count; i++) {
+        uint16_t half = narrow(from[i]);
+        memcpy((char *)to + i * sizeof half, &half, sizeof half);
+    }
 }
 
 /* Lanes of v by their number with one bit turned; and where that bit is set, b's lane instead of a's. */
@@ -159,88 +179,113 @@ INLINE floats accumulate(floats sum, floats weight, const float *x, const int ki
     return sum + weight * *x;
 }
 
-/* y [rows, .] += x [rows, .] times `steps` inputs (or pairs of them) of a panel, or with WIDE vectors of two panels. */
-INLINE void multiply(const float *x, int64_t x_stride, const char *panel, int64_t next, float *y, int64_t y_stride,
-                     int64_t steps, const int rows, const int vectors, const int kind) {
-    const int bytes = kind == HALF ? 2 : 4, line = 64 / bytes;
-    /* How far ahead to ask for memory, in steps: measured; near for one row, which waits for nothing else. */
-    const int ahead = kind == HALF ? 64 : rows <= FEW ? 16 : 64;
-    floats sums[MOST_SHARED][WIDE];
-#pragma GCC unroll 12
+/* What to multiply: `steps` inputs, or pairs of them, of a strip of outputs. */
+typedef struct {
+    const float *x;
+    float *y;
+    const char *weight; /* the first panel's; the next one's is `apart` bytes on */
+    const char *soon;   /* what is needed next of one panel, or of both, `soon_apart` bytes apart; or NULL */
+    float *wide;        /* [panels][STRETCH][PANEL] gets the weights in float32; or NULL */
+    int64_t x_stride, y_stride, apart, soon_apart, steps;
+} Task;
+
+/* y [rows, STRIP] += x [rows, steps] times the weight. */
+INLINE void multiply(const Task *t, const int rows, const int kind) {
+    const int bytes = kind == HALF ? 2 : 4;
+    const int64_t steps = t->steps, x_stride = t->x_stride, soon_apart = t->soon_apart;
+    const float *x = t->x;
+    const char *panel[2] = {t->weight, t->weight + t->apart}, *soon = t->soon;
+    float *wide = t->wide;
+    floats sums[FEW][VECTORS];
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) sums[r][v] = (floats){0};
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = (floats){0};
     for (int64_t i = 0; i < steps; i++) {
-        floats weight[WIDE];
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) {
-            int64_t at = v / DEEP * next + i * PANEL + v % DEEP * LANES;
-            weight[v] = load(panel, at, kind == HALF);
-            if (v % DEEP * LANES % line == 0) __builtin_prefetch(panel + (at + ahead * PANEL) * bytes);
+        floats weight[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            const int one = v * LANES / PANEL, at = v * LANES % PANEL;
+            weight[v] = load(panel[one], i * PANEL + at, kind == HALF);
+            if (kind == HALF && wide) *(floats *)(wide + (one * STRETCH + i) * PANEL + at) = weight[v];
         }
-#pragma GCC unroll 12
+        if (soon) /* into the second cache: the first has no room for it */
+#pragma GCC unroll 2
+            for (int at = 0; at < PANEL * bytes; at += 64) {
+                __builtin_prefetch(soon + i * PANEL * bytes + at, 0, 2);
+                if (soon_apart) __builtin_prefetch(soon + soon_apart + i * PANEL * bytes + at, 0, 2);
+            }
+#pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) sums[r][v] = accumulate(sums[r][v], weight[v], x + r * x_stride + i, kind);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = accumulate(sums[r][v], weight[v], x + r * x_stride + i, kind);
     }
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) *(floats *)(y + r * y_stride + v * LANES) += sums[r][v];
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) *(floats *)(t->y + r * t->y_stride + v * LANES) += sums[r][v];
 }
 
-#define NARROW(n) \
-    case n: \
-        multiply(x, x_stride, panel, next, y, y_stride, steps, n, WIDE, kind); \
-        return;
-#define SHALLOW(n) \
-    case n: \
-        multiply(x, x_stride, panel, next, y, y_stride, steps, n, DEEP, kind); \
-        multiply(x, x_stride, panel + next * (kind == HALF ? 2 : 4), next, y + PANEL, y_stride, steps, n, DEEP, kind); \
-        return;
+#define ROWS(n) \
+    case n: multiply(t, n, kind); return;
 
-/* A pair of panels for up to MOST_SHARED rows. */
-INLINE void share(const float *x, int64_t x_stride, const char *panel, int64_t next, float *y, int64_t y_stride,
-                  int64_t steps, int64_t rows, const int kind) {
+INLINE void multiply_any(const Task *t, int64_t rows, const int kind) {
     switch (rows) {
+        ROWS(1) ROWS(2) ROWS(3)
 #if LANES == 16
-        NARROW(1) NARROW(2) NARROW(3) NARROW(4) NARROW(5) NARROW(6)
-        SHALLOW(7) SHALLOW(8) SHALLOW(9) SHALLOW(10) SHALLOW(11) SHALLOW(12)
-#else
-        SHALLOW(1) SHALLOW(2) SHALLOW(3)
+        ROWS(4) ROWS(5) ROWS(6)
 #endif
     }
 }
 
-/* y [rows, y_stride] += x [rows, inputs] times the weight, plus the bias. Of PAIRS, x is left in bfloat16. */
-static void product(const Product *p, float *x, float *y, int64_t y_stride, int64_t rows, int threads) {
-    int64_t pairs = padded(p->outputs) / PAIR, size = p->kind == HALF ? 2 : 4;
-    int64_t steps = p->kind == PAIRS ? p->inputs / 2 : p->inputs, next = steps * PANEL;
-    int64_t groups = (rows + MOST_SHARED - 1) / MOST_SHARED;
-    if (p->kind == PAIRS) /* in place: what is written lies before what is still to be read */
-        for (int64_t i = 0; i < rows * p->inputs; i++) {
-            uint16_t half = narrow(x[i]);
-            memcpy((char *)x + i * sizeof half, &half, sizeof half);
-        }
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t n = 0; n < pairs; n++) {
-        for (int64_t from = 0; from < steps; from += STRETCH) {
-            const char *panel = (const char *)p->weight + (2 * n * next + from * PANEL) * size;
-            int64_t count = steps - from < STRETCH ? steps - from : STRETCH;
-            for (int64_t g = 0; g < groups; g++) {
-                int64_t row = rows * g / groups, shared = rows * (g + 1) / groups - row;
-                const float *in = x + row * steps + from;
-                float *out = y + row * y_stride + n * PAIR;
-                if (p->kind == FULL) share(in, steps, panel, next, out, y_stride, count, shared, FULL);
-                else if (p->kind == HALF) share(in, steps, panel, next, out, y_stride, count, shared, HALF);
-                else share(in, steps, panel, next, out, y_stride, count, shared, PAIRS);
+/* Groups [begin, end) of all rows times one strip of a weight, a stretch of inputs at a time. */
+static void multiply_strip(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
+                           int64_t begin, int64_t end) {
+    const int64_t size = p->kind == HALF ? 2 : 4, panels = STRIP / PANEL, groups = (rows + FEW - 1) / FEW;
+    const int64_t steps = p->kind == PAIRS ? p->inputs / 2 : p->inputs, apart = steps * PANEL * size;
+    const int64_t stretches = (steps + STRETCH - 1) / STRETCH;
+    const char *weight = (const char *)p->weight + strip * panels * apart;
+    float wide[STRIP * STRETCH] __attribute__((aligned(64)));
+    for (int64_t s = 0; s < stretches; s++) {
+        int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches;
+        const char *soon = weight + (s + 1 < stretches ? to * PANEL * size : panels * apart);
+        for (int64_t g = begin; g < end; g++) {
+            int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
+            Task task = {.x = x + row * p->inputs + from, .y = y + row * y_stride + strip * STRIP,
+                         .weight = weight + from * PANEL * size, .apart = apart, .steps = to - from,
+                         .x_stride = p->inputs, .y_stride = y_stride};
+            if (g - begin < panels) task.soon = soon + (g - begin) * apart;
+            if (panels > 1 && end - begin == 1) task.soon_apart = apart;
+            if (p->kind == FULL) multiply_any(&task, count, FULL);
+            else if (p->kind == PAIRS) multiply_any(&task, count, PAIRS);
+            else if (g == begin) {
+                if (end - begin > 1) task.wide = wide;
+                multiply_any(&task, count, HALF);
+            } else {
+                task.weight = (const char *)wide;
+                task.apart = sizeof wide / panels;
+                multiply_any(&task, count, FULL);
             }
         }
-        if (p->bias)
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t o = n * PAIR; o < (n + 1) * PAIR && o < p->outputs; o++)
-                    y[r * y_stride + o] += p->bias[o];
     }
+    if (p->bias && begin < end)
+        for (int64_t r = rows * begin / groups; r < rows * end / groups; r++)
+            for (int64_t o = strip * STRIP; o < (strip + 1) * STRIP && o < p->outputs; o++)
+                y[r * y_stride + o] += p->bias[o];
+}
+
+/* y [rows, y_stride] += x [rows, inputs] times the weight, plus the bias. Of PAIRS, x is left in bfloat16. */
+static void product(const Product *p, float *x, float *y, int64_t y_stride, int64_t rows, int threads) {
+    const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + FEW - 1) / FEW, all = strips * groups;
+    if (p->kind == PAIRS)
+        EACH_ROW for (int64_t r = 0; r < rows; r++) narrow_all(x + r * p->inputs, x + r * p->inputs, p->inputs);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int t = 0; t < threads; t++)
+        for (int64_t at = all * t / threads, last = all * (t + 1) / threads, begin, end; at < last; at += end - begin) {
+            begin = at % groups;
+            end = groups - begin < last - at ? groups : begin + last - at;
+            multiply_strip(p, x, y, y_stride, rows, at / groups, begin, end);
+        }
 }
 
 /* y = x * weight / rms(x), over `size` values. */
@@ -254,7 +299,8 @@ static void norm(const float *x, const float *weight, float *y, int64_t size, fl
     float sum = total(squares);
     for (int64_t i = whole; i < size; i++) sum += x[i] * x[i];
     float by = 1.f / sqrtf(sum / size + epsilon);
-    for (int64_t i = 0; i < size; i++) y[i] = x[i] * by * weight[i];
+    for (int64_t i = 0; i < whole; i += LANES) *(floats *)(y + i) = load(x, i, 0) * by * load(weight, i, 0);
+    for (int64_t i = whole; i < size; i++) y[i] = x[i] * by * weight[i];
 }
 
 static void rotate(float *head, const float *cosines, const float *sines, int64_t size) {
@@ -268,7 +314,7 @@ static void rotate(float *head, const float *cosines, const float *sines, int64_
 
 static void store(void *to, int64_t at, const float *from, int64_t count, int half) {
     if (!half) memcpy((float *)to + at, from, count * sizeof(float));
-    else for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[at + i] = narrow(from[i]);
+    else narrow_all(from, (uint16_t *)to + at, count);
 }
 
 /* The slots that tree row `row` sees, in the order of their positions; returns how many. `slots` holds those of
@@ -318,6 +364,25 @@ typedef struct {
     float scale;
 } Seen;
 
+/* A block of LANES keys or values. */
+typedef struct {
+    const float *at[LANES];
+    int32_t slots[LANES];
+    float wide[LANES * 128]; /* what is at them, if it had to be widened */
+} Keys;
+
+/* The block in these slots; each key or value is `dim` numbers. */
+INLINE void look_up(Keys *keys, const char *from, const int32_t *slots, const int64_t dim, const int half) {
+    if (!memcmp(keys->slots, slots, sizeof keys->slots)) return; /* as for the row before */
+    memcpy(keys->slots, slots, sizeof keys->slots);
+    for (int k = 0; k < LANES; k++) {
+        keys->at[k] = half ? keys->wide + k * dim : (const float *)from + slots[k] * dim;
+        if (half)
+            for (int64_t d = 0; d < dim; d += LANES)
+                *(floats *)(keys->wide + k * dim + d) = load(from, slots[k] * dim + d, 1);
+    }
+}
+
 /* Ask for the next block of keys or values. */
 INLINE void ahead(const char *from, const int32_t *slots, int64_t bytes) {
     for (int k = LANES; k < 2 * LANES; k++)
@@ -327,23 +392,27 @@ INLINE void ahead(const char *from, const int32_t *slots, int64_t bytes) {
 /* `vectors` of LANES make a head. Keys go by in blocks, each for all rows and heads while it is in the CPU's cache. */
 INLINE void attend(const Seen *a, const int vectors, const int half) {
     const int64_t dim = vectors * LANES;
+    Keys block;
+    block.slots[0] = -1;
     int64_t longest = 0;
     for (int64_t r = 0; r < a->rows; r++) longest = a->count[r] > longest ? a->count[r] : longest;
     for (int64_t s = 0; s < longest; s += LANES) {
         if (s + LANES < a->count[0]) ahead(a->keys, a->slots + s, dim * (half ? 2 : 4));
-        for (int64_t r = 0; r < a->rows; r++)
-            for (int64_t h = 0; h < a->heads && s < a->count[r]; h++) {
+        for (int64_t r = 0; r < a->rows; r++) {
+            if (s >= a->count[r]) continue;
+            look_up(&block, a->keys, a->slots + r * a->room + s, dim, half);
+            for (int64_t h = 0; h < a->heads; h++) {
                 const float *query = a->query + r * a->query_stride + h * dim;
-                const int32_t *slots = a->slots + r * a->room + s;
                 floats q[MOST_VECTORS], dots[LANES];
                 for (int v = 0; v < vectors; v++) q[v] = load(query, v * LANES, 0) * a->scale;
 #pragma GCC unroll 16
                 for (int k = 0; k < LANES; k++) {
-                    dots[k] = q[0] * load(a->keys, slots[k] * dim, half);
-                    for (int v = 1; v < vectors; v++) dots[k] += q[v] * load(a->keys, slots[k] * dim + v * LANES, half);
+                    dots[k] = q[0] * load(block.at[k], 0, 0);
+                    for (int v = 1; v < vectors; v++) dots[k] += q[v] * load(block.at[k], v * LANES, 0);
                 }
                 *(floats *)(a->scores + (r * a->heads + h) * a->room + s) = totals(dots);
             }
+        }
     }
     for (int64_t r = 0; r < a->rows; r++)
         for (int64_t h = 0; h < a->heads; h++) {
@@ -351,22 +420,24 @@ INLINE void attend(const Seen *a, const int vectors, const int half) {
             soften(a->scores + (r * a->heads + h) * a->room, a->count[r]);
             for (int v = 0; v < vectors; v++) *(floats *)(output + v * LANES) = (floats){0};
         }
+    block.slots[0] = -1;
     for (int64_t s = 0; s < longest; s += LANES) {
         if (s + LANES < a->count[0]) ahead(a->values, a->slots + s, dim * (half ? 2 : 4));
-        for (int64_t r = 0; r < a->rows; r++)
-            for (int64_t h = 0; h < a->heads && s < a->count[r]; h++) {
+        for (int64_t r = 0; r < a->rows; r++) {
+            if (s >= a->count[r]) continue;
+            look_up(&block, a->values, a->slots + r * a->room + s, dim, half);
+            for (int64_t h = 0; h < a->heads; h++) {
                 const float *weights = a->scores + (r * a->heads + h) * a->room + s;
-                const int32_t *slots = a->slots + r * a->room + s;
                 float *output = a->output + r * a->output_stride + h * dim;
                 floats sums[2][MOST_VECTORS] = {{{0}}}; /* two by turns, as an addition takes longer than a load */
                 for (int k = 0; k < LANES; k += 2)
                     for (int v = 0; v < vectors; v++)
 #pragma GCC unroll 2
                         for (int turn = 0; turn < 2; turn++)
-                            sums[turn][v] +=
-                                load(a->values, slots[k + turn] * dim + v * LANES, half) * weights[k + turn];
+                            sums[turn][v] += load(block.at[k + turn], v * LANES, 0) * weights[k + turn];
                 for (int v = 0; v < vectors; v++) *(floats *)(output + v * LANES) += sums[0][v] + sums[1][v];
             }
+        }
     }
 }
 
@@ -380,12 +451,18 @@ static void attend_any(const Seen *a, int64_t dim, int half) {
     switch (dim / 16) { HEADS(1) HEADS(2) HEADS(3) HEADS(4) HEADS(5) HEADS(6) HEADS(7) HEADS(8) }
 }
 
+/* Threads that attend, each in scratch of its own. */
+static int64_t workers(const Shape *m, int64_t rows) {
+    int64_t blocks = (rows + TOGETHER - 1) / TOGETHER;
+    return m->key_heads * (blocks < 8 ? blocks : 8);
+}
+
 /* Store the rows' keys and values, then mix: qkv [rows, stride] to mixed [rows, query_heads * head_dim]. */
 static void attention(const Shape *m, const Layer *l, const Block *b, const Slots *s, float *qkv, int64_t stride,
                       float *mixed, float *scratch, int64_t room, int threads) {
-    int64_t dim = m->head_dim, turned = m->query_heads + m->key_heads, group = m->query_heads / m->key_heads;
-    int64_t size = m->half ? 2 : 4;
-    for (int64_t r = 0; r < b->rows; r++) {
+    const int64_t dim = m->head_dim, turned = m->query_heads + m->key_heads, group = m->query_heads / m->key_heads;
+    const int64_t size = m->half ? 2 : 4, rows = b->rows, blocks = (rows + TOGETHER - 1) / TOGETHER;
+    EACH_ROW for (int64_t r = 0; r < rows; r++) {
         float *row = qkv + r * stride;
         int64_t slot = (b->length + b->first + r) % s->size;
         for (int64_t h = 0; h < turned; h++) {
@@ -397,22 +474,22 @@ static void attention(const Shape *m, const Layer *l, const Block *b, const Slot
             store(s->values, (h * s->stride + slot) * dim, row + (turned + h) * dim, dim, m->half);
         }
     }
+    const int64_t most = workers(m, rows), shares = threads < most ? threads : most;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t k = 0; k < m->key_heads; k++) {
-        int64_t at = k * s->stride * dim * size;
-        float *scores = scratch + k * room * TOGETHER * (group + 1);
+    for (int64_t t = 0; t < shares; t++) {
+        float *scores = scratch + t * room * TOGETHER * (group + 1);
         int32_t *slots = (int32_t *)(scores + room * TOGETHER * group);
-        Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at, .scores = scores,
-                     .slots = slots, .heads = group, .room = room, .scale = l->scale, .query_stride = stride,
-                     .output_stride = m->query_heads * dim};
         int64_t begun[TOGETHER];
         for (int r = 0; r < TOGETHER; r++) begun[r] = -1;
-        for (int64_t r = 0; r < b->rows; r += seen.rows) {
-            seen.rows = b->rows - r < TOGETHER ? b->rows - r : TOGETHER;
+        for (int64_t item = t; item < m->key_heads * blocks; item += shares) {
+            int64_t k = item / blocks, r = item % blocks * TOGETHER, at = k * s->stride * dim * size;
+            Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
+                         .query = qkv + r * stride + k * group * dim, .scores = scores, .slots = slots,
+                         .output = mixed + (r * m->query_heads + k * group) * dim,
+                         .rows = rows - r < TOGETHER ? rows - r : TOGETHER, .heads = group, .room = room,
+                         .query_stride = stride, .output_stride = m->query_heads * dim, .scale = l->scale};
             for (int64_t i = 0; i < seen.rows; i++)
                 seen.count[i] = path(b, s, b->first + r + i, slots + i * room, begun + i);
-            seen.query = qkv + r * stride + k * group * dim;
-            seen.output = mixed + (r * m->query_heads + k * group) * dim;
             attend_any(&seen, dim, m->half);
         }
     }
@@ -425,7 +502,7 @@ int64_t specdec_scratch(const Shape *m, int64_t rows, int64_t keys) {
     int64_t heads = (m->query_heads + 2 * m->key_heads) * m->head_dim;
     int64_t row = padded(m->hidden) + m->hidden + padded(heads) + m->query_heads * m->head_dim + padded(2 * m->inner) +
                   m->inner;
-    return rows * row + room_for(keys) * TOGETHER * (m->query_heads + m->key_heads);
+    return rows * row + room_for(keys) * TOGETHER * (m->query_heads / m->key_heads + 1) * workers(m, rows);
 }
 
 /* hidden [rows, m->hidden] through layers [first, last), in place. Where taps[n] is not NULL, it gets what goes into
@@ -441,19 +518,20 @@ void specdec_run_layers(const Shape *m, const Layer *layers, const Slots *slots,
     for (int64_t r = 0; r < rows; r++) memcpy(stream + r * width, hidden + r * m->hidden, bytes);
     for (int64_t n = first; n < last; n++) {
         const Layer *l = layers + n;
-        for (int64_t r = 0; r < rows; r++) {
+        EACH_ROW for (int64_t r = 0; r < rows; r++) {
             if (taps[n]) memcpy(taps[n] + r * m->hidden, stream + r * width, bytes);
             norm(stream + r * width, l->first_norm, normed + r * m->hidden, m->hidden, l->first_epsilon);
+            memset(qkv + r * heads, 0, heads * sizeof(float));
         }
-        memset(qkv, 0, rows * heads * sizeof(float));
         product(&l->qkv, normed, qkv, heads, rows, threads);
         attention(m, l, b, slots + n, qkv, heads, mixed, rest, room, threads);
         product(&l->out, mixed, stream, width, rows, threads);
-        for (int64_t r = 0; r < rows; r++)
+        EACH_ROW for (int64_t r = 0; r < rows; r++) {
             norm(stream + r * width, l->second_norm, normed + r * m->hidden, m->hidden, l->second_epsilon);
-        memset(gates, 0, rows * wide * sizeof(float));
+            memset(gates + r * wide, 0, wide * sizeof(float));
+        }
         product(&l->gate_up, normed, gates, wide, rows, threads);
-        for (int64_t r = 0; r < rows; r++) {
+        EACH_ROW for (int64_t r = 0; r < rows; r++) {
             const float *gate = gates + r * wide, *up = gate + m->inner;
             for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
                 floats g = load(gate, i, 0);
@@ -461,7 +539,8 @@ void specdec_run_layers(const Shape *m, const Layer *layers, const Slots *slots,
             }
         }
         product(&l->down, active, stream, width, rows, threads);
-        if (m->half) round_all(stream, rows * width); /* so that a walk may end here and another go on */
+        if (m->half) /* so that a walk may end here and another go on */
+            EACH_ROW for (int64_t i = 0; i < rows * width; i++) stream[i] = widen(narrow(stream[i]));
     }
     for (int64_t r = 0; r < rows; r++) memcpy(hidden + r * m->hidden, stream + r * width, bytes);
 }
