@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from specdec.lowering import choice
-from specdec.lowering.parts import Rows
-from specdec.lowering.tiled import Tiled
 
 from drafters.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
@@ -22,6 +19,7 @@ from specdec.draft import Draft, Entry
 from specdec.errors import ConfigError, SpecdecWarning
 from specdec.native import library as native
 from specdec.registry import drafter_names
+from specdec.runners.linear import PackedWeight, TiedEmbedding
 from tests import models
 from tests.models import settings_of
 
@@ -32,9 +30,7 @@ SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersTarget:
-    target = TransformersTarget(models.new_model(family, dtype, **SIZES, **changes), optimize="auto", kernels="tiled")
-    assert target.native
-    return target
+    return TransformersTarget(models.new_model(family, dtype, **SIZES, **changes), execution="native", owned=True)
 
 
 @needs_compiler
@@ -45,7 +41,7 @@ def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, halve
     weight, bias = torch.randn(200, 530), torch.randn(200).to(dtype)
     weight = (weight.bfloat16() if halves else weight).to(dtype)
     rows, residual = torch.randn(31, 530).to(dtype), torch.randn(31, 200).to(dtype)
-    product = Tiled(weight, bias)
+    product = PackedWeight(weight, bias)
     assert torch.equal(product.unpack(), weight)
     assert product.nbytes <= 256 * 530 * (2 if halves or dtype is torch.bfloat16 else 4)
     expected = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
@@ -61,15 +57,18 @@ def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, halve
 
 @needs_compiler
 def test_a_residual_stays_as_it_is() -> None:
-    product, residual = Tiled(torch.randn(64, 32), None), torch.randn(3, 64)
+    product, residual = PackedWeight(torch.randn(64, 32), None), torch.randn(3, 64)
     before = residual.clone()
     product.add(torch.randn(3, 32), residual)
     assert torch.equal(residual, before)
 
 
 @needs_compiler
-@pytest.mark.parametrize("change", ["inner", "attention"])
-def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [("inner", "native layers need all layers to have the same sizes"), ("attention", "attention='sdpa' asks for tor")],
+)
+def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str, reason: str) -> None:
     """One MLP wider than the others; and an attention backend that was asked for by name."""
     model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
     if change == "inner":
@@ -78,17 +77,18 @@ def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str) -> None:
         )
     expected = models.reference(model, prompt, 30)
     attention = "sdpa" if change == "attention" else "auto"
-    target = TransformersTarget(model, optimize="auto", kernels="tiled", attention=attention)
-    assert not target.native
+    target = TransformersTarget(model, owned=True, attention=attention)
+    assert target.runner.name == "fused"
+    assert target.plan.reason.startswith(reason)
     assert Engine(target).generate(prompt, 30).token_ids == expected
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_embedding_reads_the_tiles(dtype: torch.dtype) -> None:
+def test_an_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
     weight = torch.randn(100, 32).to(dtype)
     tokens = torch.tensor([[0, 99, 31], [32, 5, 5]])
-    assert torch.equal(Tiled(weight, None).look_up(tokens), weight[tokens])
+    assert torch.equal(PackedWeight(weight, None).look_up(tokens), weight[tokens])
 
 
 @needs_compiler
@@ -183,8 +183,9 @@ def test_no_drafter_changes_a_token_of_bfloat16_either(family: str, drafter: str
 def test_what_is_no_number_spreads_as_in_the_model() -> None:
     """A broken row of the embedding: it and all that see it are NaN, and the rows before it are not."""
     target, tokens = native_target("llama"), [3, 4, 5, 6]
-    target.embedding = torch.nn.Embedding.from_pretrained(target.embedding.weight.clone())
-    target.embedding.weight[5] = float("nan")
+    embedding = target.model.get_input_embeddings()
+    with torch.no_grad():
+        embedding.weight[5] = float("nan")
     with target.active():
         cache = target.new_cache(capacity=16, rows=16)
         logits = target.forward(Block(cache, tokens, device=target.device)).logits
@@ -212,8 +213,8 @@ def test_a_tied_weight_is_held_once() -> None:
     model = models.new_model("llama", torch.float32, tie_word_embeddings=True, **SIZES)
     names = [name for name, _ in sorted(model.named_parameters())]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    target = TransformersTarget(model, optimize="auto", kernels="tiled")
-    assert isinstance(model.get_input_embeddings(), Rows)
+    target = TransformersTarget(model, execution="native", owned=True)
+    assert isinstance(model.get_input_embeddings(), TiedEmbedding)
     assert {name for name, value in model.named_parameters() if value.ndim == 2} == set()
     assert [name for name, _ in target.named_weights()] == names
     copy = target.plain_model()
@@ -222,20 +223,6 @@ def test_a_tied_weight_is_held_once() -> None:
         assert all(torch.equal(before[name], state[name]) for name in before)
     prompt = models.prompt_of(7)
     assert Engine(target).generate(prompt, 30).token_ids == models.reference(copy, prompt, 30)
-
-
-@needs_compiler
-def test_layers_that_differ_in_one_call_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.native.walk.NativeLayers.run", wrong)
-    model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
-    expected = models.reference(model, prompt, 30)
-    with pytest.warns(UserWarning, match="all layers differs by .* in one native call"):
-        target = TransformersTarget(model, optimize="auto", kernels="tiled")
-    assert Engine(target).generate(prompt, 30).token_ids == expected
-
-
-def wrong(self: Any, hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    return hidden * 2, {}
 
 
 @pytest.fixture
@@ -251,29 +238,11 @@ def test_without_a_compiler_torch_does_it(fresh: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "which", lambda name: None)
     model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
     expected = models.reference(model, prompt, 20)
-    target = TransformersTarget(model, optimize="auto")
-    assert not target.native
+    target = TransformersTarget(model, owned=True)
+    assert target.runner.name == "fused"
     assert Engine(target).generate(prompt, 20).token_ids == expected
-    with pytest.raises(ConfigError, match=r"kernels='tiled' needs a C compiler .*, and none works here"):
-        TransformersTarget(models.new_model("llama", torch.float32), optimize="auto", kernels="tiled")
-
-
-@needs_compiler
-def test_a_choice_that_was_made_with_a_compiler_is_not_taken_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
-    weights = [torch.randn(512, 512) for _ in range(2)]
-    monkeypatch.setattr(choice, "_measure", lambda _: {"512x512": "tiled"})
-    assert choice.choose_kernels(weights) == {(512, 512): "tiled"}
-    monkeypatch.setattr(choice, "library", lambda: None)
-    monkeypatch.setattr(choice, "_measure", lambda _: {"512x512": "linear"})
-    assert choice.choose_kernels(weights) == {(512, 512): "linear"}
-
-
-def test_the_environment_can_say_no(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECDEC_NATIVE", "0")
-    assert native.library() is None
+    with pytest.raises(ConfigError, match=r"execution='native' .* native layers need a C compiler .*, and none works"):
+        TransformersTarget(models.new_model("llama", torch.float32, **SIZES), execution="native")
 
 
 @needs_compiler
