@@ -28,13 +28,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from drafters.stdlib_corpus import read_files
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.bench.cost import measure_cost
 from specdec.bench.environment import MemoryMeter, caption, describe_environment, synchronize
 from specdec.bench.metrics import repeat_share
 from specdec.bench.oracle import OraclePoint, draw_oracle, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
-from training.stdlib_corpus import read_files
 
 DEFAULT_DRAFTERS = ("none", "jacobi", "prompt_lookup", "lookahead")
 GRID = ((5, 3, 3), (5, 5, 5), (7, 5, 7), (10, 5, 10), (15, 5, 15))  # (W, N, G)

@@ -32,6 +32,7 @@ from specdec.bench.environment import MemoryMeter, caption, describe_environment
 from specdec.bench.oracle import sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.config import DTYPES
+from specdec.files import write_text
 
 LOOKAHEAD = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
 # What a goal is about -> its bound, and whether a smaller or a larger figure reaches it.
@@ -66,9 +67,7 @@ class Report:
 
     def write(self) -> None:
         for path, text in ((self.json, json.dumps(self.values, indent=2) + "\n"), (self.markdown, page(self.values))):
-            part = path.with_name(path.name + ".part")
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
+            write_text(path, text)
 
 
 # -- Parts -------------------------------------------------------------------------------------------------------------
