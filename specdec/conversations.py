@@ -23,8 +23,8 @@ VICUNA = (
 )
 """The opening that the Vicuna models were tuned with."""
 
-Turn = tuple[str, Any]
-"""Who speaks (``user``, ``assistant``, ``system``, or the name in the file) and what, as it stands there."""
+Turn = tuple[Any, Any]
+"""Who speaks (``user``, ``assistant``, ``system``, or what stands in the file) and what, as it stands there."""
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -77,7 +77,7 @@ def turns_of(record: Any) -> list[Turn] | None:
     named = [turn if isinstance(turn, Mapping) else {} for turn in turns]
     speakers = [turn.get("from", turn.get("role")) for turn in named]
     texts = [turn.get("value", turn.get("content")) for turn in named]
-    return [(_ROLES.get(str(who).lower(), str(who)), text) for who, text in zip(speakers, texts, strict=True)]
+    return [(_ROLES.get(str(who).lower(), who), text) for who, text in zip(speakers, texts, strict=True)]
 
 
 def vicuna(messages: Sequence[Mapping[str, str]], eos: str) -> str:

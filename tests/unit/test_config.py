@@ -82,7 +82,7 @@ def test_words_are_no_booleans(tmp_path: Path) -> None:
     assert resolve(path).policy == resolve(None, ["policy=off"]).policy == "off"
     with pytest.raises(ConfigError, match=r"pool_from_prompt is 'no', of type str; it must be of type bool"):
         parse_drafter(resolve(None, ["lookahead.pool_from_prompt=no"], {"drafter": "lookahead"}).drafter)
-    kind, config = parse_drafter(resolve(None, ["lookahead.verify=False"], {"drafter": "lookahead"}).drafter)
+    _, config = parse_drafter(resolve(None, ["lookahead.verify=False"], {"drafter": "lookahead"}).drafter)
     assert config.verify is False
 
 
