@@ -21,11 +21,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specdec import __version__, show
+from specdec import show
 from specdec.config import ModelOptions, RunConfig, check_positive, resolve
 from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, unknown
 from specdec.info import info
 from specdec.options import Given, with_options
+from specdec.version import __version__
 
 if TYPE_CHECKING:
     from specdec.engine import Engine, Prompt
