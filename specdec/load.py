@@ -13,7 +13,7 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError, first_line
 from specdec.registry import parse_drafter
 
-__all__ = ["load", "load_run", "model_arguments", "prepare", "quiet_transformers"]
+__all__ = ["execution_argument", "load", "load_run", "model_arguments", "prepare", "quiet_transformers"]
 
 
 def load(options: ModelOptions, drafter: str | Mapping[str, Any] = "none", policy: str = "acceptance") -> Engine:
@@ -24,7 +24,7 @@ def load(options: ModelOptions, drafter: str | Mapping[str, Any] = "none", polic
             options.model,
             drafter,
             **model_arguments(options),
-            optimize="off" if options.execution == "transformers" else "auto",
+            **execution_argument(options.execution),
             budget=check_policy(policy),
         )
 
@@ -42,6 +42,11 @@ def load_run(run: RunConfig) -> Engine:
 def model_arguments(options: ModelOptions) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that say how a model is loaded, whatever runs its layers."""
     return {name: getattr(options, name) for name in ("dtype", "device", "device_map", "attention")}
+
+
+def execution_argument(execution: str) -> dict[str, Any]:
+    """The argument of ``from_pretrained`` and ``TransformersTarget`` for a choice of what runs the layers."""
+    return {"optimize": "off" if execution == "transformers" else "auto"}
 
 
 def prepare(options: ModelOptions) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from specdec.engine import Engine
+from specdec.load import execution_argument
 from specdec.target import TransformersTarget
 from specdec.text import load_tokenizer
 from training.acceptance import Written, greedy_texts
@@ -54,7 +55,7 @@ def run_training(
     accelerator = new_accelerator(config.loop)
     say = accelerator.print
     target = TransformersTarget.from_pretrained(
-        config.model, dtype=config.dtype, device=accelerator.device, optimize="off"
+        config.model, dtype=config.dtype, device=accelerator.device, **execution_argument("transformers")
     )
     tokenizer = load_tokenizer(config.model)
     module = make(target)
