@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import os
-import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,9 +19,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from drafters.stdlib_corpus import read_files
+from drafters.stdlib_corpus import STDLIB, read_files
 from drafters.tokenizers import fingerprint_of, tokenizer_fingerprint
+from specdec.conversations import read_records, turns_of
 from specdec.errors import CheckpointError, ConfigError
+from specdec.files import read_text, replacing, write_json
 from specdec.target import Target
 
 __all__ = ["SEPARATOR", "Datastore", "build_datastore", "opened", "read_documents", "suffix_array"]
@@ -212,27 +212,12 @@ def build_datastore(sources: Iterable[str | Path], tokenizer: Any, out: str | Pa
         "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
         "tokenizer": tokenizer_fingerprint(tokenizer),
     }
-    _write(out, tokens, suffixes, meta)
-    return Datastore(out)
-
-
-def _write(out: Path, tokens: Array, suffixes: Array, meta: dict[str, Any]) -> None:
-    """All files into a folder beside ``out``, then rename: whoever opens ``out`` sees a whole datastore or none."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (out.with_name(f".{out.name}.{kind}-{os.getpid()}") for kind in ("new", "old"))
-    new.mkdir()
-    try:
+    with replacing(out) as new:
+        new.mkdir()
         np.save(new / _TOKENS, tokens)
         np.save(new / _SUFFIXES, suffixes)
-        (new / _META).write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        if out.exists():
-            out.rename(old)
-        new.rename(out)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        if old.exists() and not out.exists():
-            old.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
+        write_json(new / _META, meta)
+    return Datastore(out)
 
 
 def read_documents(sources: Sequence[Path]) -> Iterator[str]:
@@ -242,7 +227,7 @@ def read_documents(sources: Sequence[Path]) -> Iterator[str]:
         ConfigError: a source that does not exist, or is not what its name says.
     """
     for source in sources:
-        if str(source) == "stdlib" and not source.exists():
+        if str(source) == STDLIB and not source.exists():
             yield from (text for _, text in read_files(held_out=False))
             continue
         if source.is_dir():
@@ -254,30 +239,22 @@ def read_documents(sources: Sequence[Path]) -> Iterator[str]:
                 except UnicodeDecodeError:
                     continue  # a picture beside the text
             continue
-        try:
-            text = source.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {str(source)!r}: {error}; give UTF-8 text or a folder") from error
         if source.suffix in (".json", ".jsonl"):
-            yield from _assistant_turns(source, text)
+            yield from _assistant_turns(source)
         else:
-            yield text
+            yield read_text(source, "the source", "give UTF-8 text or a folder")
 
 
-def _assistant_turns(source: Path, text: str) -> Iterator[str]:
-    """ShareGPT: ``{"conversations": [{"from": "gpt", "value": ...}]}``, or ``messages`` with role and content."""
-    try:
-        lines = [line for line in text.splitlines() if line.strip()]
-        items = [json.loads(line) for line in lines] if source.suffix == ".jsonl" else json.loads(text)
-        for item in items:
-            for turn in item["conversations"] if "conversations" in item else item["messages"]:
-                if turn.get("from", turn.get("role")) in ("gpt", "assistant"):
-                    yield str(turn["value"] if "value" in turn else turn["content"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"{str(source)!r} is no ShareGPT file: {type(error).__name__}: {error}; a conversation is "
-            '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
-        ) from error
+def _assistant_turns(source: Path) -> Iterator[str]:
+    """The assistant's words in a ShareGPT file."""
+    for record in read_records(source):
+        turns = turns_of(record)
+        if turns is None:
+            raise ConfigError(
+                f"{str(source)!r} is no ShareGPT file: it holds {str(record)[:80]!r}; a conversation is "
+                '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
+            )
+        yield from (str(text) for role, text in turns if role == "assistant")
 
 
 def suffix_array(tokens: Array) -> Array:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specdec.errors import CheckpointError
-
 if TYPE_CHECKING:
     from drafters.datastore import Datastore
 
@@ -26,17 +24,10 @@ def build(
     tokenizer: Annotated[str, typer.Option(help="Model whose tokenizer to use: tiny, a folder, or a hub id.")] = "tiny",
 ) -> None:
     """Tokenize SOURCES and sort their suffixes."""
-    from transformers import AutoTokenizer
-
     from drafters.datastore import build_datastore
-    from specdec.pretrained import model_source
+    from specdec.text import load_tokenizer
 
-    place = model_source(tokenizer)
-    try:
-        made = AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"no tokenizer at {tokenizer!r}: {error}; give a model's folder or hub id") from error
-    _show(build_datastore(sources, made, out))
+    _show(build_datastore(sources, load_tokenizer(tokenizer), out))
 
 
 @app.command()

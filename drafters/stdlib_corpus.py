@@ -11,7 +11,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["HELD_OUT_ONE_IN", "is_held_out", "read_files"]
+__all__ = ["HELD_OUT_ONE_IN", "STDLIB", "is_held_out", "read_files"]
+
+STDLIB = "stdlib"
+"""What the corpus is called where files are named."""
 
 HELD_OUT_ONE_IN = 20
 

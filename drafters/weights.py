@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from specdec.errors import CheckpointError
+from specdec.files import replacing
 
 __all__ = ["CONFIG", "mismatches", "save_weights"]
 
@@ -25,22 +24,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 def save_weights(
     folder: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, what: str
 ) -> None:
-    """Write ``name`` and the config; each file beside its name first, so that a full disk leaves the former ones whole.
+    """Write ``name`` and the config; a full disk leaves the former files whole.
 
     Raises:
         CheckpointError: the files could not be written; ``what`` is what they hold.
     """
-    parts = {file: folder / f"{file}.partial" for file in (name, CONFIG)}
+    plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, parts[name])
-        parts[CONFIG].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file, part in parts.items():
-            os.replace(part, folder / file)
+        with replacing(folder / name) as weights, replacing(folder / CONFIG) as about:
+            save_file(plain, weights)
+            about.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        for part in parts.values():
-            with suppress(OSError):
-                part.unlink()
         raise CheckpointError(
             f"cannot write {what} to {str(folder)!r}: {error}; what stood there before is unchanged"
         ) from error

@@ -28,13 +28,15 @@ from rich.table import Table
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from drafters.stdlib_corpus import read_files
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.bench.cost import measure_cost
 from specdec.bench.environment import MemoryMeter, caption, describe_environment, synchronize
 from specdec.bench.metrics import repeat_share
 from specdec.bench.oracle import OraclePoint, draw_oracle, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
-from training.stdlib_corpus import read_files
+from specdec.config import EXECUTIONS, ModelOptions, check_policy
+from specdec.load import load as load_model
 
 DEFAULT_DRAFTERS = ("none", "jacobi", "prompt_lookup", "lookahead")
 GRID = ((5, 3, 3), (5, 5, 5), (7, 5, 7), (10, 5, 10), (15, 5, 15))  # (W, N, G)
@@ -68,8 +70,8 @@ def held_out_prompts(encode: Callable[[str], list[int]], count: int, length: int
 class Ours:
     """A drafter in our engine."""
 
-    def __init__(self, engine: Engine, drafter: Any, sampling: SamplingParams, new: int, rows: str = "off") -> None:
-        self.engine, self.sampling, self.new = engine.with_drafter(drafter, budget=rows), sampling, new
+    def __init__(self, engine: Engine, drafter: Any, sampling: SamplingParams, new: int, policy: str = "off") -> None:
+        self.engine, self.sampling, self.new = engine.with_drafter(drafter, budget=check_policy(policy)), sampling, new
 
     def __call__(self, prompt: list[int], result: Result) -> list[int]:
         out = self.engine.generate(prompt, self.new, self.sampling)
@@ -192,12 +194,11 @@ def oracle_table(title: str, points: list[OraclePoint]) -> Table:
 
 def load(args: argparse.Namespace) -> Engine:
     if args.shape is None:
-        return Engine.from_pretrained(
-            args.model, dtype=args.dtype, device=args.device, attention=args.attention, optimize=args.optimize
-        )
+        names = ("model", "dtype", "device", "attention", "execution", "threads")
+        return load_model(ModelOptions(**{name: getattr(args, name) for name in names}))
     dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
     model = random_model(args.shape, dtype, args.device or "cpu")
-    return Engine(TransformersTarget(model, attention=args.attention, optimize=args.optimize))
+    return Engine(TransformersTarget(model, attention=args.attention, execution=args.execution, owned=True))
 
 
 def systems_of(args: argparse.Namespace, engine: Engine, sampling: SamplingParams) -> tuple[dict[str, Any], Any]:
@@ -209,7 +210,7 @@ def systems_of(args: argparse.Namespace, engine: Engine, sampling: SamplingParam
     }
     systems: dict[str, Any] = {
         name: Ours(
-            engine, given.get(name, name), sampling, args.max_new_tokens, "off" if name == "none" else args.budget
+            engine, given.get(name, name), sampling, args.max_new_tokens, "off" if name == "none" else args.policy
         )
         for name in names
     }
@@ -236,9 +237,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device")
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--optimize", choices=("auto", "off"), default="auto", help="off: transformers' own layers")
+    parser.add_argument("--execution", choices=EXECUTIONS, default="auto", help="which code runs the layers")
     parser.add_argument("--drafters", default=",".join(DEFAULT_DRAFTERS), help="the first one is the reference")
-    parser.add_argument("--budget", default="credit", help="of our drafters: credit, auto, a cost file or off")
+    parser.add_argument("--policy", default="acceptance", help="of our drafters: acceptance, cost, a cost file or off")
     parser.add_argument("--datastore", help="for rest; see `specdec datastore build`")
     parser.add_argument("--heads", help="for medusa; a folder that training wrote, instead of the shipped ones")
     parser.add_argument("--prompts", type=int, default=6)

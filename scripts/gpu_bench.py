@@ -31,7 +31,8 @@ from specdec.bench.cost import measure_bandwidth, measure_cost, weight_bytes
 from specdec.bench.environment import MemoryMeter, caption, describe_environment
 from specdec.bench.oracle import sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
-from specdec.config import DTYPES
+from specdec.config import DTYPES, EXECUTIONS
+from specdec.files import write_text
 
 LOOKAHEAD = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
 # What a goal is about -> its bound, and whether a smaller or a larger figure reaches it.
@@ -66,9 +67,7 @@ class Report:
 
     def write(self) -> None:
         for path, text in ((self.json, json.dumps(self.values, indent=2) + "\n"), (self.markdown, page(self.values))):
-            part = path.with_name(path.name + ".part")
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
+            write_text(path, text)
 
 
 # -- Parts -------------------------------------------------------------------------------------------------------------
@@ -140,8 +139,8 @@ def bench_shape(report: Report, shape: str, args: argparse.Namespace) -> None:
 
     def build() -> Figures:
         model = random_model(shape, getattr(torch, args.dtype), args.device)
-        made.append(TransformersTarget(model, optimize=args.optimize))
-        return {"parameters": sum(p.numel() for p in model.parameters()), "lowering": args.optimize}
+        made.append(TransformersTarget(model, execution=args.execution, owned=True))
+        return {"parameters": sum(p.numel() for p in model.parameters()), "execution": args.execution}
 
     report.run(found, "model", build)
     if not made:
@@ -262,7 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", type=listed, default=shapes, help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--optimize", choices=("auto", "off"), default="auto", help="off: transformers' own layers")
+    parser.add_argument("--execution", choices=EXECUTIONS, default="auto", help="which code runs the layers")
     parser.add_argument("--backends", type=listed, default=list(BACKENDS), help="of the attention")
     parser.add_argument("--contexts", type=numbers, default=[512, 1024, 4096, 16384])
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128])

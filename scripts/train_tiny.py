@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -32,7 +31,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from training.stdlib_corpus import HELD_OUT_ONE_IN, read_files
+from drafters.stdlib_corpus import HELD_OUT_ONE_IN, read_files
+from specdec.files import replacing
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 VOCABULARY = 4096
@@ -149,9 +149,8 @@ def save_checkpoint(path: Path, model, optimizers, step: int) -> None:
         for index, state in optimizer.state_dict()["state"].items():
             for key, value in state.items():
                 tensors[f"optimizer.{number}.{index}.{key}"] = torch.as_tensor(value).contiguous()
-    beside = path.with_suffix(".partial")
-    save_file(tensors, beside, metadata={"step": str(step)})
-    os.replace(beside, path)
+    with replacing(path) as new:
+        save_file(tensors, new, metadata={"step": str(step)})
 
 
 def load_checkpoint(path: Path, model, optimizers) -> int:
@@ -182,26 +181,23 @@ def held_out_loss(model, stream: np.ndarray, length: int, windows: int = 64) -> 
 
 
 def export(folder: Path, args: argparse.Namespace, model, tokenizer: Tokenizer, card: str) -> None:
-    beside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)
     plain = new_model(args)
     plain.load_state_dict(model.state_dict())
-    plain.to(torch.bfloat16).save_pretrained(beside)
-    config = json.loads((beside / "config.json").read_text())
-    config["dtype"] = "float32"  # stored in bf16 for size; decoding in float32 is the default
-    (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # A prompt begins where a file does in training.
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(beside)
-    (beside / "README.md").write_text(card)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(beside, folder)
+    with replacing(folder) as beside:
+        plain.to(torch.bfloat16).save_pretrained(beside)
+        config = json.loads((beside / "config.json").read_text())
+        config["dtype"] = "float32"  # stored in bf16 for size; decoding in float32 is the default
+        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        # A prompt begins where a file does in training.
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        )
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+        )
+        fast.chat_template = CHAT_TEMPLATE
+        fast.save_pretrained(beside)
+        (beside / "README.md").write_text(card)
 
 
 def model_card(args, model, sizes: dict[str, int], losses: list[tuple[int, float]], bytes_per_token: float) -> str:

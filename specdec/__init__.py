@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from specdec.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from specdec.draft import Draft, DraftBuilder
     from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
@@ -35,8 +37,6 @@ __all__ = [
     "TransformersTarget",
     "custom_generate",
 ]
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "draft": ("Draft", "DraftBuilder"),

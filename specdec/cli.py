@@ -1,4 +1,4 @@
-"""The command line: ``specdec generate``, ``chat``, ``drafters``, ``demo``, and what installed packages add.
+"""The command line: ``specdec generate``, ``chat``, ``drafters``, ``demo``, ``info``, and what installed packages add.
 
 Importing torch and transformers takes seconds, so commands import what they need of specdec when they run, and
 ``--help`` and a mistyped option answer at once.
@@ -21,12 +21,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specdec import __version__, show
+from specdec import show
+from specdec.config import ModelOptions, RunConfig, check_positive, resolve
 from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, unknown
-from specdec.options import RunOptions, with_options
+from specdec.info import info
+from specdec.options import Given, with_options
+from specdec.version import __version__
 
 if TYPE_CHECKING:
-    from specdec.config import RunConfig
     from specdec.engine import Engine, Prompt
     from specdec.results import Chunk, Generation
 
@@ -34,6 +36,8 @@ __all__ = ["COMMANDS", "build", "main"]
 
 COMMANDS = "specdec.commands"
 """Entry point group of further commands."""
+
+with_run_options = with_options(RunConfig, file="configs/drafter/lookahead.yaml", setting="lookahead.window=15")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,7 +69,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (generate, chat, drafters, demo):
+    for command in (generate, chat, drafters, demo, info):
         app.command()(command)
     for entry in entry_points(group=COMMANDS):
         try:
@@ -142,9 +146,9 @@ def _root(
     """Speculative decoding that does not change what the model says."""
 
 
-@with_options(RunOptions)
+@with_run_options
 def generate(
-    run: RunOptions,
+    given: Given,
     prompt: Annotated[str | None, typer.Argument(help="Text to go on from.", show_default=False)] = None,
     prompt_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Read the prompt from a file; - is standard input.")
@@ -156,11 +160,11 @@ def generate(
 
     On a terminal, the tokens of one step share a colour; tokens without one came singly, from a plain step.
     """
-    from specdec.load import load
+    from specdec.load import load_run
 
-    config = run.resolve()
+    config = resolve(RunConfig, given)
     text = _read_prompt(prompt, prompt_file)
-    engine = load(config)
+    engine = load_run(config)
     painter = show.StepPainter(_stdout())
     live = stream and not as_json
     generation = _decode(engine, config, text, painter if live else _ignore)
@@ -190,19 +194,19 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
     return prompt
 
 
-@with_options(RunOptions)
+@with_run_options
 def chat(
-    run: RunOptions,
+    given: Given,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told at the start.")] = None,
 ) -> None:
     """Talk with a model, a line at a time; /reset starts anew and /exit ends it.
 
     The tokenizer's chat template makes the prompt. The whole talk has to fit the model's context.
     """
-    from specdec.load import load
+    from specdec.load import load_run
 
-    config = run.resolve()
-    engine = load(config)
+    config = resolve(RunConfig, given)
+    engine = load_run(config)
     painter, errors = show.StepPainter(_stdout()), _stderr()
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
@@ -280,15 +284,15 @@ def demo(
     """
     from rich.progress import track
 
-    from specdec.config import RunConfig
     from specdec.demo import PROMPT, ROUNDS, Race
     from specdec.load import load
-    from specdec.sampling import SamplingParams
+    from specdec.params import SamplingParams
 
+    check_positive(max_new_tokens=max_new_tokens)
     sampling = SamplingParams(temperature=temperature)
-    config = RunConfig(max_new_tokens=max_new_tokens, threads=threads, sampling=sampling)
     chosen = [name.strip() for name in names.split(",") if name.strip()]
-    race = Race(load(config), chosen, max_new_tokens=max_new_tokens, sampling=sampling)
+    engine = load(ModelOptions(threads=threads))
+    race = Race(engine, chosen, max_new_tokens=max_new_tokens, sampling=sampling)
     console, errors = _stdout(), _stderr()
     painter = show.StepPainter(console)
     painter.write(f"{PROMPT}\n", "dim")

@@ -1,11 +1,13 @@
-"""Configuration: dataclasses from mappings, YAML files and ``--set`` options, strictly.
+"""Configuration: the options of a run, and dataclasses from mappings, YAML files and ``--set`` settings, strictly.
 
 An unknown key fails and names the nearest one; a value of the wrong type fails and names both. The dataclasses check
-their ranges themselves.
+their ranges themselves. Torch is imported only where a value is checked, so that a command's help is there at once.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -15,93 +17,172 @@ from typing import Any, TypeVar, get_type_hints
 import dacite
 import yaml
 
-from specdec.attention import check_backend
-from specdec.budget import check_budget
 from specdec.errors import ConfigError, unknown
-from specdec.runners.plan import check_execution
-from specdec.sampling import SamplingParams
+from specdec.options import Given, option
+from specdec.params import SamplingParams
+from specdec.runners import EXECUTIONS
 
-__all__ = ["DTYPES", "RunConfig", "load_yaml", "override", "parse", "read_value", "resolve"]
+__all__ = [
+    "DTYPES",
+    "ModelOptions",
+    "RunConfig",
+    "WeightsOptions",
+    "check_policy",
+    "check_positive",
+    "load_yaml",
+    "override",
+    "parse",
+    "policy_option",
+    "resolve",
+]
 
 T = TypeVar("T")
+Options = TypeVar("Options", bound="WeightsOptions")
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
+_model_option = functools.partial(option, panel="Model")
+policy_option = functools.partial(
+    _model_option,
+    "acceptance",
+    "How many rows a drafter gets. acceptance: one that keeps failing rests; cost: only rows that pay on this machine; "
+    "FILE: by a file of `specdec tune`; off: as many as it asks for.",
+    metavar="acceptance|cost|FILE|off",
+)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """What a YAML file for the command line may hold.
 
-    Attributes:
-        model: ``tiny``, a folder, or a hub id.
-        drafter: its name, or ``name`` and its options.
-        sampling: see SamplingParams.
-        dtype: of weights and computation; ``auto`` takes the checkpoint's.
-        device: such as ``cpu`` or ``cuda:0``; None stays where the model loads.
-        device_map: accelerate's, to split a model over devices.
-        attention: ``auto``, ``sdpa`` or ``split``.
-        execution: which code runs the layers, see TransformersTarget.
-        budget: ``credit`` (a drafter that keeps failing rests), ``auto`` (only rows that pay here, none where
-            speculation loses), a cost file, or ``off``; see Engine.
-        threads: CPU threads of torch; None is torch's own choice, but one for ``tiny``, which is too small to gain from
-            more and loses a lot where other work keeps the cores busy.
-        max_new_tokens: budget of new tokens.
-        stop: strings that end the text.
+def check_policy(choice: str) -> str:
+    from specdec.budget import check_budget
+
+    return check_budget({"acceptance": "credit", "cost": "auto"}.get(choice, choice))
+
+
+def check_positive(**values: int | None) -> None:
+    """Raises ConfigError for an option below 1; None is no value."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsOptions:
+    """Which weights. Each option's meaning stands beside it.
 
     Raises:
         ConfigError: a value that cannot be.
     """
 
-    model: str = "tiny"
-    drafter: str | dict[str, Any] = "none"
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    dtype: str = "auto"
-    device: str | None = None
-    device_map: str | dict[str, Any] | None = None
-    attention: str = "auto"
-    execution: str = "auto"
-    budget: str = "credit"
-    threads: int | None = None
-    max_new_tokens: int = 128
-    stop: str | list[str] = field(default_factory=list)
+    model: str = _model_option("tiny", "tiny (in the package), a folder, or a hub id.")
+    dtype: str = _model_option("auto", "Of weights and computation: float32, bfloat16, ...; auto: the checkpoint's.")
 
     def __post_init__(self) -> None:
-        for name, value in (("max_new_tokens", self.max_new_tokens), ("threads", self.threads)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
         if self.dtype not in DTYPES:
             raise ConfigError(unknown("dtype", self.dtype, DTYPES))
+
+    @classmethod
+    def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:
+        """The part of ``values`` that a setting ``NAME.option=value`` speaks of; it is made where it is not there."""
+        return _mapping(values, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(WeightsOptions):
+    """Which weights, and how the model is run."""
+
+    device: str | None = _model_option(None, "Such as cpu or cuda:0.")
+    device_map: str | dict[str, Any] | None = option(None, "Such as auto: split the model over devices.", panel="Model")
+    attention: str = _model_option("auto", "auto, sdpa or split.")
+    execution: str = _model_option("auto", "Which code runs the layers: auto, transformers, fused or native.")
+    threads: int | None = _model_option(None, "CPU threads (default torch's own; 1 for tiny).")
+
+    def __post_init__(self) -> None:
+        from specdec.attention import check_backend
+
+        WeightsOptions.__post_init__(self)
+        check_positive(threads=self.threads)
         if self.device is not None and self.device_map is not None:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
-        check_execution(self.execution)
-        check_budget(self.budget)
+        if self.execution not in EXECUTIONS:
+            raise ConfigError(unknown("execution", self.execution, EXECUTIONS))
 
 
-def resolve(
-    file: str | Path | None = None, settings: Iterable[str] = (), options: Mapping[str, Any] | None = None
-) -> RunConfig:
-    """A run's options: the defaults, then the YAML file's, then the ``--set`` ones, then ``options``.
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(ModelOptions):
+    """What a YAML file for the command line may hold."""
 
-    ``options`` may hold fields of RunConfig and of SamplingParams; None is no option. A drafter named there keeps the
-    options that the file or the settings give for it, and drops those of another drafter.
+    drafter: str | dict[str, Any] = option("none", "Who drafts; see `specdec drafters`.", metavar="NAME")
+    max_new_tokens: int = option(128, "Most new tokens.")
+    stop: str | list[str] = option(list, "Text that ends the answer; repeatable.")
+    policy: str = policy_option()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        check_positive(max_new_tokens=self.max_new_tokens)
+        check_policy(self.policy)
+
+    @classmethod
+    def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:
+        """``sampling``, or the chosen drafter by its name or as ``drafter``."""
+        if name == "sampling":
+            return _mapping(values, name)
+        chosen = values.get("drafter", "none")
+        drafter = values["drafter"] = {"name": chosen} if isinstance(chosen, str) else _mapping(values, "drafter")
+        if name not in ("drafter", drafter.get("name")):
+            raise ConfigError(
+                f"the setting is for {name!r}, but the drafter is {drafter.get('name')!r}: write that or sampling, or "
+                "choose another with --drafter"
+            )
+        return drafter
+
+
+def resolve(kind: type[Options], given: Given | None = None, *, where: str = "run") -> Options:
+    """The options of a command: the defaults, then the YAML file's, then those given, then the ``--set`` settings.
 
     Raises:
         ConfigError: as ``load_yaml``, ``override`` and ``parse``.
     """
-    given = {name: value for name, value in (options or {}).items() if value is not None}
-    chosen = given.pop("drafter", None)
-    values = {} if file is None else load_yaml(file)
-    # Once before the settings, which may speak of the chosen drafter only, and once after, in case they choose another.
-    values = override(_with_drafter(values, chosen), settings)
-    values = _with_drafter(values, chosen)
-    sampling = {f.name for f in fields(SamplingParams)}
-    for name, value in given.items():
-        if name in sampling:
-            values["sampling"] = {**_mapping(values, "sampling"), name: value}
-        else:
-            values[name] = value
-    return parse(RunConfig, values, where="run")
+    given = given or Given()
+    values = merge({} if given.file is None else load_yaml(given.file), given.values)
+    return parse(kind, override(values, given.settings, kind), where=where)
+
+
+def merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with what ``more`` holds: groups are joined, and a group that is only named again stays as it is."""
+    merged = dict(values)
+    for key, value in more.items():
+        before = merged.get(key)
+        if isinstance(before, Mapping) and value == before.get("name", ""):
+            continue
+        merged[key] = merge(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def override(values: Mapping[str, Any], settings: Iterable[str], kind: type[WeightsOptions]) -> dict[str, Any]:
+    """Apply ``option=value`` and ``group.option=value`` settings, whose values are YAML.
+
+    Raises:
+        ConfigError: no ``=``, a value that is no YAML, or a group that ``kind`` does not have.
+    """
+    changed = copy.deepcopy(dict(values))
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set takes KEY=VALUE, such as lookahead.window=15; got {setting!r}")
+        try:
+            value = read_value(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {setting!r}: the value is no YAML: {_short(error)}") from error
+        group, _, name = key.rpartition(".")
+        if not group:
+            changed = merge(changed, {name: value})
+            continue
+        try:
+            kind.group(changed, group)[name] = value
+        except ConfigError as error:
+            raise ConfigError(f"--set {setting!r}: {error}") from error
+    return changed
 
 
 def parse(kind: type[T], values: Mapping[str, Any], *, where: str) -> T:
@@ -134,9 +215,14 @@ def _wrong_type(name: str, value: Any, expected: Any) -> ConfigError:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 5e-5 is a number, as in YAML 1.2; PyYAML alone takes it for text."""
+    """Safe YAML as of version 1.2: 5e-5 is a number, and only true and false are booleans, not off, no and on."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in rules if tag != "tag:yaml.org,2002:bool"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?i:true|false)$"), list("tTfF"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -160,7 +246,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """What a piece of YAML says; ``5e-5`` is a number."""
+    """What a piece of YAML says; ``5e-5`` is a number, ``off`` a word."""
     return yaml.load(text, Loader=_Loader)  # a SafeLoader
 
 
@@ -172,59 +258,10 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """Apply ``key=value`` settings (values are YAML) to a run's options.
-
-    ``lookahead.window=15`` sets an option of the drafter of that name, ``sampling.seed=3`` one of the sampling,
-    ``max_new_tokens=64`` one of the run, and ``drafter=lookahead`` chooses a drafter.
-
-    Raises:
-        ConfigError: no ``=``, or a group that is neither ``sampling`` nor the chosen drafter.
-    """
-    changed = dict(values)
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set takes KEY=VALUE, such as lookahead.window=15; got {setting!r}")
-        try:
-            value = read_value(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {setting!r}: the value is no YAML: {_short(error)}") from error
-        group, _, option = key.rpartition(".")
-        drafter = _drafter(changed)
-        if key in ("drafter", "drafter.name"):
-            changed = _with_drafter(changed, value)
-        elif not group:
-            changed[option] = value
-        elif group == "sampling":
-            changed["sampling"] = {**_mapping(changed, "sampling"), option: value}
-        elif group in ("drafter", drafter["name"]):
-            changed["drafter"] = {**drafter, option: value}
-        else:
-            name = drafter["name"]
-            raise ConfigError(
-                f"--set {setting!r} is for {group!r}, but the drafter is {name!r}: write {name}.{option} or "
-                f"sampling.{option}, or choose another with --drafter"
-            )
-    return changed
-
-
-def _with_drafter(values: Mapping[str, Any], chosen: Any) -> dict[str, Any]:
-    """The options with another drafter, whose own options are kept if it is the same one; None changes nothing."""
-    if chosen is None or (isinstance(chosen, str) and chosen == _drafter(values)["name"]):
-        return dict(values)
-    return {**values, "drafter": chosen}
-
-
-def _drafter(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``name`` and options of the drafter in a run's options."""
-    if isinstance(values.get("drafter"), str):
-        return {"name": values["drafter"]}
-    return {"name": "none", **_mapping(values, "drafter")}
-
-
-def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """The group of that name, made where there is none; raises ConfigError where something else stands there."""
     value = values.get(key) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key} is {value!r}, of type {type(value).__name__}; it must be a mapping of options")
-    return dict(value)
+    values[key] = dict(value)
+    return values[key]  # type: ignore[no-any-return]

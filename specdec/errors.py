@@ -30,6 +30,7 @@ __all__ = [
     "SpecdecWarning",
     "TargetError",
     "first_line",
+    "pip_line",
     "unknown",
 ]
 
@@ -72,6 +73,11 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     return f"unknown {what} {name!r}{hint} known: {', '.join(options) or 'none'}"
+
+
+def pip_line(extra: str) -> str:
+    """The command that installs an extra, from a checkout: the package is on no index yet."""
+    return f"pip install '.[{extra}]' in a checkout of specdec"
 
 
 def first_line(error: BaseException) -> str:

@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from rich.console import Console
-from transformers.utils import logging
 
-from specdec.config import RunConfig
+from specdec.config import ModelOptions, RunConfig
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, first_line
+from specdec.registry import parse_drafter
 
-__all__ = ["load"]
+__all__ = ["load", "load_run", "model_arguments", "prepare", "quiet_transformers"]
 
 
-def load(run: RunConfig) -> Engine:
-    """The engine of a run, without transformers' progress bars between our lines.
+def load(options: ModelOptions, drafter: str | Mapping[str, Any] = "none", policy: str = "acceptance") -> Engine:
+    """The engine that options describe, after ``prepare``."""
+    prepare(options)
+    with Console(stderr=True).status(f"Loading {options.model}"):
+        return Engine.from_pretrained(
+            options.model,
+            drafter,
+            **model_arguments(options),
+            policy=policy,
+        )
+
+
+def load_run(run: RunConfig) -> Engine:
+    """The engine of a run, with its drafter and policy.
+
+    Raises:
+        ConfigError: an unknown drafter or a bad option of it, before a large model is loaded for nothing.
+    """
+    parse_drafter(run.drafter)
+    return load(run, run.drafter, run.policy)
+
+
+def model_arguments(options: ModelOptions) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that say how a model is loaded and run."""
+    return {name: getattr(options, name) for name in ("dtype", "device", "device_map", "execution", "attention")}
+
+
+def prepare(options: ModelOptions) -> None:
+    """Set torch's threads, see that the device is there, and keep transformers' lines from between ours.
 
     Raises:
         ConfigError: a device that this machine does not have.
     """
-    threads = run.threads or (1 if run.model == "tiny" else None)
+    threads = options.threads or (1 if options.model == "tiny" else None)
     if threads is not None:
         torch.set_num_threads(threads)
+    quiet_transformers()
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device {options.device!r} cannot be used: {first_line(error)}; leave it out, or name one of here"
+        ) from error
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no remarks of transformers between our lines."""
+    from transformers.utils import logging
+
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        torch.empty(0, device=run.device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"device {run.device!r} cannot be used: {reason}; leave it out, or name one of here"
-        ) from error
-    with Console(stderr=True).status(f"Loading {run.model}"):
-        return Engine.from_pretrained(
-            run.model,
-            run.drafter,
-            dtype=run.dtype,
-            device=run.device,
-            device_map=run.device_map,
-            attention=run.attention,
-            execution=run.execution,
-            budget=run.budget,
-        )

@@ -26,11 +26,13 @@ from specdec.cache import KVCache, LayerSpec
 from specdec.cost import describe, measure
 from specdec.draft import Entry
 from specdec.errors import ConfigError, TargetError, first_line
-from specdec.machine import cache_folder, processor
+from specdec.files import cache_folder
+from specdec.machine import processor
 from specdec.native.library import compiler, library
 from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
+from specdec.runners import EXECUTIONS
 from specdec.runners.linear import PackedLinear, TiedEmbedding
-from specdec.runners.plan import EXECUTIONS, TIMED_ROWS, RunnerMaker, check_execution, choose_runner
+from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
 from specdec.runners.runner import LayerRunner
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, shadow_call, tokens_for
 from specdec.target import FINAL, TargetOutput

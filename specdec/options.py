@@ -1,122 +1,129 @@
-"""The options that every command with a model has, and how they combine with a file and the defaults."""
+"""Options: fields of a dataclass that are options of commands too, declared once, with their help beside them.
+
+A command knows an option by the field's name. What was given on the command line, and only that, comes as
+:class:`Given`; :func:`specdec.config.resolve` puts it together with a file and the defaults.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-import typer
+__all__ = ["Given", "option", "with_options"]
 
-if TYPE_CHECKING:
-    from specdec.config import RunConfig
 
-__all__ = ["RunOptions", "with_options"]
+def option(
+    default: Any, help: str, *, panel: str | None = None, metavar: str | None = None, commas: bool = False
+) -> Any:
+    """A dataclass field that is an option of commands.
 
-_MODEL, _SAMPLING = "Model", "Sampling"
+    Args:
+        default: the value, or a function that makes it.
+        help: one sentence; the default is put behind it.
+        panel: heading under which the help stands.
+        metavar: what stands for the value in the help.
+        commas: on the command line, one text with commas stands for a list.
+    """
+    about = {"help": help, "panel": panel, "metavar": metavar, "commas": commas}
+    if callable(default):
+        return field(default_factory=default, metadata=about)
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """The options of ``generate`` and ``chat``; None where none was given. ``--set`` and the file are weaker."""
+class Given:
+    """What a command line says: a YAML file, ``--set`` settings, and values by field, nested as the dataclass is."""
 
-    drafter: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Who drafts; see `specdec drafters` (default none).")
-    ] = None
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML with options, such as configs/drafter/lookahead.yaml.")
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="An option, such as lookahead.window=15; repeatable."),
-    ] = None
-    max_new_tokens: Annotated[int | None, typer.Option(help="Budget of new tokens (default 128).")] = None
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None
-
-    model: Annotated[
-        str | None,
-        typer.Option(help="tiny (in the package), a folder, or a hub id (default tiny).", rich_help_panel=_MODEL),
-    ] = None
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, ... (default auto).", rich_help_panel=_MODEL)
-    ] = None
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.", rich_help_panel=_MODEL)] = None
-    device_map: Annotated[
-        str | None, typer.Option(help="Such as auto: split the model over devices.", rich_help_panel=_MODEL)
-    ] = None
-    attention: Annotated[
-        str | None, typer.Option(help="auto, sdpa or split (default auto).", rich_help_panel=_MODEL)
-    ] = None
-    execution: Annotated[
-        str | None, typer.Option(help="auto, or off: transformers' own layers.", rich_help_panel=_MODEL)
-    ] = None
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="credit|auto|FILE|off",
-            help="credit: a drafter that keeps failing rests; auto: only rows that pay on this machine; FILE: by a "
-            "file of `specdec tune` (default credit).",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads (default torch's own; 1 for tiny).", rich_help_panel=_MODEL)
-    ] = None
-
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy (default 0.0).", rich_help_panel=_SAMPLING)] = (
-        None
-    )
-    top_k: Annotated[int | None, typer.Option(help="0 is off (default 0).", rich_help_panel=_SAMPLING)] = None
-    top_p: Annotated[float | None, typer.Option(help="1 is off (default 1.0).", rich_help_panel=_SAMPLING)] = None
-    min_p: Annotated[float | None, typer.Option(help="0 is off (default 0.0).", rich_help_panel=_SAMPLING)] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="1 is off (default 1.0).", rich_help_panel=_SAMPLING)
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Of the sampling noise (default 0).", rich_help_panel=_SAMPLING)] = (
-        None
-    )
-    acceptance: Annotated[
-        str | None, typer.Option(help="auto, match, reject or typical (default auto).", rich_help_panel=_SAMPLING)
-    ] = None
-    allow_lossy: Annotated[
-        bool | None,
-        typer.Option("--allow-lossy", help="Permit an acceptance that changes the text.", rich_help_panel=_SAMPLING),
-    ] = None
-
-    def resolve(self) -> RunConfig:
-        """Put together with the file and the defaults; the drafter's options are checked too.
-
-        Raises:
-            ConfigError: an unknown option, or a value that cannot be.
-        """
-        from specdec import config, registry
-
-        options = asdict(self)
-        file, settings, stop = options.pop("config"), options.pop("settings"), options.pop("stop")
-        run = config.resolve(file, settings or (), {**options, "stop": stop or None})
-        registry.parse_drafter(run.drafter)  # before a large model is loaded for nothing
-        return run
+    file: Path | None = None
+    settings: Collection[str] = ()
+    values: dict[str, Any] = field(default_factory=dict)
 
 
-def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options that are the fields of ``kind``, a dataclass; its first parameter takes them all."""
-    hints = get_type_hints(kind, include_extras=True)
-    names = [f.name for f in fields(kind)]
-    shared = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[n]) for n in names]
+@dataclass(frozen=True)
+class _Option:
+    """One option: the dataclasses' fields that lead to it, and what the command line has to know of it."""
+
+    groups: tuple[str, ...]
+    name: str
+    commas: bool
+    annotation: Any
+
+    def store(self, value: Any, values: dict[str, Any]) -> None:
+        """Put what was given where the field is."""
+        if value is None or value == []:
+            return
+        for group in self.groups:
+            values = values.setdefault(group, {})
+        values[self.name] = [part.strip() for part in value.split(",") if part.strip()] if self.commas else value
+
+
+def with_options(
+    kind: type[Any], *, without: Collection[str] = (), file: str | None = None, setting: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options that ``kind`` declares; its first parameter takes them all, as ``Given``.
+
+    Args:
+        kind: a dataclass; fields that are dataclasses themselves give their options too.
+        without: fields that this command has no use for.
+        file, setting: examples for ``--config`` and ``--set``; None leaves both out.
+    """
+    import typer
+
+    known = list(_options(kind, without))
+    shared = {known_option.name: known_option.annotation for known_option in known}
+    if file is not None:
+        about = typer.Option("--config", metavar="FILE", help=f"YAML with options, such as {file}.")
+        shared["config"] = Annotated[Path | None, about]
+        about = typer.Option("--set", metavar="KEY=VALUE", help=f"An option, such as {setting}; repeatable.")
+        shared["settings"] = Annotated[list[str] | None, about]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         _, *own = signature.parameters.values()
 
         @functools.wraps(command)
-        def with_kind(**values: Any) -> None:
-            options = kind(**{name: values.pop(name) for name in names})
-            command(options, **values)
+        def with_given(**arguments: Any) -> None:
+            values: dict[str, Any] = {}
+            for known_option in known:
+                known_option.store(arguments.pop(known_option.name), values)
+            place, settings = arguments.pop("config", None), arguments.pop("settings", None)
+            command(Given(file=place, settings=settings or (), values=values), **arguments)
 
-        with_kind.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
-        return with_kind
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        more = [inspect.Parameter(name, keyword, default=None, annotation=hint) for name, hint in shared.items()]
+        with_given.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return with_given
 
     return decorate
+
+
+def _options(kind: type[Any], without: Collection[str], groups: tuple[str, ...] = ()) -> Iterator[_Option]:
+    """The options that a dataclass declares, in the order of their fields."""
+    hints = get_type_hints(kind)
+    for one in fields(kind):
+        hint = hints[one.name]
+        if one.name in without:
+            continue
+        if is_dataclass(hint):
+            yield from _options(hint, without, (*groups, one.name))  # type: ignore[arg-type]
+        elif "help" in one.metadata:
+            yield _Option(groups, one.name, one.metadata["commas"], _annotation(one, hint))
+
+
+def _annotation(one: Any, hint: Any) -> Any:
+    """What typer reads: a type that a command line can give, or nothing, and the help with the default in it."""
+    import typer
+
+    about = one.metadata
+    kinds = get_args(hint) or (hint,)
+    several = any(get_origin(kind) is list for kind in (hint, *kinds)) and not about["commas"]
+    kind: Any = list[str] if several else next((kind for kind in (bool, int, float) if kind in kinds), str)
+    tells = all(one.default is not nothing for nothing in (MISSING, None, False))
+    text = f"{about['help'].removesuffix('.')} (default {one.default})." if tells else about["help"]
+    names = ["--" + one.name.replace("_", "-")] if kind is bool else []
+    shown = typer.Option(*names, help=text, metavar=about["metavar"], rich_help_panel=about["panel"])
+    return Annotated[kind | None, shown]

@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.errors import ConfigError
+from transformers import AutoTokenizer
 
-__all__ = ["TextStream", "check_stops"]
+from specdec.errors import CheckpointError, ConfigError, first_line
+from specdec.pretrained import model_source
+
+__all__ = ["TextStream", "check_stops", "load_tokenizer"]
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of ``tiny``, a folder, or a hub id.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    place = model_source(model)
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"no tokenizer at {model!r}: {first_line(error)}; save one beside the weights") from error
 
 
 def check_stops(stop: str | Sequence[str]) -> list[str]:

@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specdec.config import ModelOptions, resolve
+from specdec.errors import ConfigError, pip_line
+from specdec.files import replacing
+from specdec.options import Given, with_options
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -15,14 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["plot", "table", "tune"]
 
 
+@with_options(ModelOptions)
 def tune(
-    model: Annotated[str, typer.Option(help="tiny (in the package), a folder, or a hub id.")] = "tiny",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ...")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.")] = None,
-    device_map: Annotated[str | None, typer.Option(help="Such as auto: split the model over devices.")] = None,
-    attention: Annotated[str, typer.Option(help="auto, sdpa or split.")] = "auto",
-    execution: Annotated[str, typer.Option(help="auto, or off: transformers' own layers.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads (default torch's own; 1 for tiny).")] = None,
+    given: Given,
     rows: Annotated[str | None, typer.Option(metavar="1,2,4,...", help="Rows to time; the first is 1.")] = None,
     lengths: Annotated[str | None, typer.Option(metavar="128,512,...", help="Tokens in the cache.")] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
@@ -31,14 +31,13 @@ def tune(
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw them, as PNG, SVG or PDF.")
     ] = None,
 ) -> None:
-    """Measure what a forward costs by its rows, and keep it: `auto` and budgets decide by it.
+    """Measure what a forward costs by its rows, and keep it: `auto` and --policy cost decide by it.
 
     Do it while the machine is quiet, once for every model, dtype, device and number of threads that is used.
     """
     from rich.console import Console
     from rich.progress import Progress
 
-    from specdec.config import RunConfig
     from specdec.cost import LENGTHS, ROWS, describe, measure, stored_at
     from specdec.load import load
 
@@ -46,11 +45,7 @@ def tune(
         _numbers(name, text) if text else list(default)
         for name, text, default in (("rows", rows, ROWS), ("lengths", lengths, LENGTHS))
     ]
-    run = RunConfig(
-        model=model, dtype=dtype, device=device, device_map=device_map, attention=attention, execution=execution,
-        threads=threads,
-    )  # fmt: skip
-    target = load(run).target
+    target = load(resolve(ModelOptions, given)).target
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("Timing", total=1.0)
@@ -71,8 +66,6 @@ def tune(
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    from specdec.errors import ConfigError
-
     try:
         found = sorted({int(word) for word in text.split(",") if word.strip()})
     except ValueError:
@@ -109,12 +102,10 @@ def plot(curve: CostCurve, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or knows no such kind of picture.
     """
-    from specdec.errors import ConfigError
-
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib; pip install 'specdec[bench]', or leave --plot out") from error
+        raise ConfigError(f"a plot needs matplotlib; {pip_line('bench')}, or leave --plot out") from error
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes: Any = figure.subplots()
     for length, times in zip(curve.lengths, curve.seconds, strict=True):
@@ -127,6 +118,7 @@ def plot(curve: CostCurve, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(title="tokens before", frameon=False)
     try:
-        figure.savefig(path, dpi=150)
+        with replacing(path) as new:
+            figure.savefig(new, dpi=150)
     except ValueError as error:
         raise ConfigError(f"cannot draw {path}: {error}; name a .png, .svg or .pdf") from error

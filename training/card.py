@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import transformers
 import yaml
 
 from specdec.errors import CheckpointError
+from specdec.files import write_text
 from training.packing import Windows
 
 __all__ = ["command_line", "identity", "model_card", "write_card"]
@@ -94,18 +93,14 @@ trained tokens, hash {windows.digest}.
 
 
 def write_card(folder: Path, text: str) -> None:
-    """``README.md`` in the folder of the weights, beside its name first.
+    """``README.md`` in the folder of the weights.
 
     Raises:
         CheckpointError: it could not be written.
     """
-    beside = folder / "README.md.partial"
     try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, folder / "README.md")
+        write_text(folder / "README.md", text)
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write the card in {str(folder)!r}: {error}; the weights are there") from error
 
 

@@ -1,9 +1,8 @@
-"""Checkpoints that survive: written beside the old one, then renamed over it."""
+"""Checkpoints of a training run, and what a run has to have in common with the one that it goes on with."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specdec.errors import CheckpointError, ConfigError
+from specdec.files import replacing
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -40,13 +40,10 @@ def save_checkpoint(
         for index, values in optimizer.state_dict()["state"].items():
             for key, value in values.items():
                 tensors[f"optimizer.{number}.{index}.{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    beside = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, beside, metadata={"state": json.dumps(dict(state)), "run": json.dumps(dict(run))})
-        os.replace(beside, path)
+        with replacing(path) as new:
+            save_file(tensors, new, metadata={"state": json.dumps(dict(state)), "run": json.dumps(dict(run))})
     except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
         former = "the former one is whole" if path.exists() else "there was none before"
         raise CheckpointError(
             f"cannot write the checkpoint {str(path)!r}: {error}; {former}. Make room and start the same command again"

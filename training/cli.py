@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from specdec.config import RunConfig, check_positive, resolve
 from specdec.errors import ConfigError, SpecdecError, unknown
-from specdec.options import RunOptions, with_options
-
-if TYPE_CHECKING:
-    from specdec.engine import Engine
+from specdec.options import Given, with_options
 
 __all__ = ["app", "convert", "distill_data", "show_sample", "train", "tree_search"]
 
+_EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 TRAINABLE = ("kangaroo", "medusa")
 
 app = typer.Typer(help="Train drafters.", no_args_is_help=True)
@@ -38,18 +37,10 @@ def train(
     settings: list[str] = typer.Option([], "--set", help="KEY=VALUE, such as loop.lr=3e-4; may be repeated."),
 ) -> None:
     """Train a drafter; the same command again continues a run that was interrupted."""
-    from specdec.config import load_yaml, parse
-
     module = _module(drafter)
-    values = load_yaml(config) if config is not None else {}
-    for key, value in (("data", data), ("model", model), ("out", out)):
-        if value:
-            values[key] = value
-    for setting in settings:
-        _set(values, setting)
-    if wandb is not None:
-        values.setdefault("loop", {})["wandb"] = wandb
-    module.run(parse(module.Config, values, where=f"train {drafter}"))
+    options = {"data": data, "model": model, "out": out, "loop": {} if wandb is None else {"wandb": wandb}}
+    given = Given(file=config, settings=settings, values={name: value for name, value in options.items() if value})
+    module.run(resolve(module.Config, given, where=f"train {drafter}"))
 
 
 @app.command()
@@ -80,7 +71,8 @@ def show_sample(
     tokens: int = typer.Option(1500, help="At most this many tokens."),
 ) -> None:
     """Print one sample with the trained tokens in green and the others dimmed."""
-    from training.data import Skips, TextConfig, load_tokenizer, read_samples
+    from specdec.text import load_tokenizer
+    from training.data import Skips, TextConfig, read_samples
 
     tokenizer = load_tokenizer(model)
     skips = Skips()
@@ -97,9 +89,9 @@ def show_sample(
 
 
 @app.command()
-@with_options(RunOptions)
+@with_options(RunConfig, **_EXAMPLES)
 def distill_data(
-    run: RunOptions,
+    given: Given,
     sources: Annotated[list[str], typer.Argument(help="ShareGPT or question files, text files, or `stdlib`.")],
     out: Annotated[Path, typer.Option(help="ShareGPT file to write: .json or .jsonl.")],
     prompts: Annotated[int | None, typer.Option(help="Only so many prompts, evenly chosen.")] = None,
@@ -114,15 +106,14 @@ def distill_data(
     The model's options and the drafter are those of `generate`; the drafter changes the speed, not the answers.
     """
     from specdec.bench.questions import FORMATS
+    from specdec.load import load_run
     from training.distill import distill, prompts_of
 
-    config = run.resolve()
+    config = resolve(RunConfig, given)
     if form not in FORMATS:
         raise ConfigError(unknown("format", form, FORMATS))
-    for name, value in (("prompts", prompts), ("prompt_tokens", prompt_tokens)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
-    engine = _engine(config)
+    check_positive(prompts=prompts, prompt_tokens=prompt_tokens)
+    engine = load_run(config)
     asked = prompts_of(sources, engine.tokenizer, turns=turns, prompt_tokens=prompt_tokens)
     if prompts is not None and prompts < len(asked):
         asked = [asked[number * len(asked) // prompts] for number in range(prompts)]
@@ -132,6 +123,7 @@ def distill_data(
         out,
         max_new_tokens=config.max_new_tokens,
         sampling=config.sampling,
+        stop=config.stop,
         form=form,
         run={"model": config.model},
     )
@@ -142,9 +134,9 @@ def distill_data(
 
 
 @app.command()
-@with_options(RunOptions)
+@with_options(RunConfig, without=["policy", "stop"], **_EXAMPLES)
 def tree_search(
-    run: RunOptions,
+    given: Given,
     out: Annotated[Path, typer.Option(help="YAML to write, for --config or medusa.tree.")],
     heads: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="The heads (default: the embedded model's).")
@@ -164,30 +156,16 @@ def tree_search(
 
     How often each head's ranks are right, and what a step of so many rows costs, are both measured.
     """
+    from specdec.load import load
     from training.tree_report import report
 
-    config = run.resolve()
+    config = resolve(RunConfig, given)
     if config.drafter not in ("none", "medusa"):
         raise ConfigError(f"drafter is {config.drafter!r}; tree-search is for medusa, whose heads are given by --heads")
     report(
-        _engine(config), heads, data or ["stdlib"], out, texts=texts, prompt=prompt, new=config.max_new_tokens,
+        load(config), heads, data or ["stdlib"], out, texts=texts, prompt=prompt, new=config.max_new_tokens,
         sampling=config.sampling, most=max_nodes, nodes=nodes, chart=chart,
     )  # fmt: skip
-
-
-def _engine(run: Any) -> Engine:
-    """The engine that a command's options name, without transformers' progress bars between our lines."""
-    import torch
-    from transformers.utils import logging
-
-    from specdec.engine import Engine
-
-    if threads := run.threads or (1 if run.model == "tiny" else None):
-        torch.set_num_threads(threads)
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    options = {name: getattr(run, name) for name in ("dtype", "device", "device_map", "attention", "execution")}
-    return Engine.from_pretrained(run.model, run.drafter, **options)
 
 
 def coloured(tokens: list[int], trained: list[bool], tokenizer: Any) -> Text:
@@ -206,19 +184,6 @@ def _module(drafter: str) -> Any:
     if drafter not in TRAINABLE:
         raise ConfigError(unknown("trainable drafter", drafter, TRAINABLE))
     return importlib.import_module(f"training.{drafter}")
-
-
-def _set(values: dict[str, Any], setting: str) -> None:
-    """Apply ``group.key=value`` in place."""
-    from specdec.config import read_value
-
-    key, equals, text = setting.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set takes KEY=VALUE, such as loop.lr=3e-4; got {setting!r}")
-    *groups, last = key.split(".")
-    for group in groups:
-        values = values.setdefault(group, {})
-    values[last] = text if text in ("no", "off") else read_value(text)  # to YAML these words are false
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.config import WeightsOptions
 from specdec.errors import ConfigError
 from training.acceptance import EvalConfig
 from training.data import TextConfig
@@ -14,13 +15,11 @@ __all__ = ["LABELS", "TrainConfig"]
 LABELS = ("soft", "hard")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """Of any drafter's training.
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(WeightsOptions):
+    """Of any drafter's training; ``model`` and ``dtype`` are the frozen target's.
 
     Attributes:
-        model: ``tiny``, a folder, or a hub id.
-        dtype: of the frozen target; ``auto`` takes the checkpoint's.
         data: ``stdlib``, conversations (``.json``, ``.jsonl``) or text files.
         eval_data: the same for evaluation; empty holds out a share of ``data``.
         out: folder of checkpoint, log and result.
@@ -31,8 +30,6 @@ class TrainConfig:
         ConfigError: no data, or labels of another kind.
     """
 
-    model: str = "tiny"
-    dtype: str = "auto"
     data: list[str] = field(default_factory=list)
     eval_data: list[str] = field(default_factory=list)
     out: str = "runs/drafter"
@@ -42,6 +39,7 @@ class TrainConfig:
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
+        WeightsOptions.__post_init__(self)
         if self.labels not in LABELS:
             raise ConfigError(f"labels is {self.labels!r}; it must be one of {', '.join(LABELS)}")
         if not self.data:

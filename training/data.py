@@ -7,33 +7,21 @@ character offsets; in plain text all but special tokens. What is left out is cou
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from drafters.stdlib_corpus import STDLIB, read_files
+from specdec.conversations import read_records, turns_of, vicuna
+from specdec.errors import ConfigError
+from specdec.files import read_text
 
-from specdec.errors import CheckpointError, ConfigError
-from specdec.pretrained import model_source
-from training.stdlib_corpus import read_files
-
-__all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "load_tokenizer", "read_samples"]
+__all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
 
 TEMPLATES = ("auto", "tokenizer", "vicuna", "plain")
-STDLIB = "stdlib"
-
-_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
-    "system": "system",
-}
-_VICUNA_SYSTEM = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions."
-)
+_SPEAKERS = ("user", "assistant", "system")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,28 +90,14 @@ def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, ski
                 for _, text in read_files(held_out=held_out):
                     yield _plain(text, tokenizer, held_out)
         elif Path(source).suffix in (".json", ".jsonl"):
-            for record in _records(Path(source), skips):
+            for record in read_records(Path(source), skips.skipped):
                 turns = _turns(record, skips)
                 sample = None if turns is None else _conversation(turns, tokenizer, config, skips)
                 if sample is not None:
                     yield sample
         else:
-            text = _text(Path(source))
+            text = read_text(Path(source), "the data file", "check --data")
             yield _plain(text, tokenizer, _held_out(text, config))
-
-
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of ``tiny``, a folder, or a hub id.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    place = model_source(model)
-    try:
-        return AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"no tokenizer at {model!r}: {reason}; save one beside the weights") from error
 
 
 def load_samples(
@@ -175,46 +149,16 @@ def _why(skips: Skips) -> str:
     return "; ".join(skips.lines()) or "the files are empty"
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the data file {str(path)!r}: {error}; check --data") from error
-
-
-def _records(path: Path, skips: Skips) -> Iterator[Any]:
-    """The conversations of a JSON array, or of a JSONL file whatever its suffix."""
-    text = _text(path)
-    try:
-        whole = json.loads(text)
-    except ValueError as broken:
-        lines = [line for line in text.splitlines() if line.strip()]
-        if not lines or lines[0].lstrip().startswith("["):
-            raise ConfigError(
-                f"the data file {str(path)!r} is no JSON: {broken}; it must hold a list of conversations, or one a line"
-            ) from broken
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                skips.skipped["a line that is no JSON"] += 1
-        return
-    yield from whole if isinstance(whole, list) else [whole]
-
-
 def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
     """Messages of a ShareGPT record, alternating and ending with an answer; None where there is nothing to learn."""
-    turns = record.get("conversations", record.get("messages")) if isinstance(record, Mapping) else None
-    if not isinstance(turns, list):
+    turns = turns_of(record)
+    if turns is None:
         skips.skipped["no list of conversations"] += 1
         return None
     messages: list[dict[str, str]] = []
-    for turn in turns:
-        named = turn if isinstance(turn, Mapping) else {}
-        role = _ROLES.get(str(named.get("from", named.get("role"))).lower())
-        text = named.get("value", named.get("content"))
-        if role is None:
-            skips.skipped[f"unknown speaker {named.get('from', named.get('role'))!r}"] += 1
+    for role, text in turns:
+        if role not in _SPEAKERS:
+            skips.skipped[f"unknown speaker {role!r}"] += 1
             return None
         if not isinstance(text, str) or not text.strip():
             # What follows an empty turn answers something that is not there.
@@ -253,7 +197,8 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any, config: TextCo
     elif config.template == "plain":
         text = "".join(message["content"] for message in messages)
     else:
-        text = vicuna(messages, tokenizer.eos_token or "")
+        said = [{**message, "content": message["content"].strip()} for message in messages]
+        text = vicuna(said, tokenizer.eos_token or "")
     spans: list[tuple[int, int]] = []
     cursor = 0
     for message in messages:
@@ -289,18 +234,6 @@ def trained_tokens(
         behind = token in special and bool(trained) and trained[-1] and tokens[len(trained) - 1] not in special
         trained.append(inside or behind)
     return trained
-
-
-def vicuna(messages: Sequence[Mapping[str, str]], eos: str) -> str:
-    """Vicuna's version 1.1 prompt: ``system USER: question ASSISTANT: answer</s>USER: ...``."""
-    system, rest = _VICUNA_SYSTEM, list(messages)
-    if rest and rest[0]["role"] == "system":
-        system = rest.pop(0)["content"]
-    parts = [system + " "]
-    for message in rest:
-        content = message["content"].strip()
-        parts.append(f"USER: {content} " if message["role"] == "user" else f"ASSISTANT: {content}{eos}")
-    return "".join(parts)
 
 
 def _plain(text: str, tokenizer: Any, held_out: bool) -> Sample:

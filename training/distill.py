@@ -17,17 +17,18 @@ from typing import Any
 
 from tqdm import tqdm
 
+from drafters.stdlib_corpus import STDLIB, read_files
 from specdec.bench.questions import Question, build_prompt, read_questions
+from specdec.conversations import read_records, turns_of
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, PromptError
+from specdec.files import read_text, write_text
 from specdec.sampling import SamplingParams
-from training.stdlib_corpus import read_files
+from specdec.text import check_stops
 
 __all__ = ["Distilled", "distill", "prompts_of"]
 
 TURNS = ("first", "all")
-STDLIB = "stdlib"
-_HUMAN = ("human", "user")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ def prompts_of(
             for asked, form in _conversations(Path(source)):
                 found.append((Path(source).name, asked[:1] if turns == "first" else asked, form))
         else:
-            parts = _pieces(_text(Path(source)), tokenizer, prompt_tokens)
-            found += [(Path(source).name, (part,), "plain") for part in parts]
+            text = read_text(Path(source), "the data file", "give UTF-8 text or JSON")
+            found += [(Path(source).name, (part,), "plain") for part in _pieces(text, tokenizer, prompt_tokens)]
     if not found:
         raise ConfigError(f"{', '.join(sources) or 'no source'}: not one prompt; give conversations, questions or text")
     if len({form == "plain" for _, _, form in found}) > 1:
@@ -80,6 +81,7 @@ def distill(
     *,
     max_new_tokens: int,
     sampling: SamplingParams,
+    stop: str | Sequence[str] = (),
     form: str = "auto",
     run: Mapping[str, Any],
 ) -> Distilled:
@@ -90,6 +92,7 @@ def distill(
     Args:
         sampling: a draw's noise is keyed by seed + number of the prompt; ``match`` stands in for ``auto``, so that the
             answers are the same under every drafter.
+        stop: strings that end an answer; it is cut before them.
         form: how turns become a prompt, see :func:`specdec.bench.questions.build_prompt`.
         run: JSON values that say what this run is; the unfinished file of another is refused.
 
@@ -103,7 +106,9 @@ def distill(
     asked = hashlib.sha256(json.dumps([prompt.turns for prompt in prompts]).encode()).hexdigest()[:16]
     if sampling.acceptance == "auto":
         sampling = replace(sampling, acceptance="match")
+    stop = check_stops(stop)
     header = {**run, "new": max_new_tokens, "form": form, **asdict(sampling), "prompts": len(prompts), "asked": asked}
+    header |= {"stop": stop} if stop else {}
     try:
         done = _begin(partial, header)
         bar = tqdm(prompts, initial=0, unit="prompt", mininterval=1.0, desc=out.name)
@@ -113,7 +118,7 @@ def distill(
                 if number < len(done):
                     continue
                 params = replace(sampling, seed=sampling.seed + number)
-                line, spent = _answer(engine, prompt, form, max_new_tokens, params)
+                line, spent = _answer(engine, prompt, form, max_new_tokens, params, stop)
                 tokens += spent
                 file.write(json.dumps(line) + "\n")
                 file.flush()
@@ -129,7 +134,7 @@ def distill(
 
 
 def _answer(
-    engine: Engine, prompt: Question, form: str, max_new_tokens: int, sampling: SamplingParams
+    engine: Engine, prompt: Question, form: str, max_new_tokens: int, sampling: SamplingParams, stop: Sequence[str]
 ) -> tuple[dict[str, Any], int]:
     """A line of the unfinished file, and the tokens that it cost. A later turn follows the target's own answers."""
     answers: list[str] = []
@@ -138,7 +143,8 @@ def _answer(
     reason = ""
     for said in prompt.turns:
         try:
-            found = engine.generate(build_prompt(prompt, answers, form, engine.tokenizer), max_new_tokens, sampling)
+            asked = build_prompt(prompt, answers, form, engine.tokenizer)
+            found = engine.generate(asked, max_new_tokens, sampling, stop=stop)
         except PromptError:
             reason = "prompt longer than the context"
             break
@@ -148,7 +154,7 @@ def _answer(
             break
         answers.append(found.text)
         turns += [{"from": "human", "value": said}, {"from": "gpt", "value": found.text}]
-        if found.finish_reason != "eos":
+        if found.finish_reason not in ("eos", "stop"):
             break  # cut off in mid-answer: nothing should follow
     if not turns:
         return {"record": None, "skipped": reason}, tokens
@@ -180,23 +186,10 @@ def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _finish(partial: Path, out: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """A JSON list, or lines for ``.jsonl``; beside its name first."""
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    """A JSON list, or lines for ``.jsonl``."""
     lines = [json.dumps(record) for record in records]
-    text = "\n".join(lines) if out.suffix == ".jsonl" else "[\n" + ",\n".join(lines) + "\n]"
-    try:
-        beside.write_text(text + "\n", encoding="utf-8")
-        os.replace(beside, out)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_text(out, "\n".join(lines) + "\n" if out.suffix == ".jsonl" else "[\n" + ",\n".join(lines) + "\n]\n")
     partial.unlink()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error}; give a file of UTF-8 text or JSON") from error
 
 
 def _pieces(text: str, tokenizer: Any, size: int) -> Iterator[str]:
@@ -215,27 +208,11 @@ def _pieces(text: str, tokenizer: Any, size: int) -> Iterator[str]:
 
 def _conversations(path: Path) -> Iterator[tuple[tuple[str, ...], str | None]]:
     """The human turns of a ShareGPT file, or a question file's questions and how they want to be asked."""
-    text = _text(path)
-    try:
-        whole = json.loads(text)
-        records = whole if isinstance(whole, list) else [whole]
-    except ValueError:
-        try:
-            records = [json.loads(line) for line in text.split("\n") if line.strip()]
-        except ValueError as error:
-            raise ConfigError(
-                f"{str(path)!r} is no JSON: {error}; give a ShareGPT file, or a question a line"
-            ) from error
-    if not any(isinstance(record, Mapping) and {"conversations", "messages"} & record.keys() for record in records):
+    records = [turns_of(record) for record in read_records(path)]
+    if all(turns is None for turns in records):
         for question in read_questions(path):
             yield question.turns, question.format
-        return
-    for record in records:
-        turns = record.get("conversations", record.get("messages")) if isinstance(record, Mapping) else None
-        said = [
-            str(turn.get("value", turn.get("content", "")))
-            for turn in (turns if isinstance(turns, list) else ())
-            if isinstance(turn, Mapping) and str(turn.get("from", turn.get("role"))).lower() in _HUMAN
-        ]
+    for turns in records:
+        said = tuple(str(text or "") for role, text in turns or () if role == "user")
         if said and all(part.strip() for part in said):
-            yield tuple(said), None
+            yield said, None

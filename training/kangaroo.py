@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,14 @@ from torch import nn
 
 from drafters.adapter import Adapter, AdapterConfig, fitting_heads
 from drafters.fingerprint import fingerprint
-from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
-from training.acceptance import Tally, Written, greedy_texts
-from training.card import identity, model_card, write_card
+from training.acceptance import Tally, Written
+from training.card import model_card
 from training.config import TrainConfig
-from training.data import load_samples, load_tokenizer
 from training.features import FrozenTarget
-from training.log import read_log
-from training.loop import new_accelerator, train
-from training.packing import Batch, Windows, pack
+from training.packing import Batch, Windows
+from training.run import parameters_of, run_training
 
 __all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
 
@@ -43,7 +40,7 @@ class NewAdapter:
     branch: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(TrainConfig):
     """What a training config may hold, beside TrainConfig's.
 
@@ -177,42 +174,21 @@ def new_adapter(config: NewAdapter, target: TransformersTarget, *, seed: int = 0
 
 
 def run(config: Config) -> dict[str, float]:
-    """Train as a config says; returns the best checkpoint's evaluation.
+    """Train an adapter; see :func:`training.run.run_training`."""
 
-    Raises:
-        SpecdecError: whatever is wrong with config, data, model or disk; see the parts.
-    """
-    accelerator = new_accelerator(config.loop)
-    say = accelerator.print
-    target = TransformersTarget.from_pretrained(
-        config.model, dtype=config.dtype, device=accelerator.device, execution="transformers"
+    def trainable(adapter: Adapter, target: TransformersTarget, texts: Sequence[Written]) -> KangarooTraining:
+        options = {"labels": config.labels, "top_k": config.top_k, "save_dtype": config.save_dtype}
+        return KangarooTraining(adapter, target, texts, **options)
+
+    return run_training(
+        config,
+        "kangaroo",
+        "adapter",
+        make=lambda target: new_adapter(config.adapter, target, seed=config.loop.seed),
+        trainable=trainable,
+        about=lambda made: f"adapter of {parameters_of(made):,} parameters behind layer {made.config.exit_layer}",
+        card=card,
     )
-    tokenizer = load_tokenizer(config.model)
-    adapter = new_adapter(config.adapter, target, seed=config.loop.seed)
-    learnt, held = load_samples(
-        config.data, config.eval_data, config.text, tokenizer, say, vocab_size=target.vocab_size
-    )
-    windows = pack(learnt, config.text.length)
-    parameters = sum(p.numel() for p in adapter.parameters())
-    say(
-        f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
-        f"{windows.trained} trained; adapter of {parameters:,} parameters behind layer {adapter.config.exit_layer}"
-    )
-    judged = config.evaluation
-    texts = greedy_texts(Engine(target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
-    trainable = KangarooTraining(
-        adapter, target, texts, labels=config.labels, top_k=config.top_k, save_dtype=config.save_dtype
-    )
-    out = Path(config.out)
-    run_is = identity(config, {"adapter": asdict(adapter.config)})
-    best = train(trainable, windows, config.loop, accelerator, out, run=run_is)
-    if accelerator.is_main_process:
-        write_card(out / "best", card(config, adapter, windows, read_log(out / "log.jsonl")))
-        say(
-            f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
-            f"--drafter kangaroo --set kangaroo.adapter={config.out}/best"
-        )
-    return best
 
 
 def card(config: Config, adapter: Adapter, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
@@ -220,7 +196,7 @@ def card(config: Config, adapter: Adapter, windows: Windows, lines: Sequence[Map
     own, head = adapter.config, "the target's own head" if adapter.head is None else "a head of its own"
     opening = (
         f"Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant `{own.variant}`, "
-        f"{sum(p.numel() for p in adapter.parameters()):,} parameters, "
+        f"{parameters_of(adapter):,} parameters, "
         f"{head} on top. Its weights are trained from nothing; the target stays as it was."
     )
     columns = {"tokens_per_step": "tokens per step", "overlap": "overlap"}

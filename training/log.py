@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CheckpointError, ConfigError, pip_line
+from specdec.files import replacing, write_text
 
 __all__ = ["TrainingLog", "plot"]
 
@@ -32,10 +32,8 @@ class TrainingLog:
         self.path = folder / "log.jsonl"
         self._run = _wandb_run(wandb, folder, config)
         kept = [line for line in read_log(self.path) if line["step"] <= step]
-        beside = self.path.with_name(self.path.name + ".partial")
         with _disk(self.path):
-            beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(beside, self.path)
+            write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, **values: Any) -> None:
         """One line; ``step`` must be among the values.
@@ -96,7 +94,8 @@ def plot(lines: list[dict[str, Any]], path: Path) -> bool:
         right = axes.twinx()
         right.plot(*zip(*scores, strict=True), color="tab:orange", marker="o")
         right.set_ylabel("held-out tokens per step")
-    figure.savefig(path, dpi=120)
+    with replacing(path) as new:
+        figure.savefig(new, dpi=120)
     return True
 
 
@@ -109,6 +108,6 @@ def _wandb_run(mode: str, folder: Path, config: Any) -> Any:
         import wandb
     except ImportError as error:
         if mode == "online":
-            raise ConfigError("wandb=online needs the extra: pip install 'specdec[wandb]'") from error
+            raise ConfigError(f"wandb=online needs wandb: {pip_line('wandb')}") from error
         return None
     return wandb.init(project="specdec", dir=str(folder), mode=mode, config=config, resume="allow", id=folder.name)

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from specdec.errors import ConfigError, NumericalError
+from specdec.errors import ConfigError, NumericalError, pip_line
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.log import TrainingLog
 from training.packing import Batch, Windows
@@ -174,9 +174,7 @@ def train(
     if log is not None:
         trainable.save(folder / "last")
         if not log.close():
-            accelerator.print(
-                "loss.png needs matplotlib: pip install 'specdec[train]', then start the same command again"
-            )
+            accelerator.print(f"loss.png needs matplotlib: {pip_line('train')}, then start the same command again")
     return dict(state["best"] or {})
 
 

@@ -14,17 +14,14 @@ from torch import nn
 from drafters.fingerprint import fingerprint
 from drafters.medusa import Node, check_fit, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
-from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
-from training.acceptance import Written, greedy_texts
-from training.card import identity, model_card, write_card
+from training.acceptance import Written
+from training.card import model_card
 from training.config import TrainConfig
-from training.data import load_samples, load_tokenizer
 from training.features import FrozenTarget
-from training.log import read_log
-from training.loop import new_accelerator, train
-from training.packing import Batch, Windows, pack
+from training.packing import Batch, Windows
+from training.run import parameters_of, run_training
 
 __all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
 
@@ -40,7 +37,7 @@ class NewHeads:
     own_head: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(TrainConfig):
     """What a training config may hold, beside TrainConfig's.
 
@@ -217,41 +214,18 @@ def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
 
 
 def run(config: Config) -> dict[str, float]:
-    """Train as a config says; returns the best checkpoint's evaluation.
-
-    Raises:
-        SpecdecError: whatever is wrong with config, data, model or disk; see the parts.
-    """
-    accelerator = new_accelerator(config.loop)
-    say = accelerator.print
-    target = TransformersTarget.from_pretrained(
-        config.model, dtype=config.dtype, device=accelerator.device, execution="transformers"
+    """Train heads; see :func:`training.run.run_training`."""
+    return run_training(
+        config,
+        "medusa",
+        "heads",
+        make=lambda target: new_heads(config.heads, target) if config.start is None else started_heads(config, target),
+        trainable=lambda heads, target, texts: MedusaTraining(
+            heads, target, texts, tree=config.paths, labels=config.labels, decay=config.decay
+        ),
+        about=lambda heads: f"{heads.config.heads} heads of {parameters_of(heads):,} parameters in all",
+        card=card,
     )
-    tokenizer = load_tokenizer(config.model)
-    heads = new_heads(config.heads, target) if config.start is None else started_heads(config, target)
-    learnt, held = load_samples(
-        config.data, config.eval_data, config.text, tokenizer, say, vocab_size=target.vocab_size
-    )
-    windows = pack(learnt, config.text.length)
-    say(
-        f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
-        f"{windows.trained} trained; {heads.config.heads} heads of {sum(p.numel() for p in heads.parameters()):,} "
-        "parameters in all"
-    )
-    judged = config.evaluation
-    texts = greedy_texts(Engine(target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
-    trainable = MedusaTraining(heads, target, texts, tree=config.paths, labels=config.labels, decay=config.decay)
-    out = Path(config.out)
-    best = train(
-        trainable, windows, config.loop, accelerator, out, run=identity(config, {"heads": asdict(heads.config)})
-    )
-    if accelerator.is_main_process:
-        write_card(out / "best", card(config, heads, windows, read_log(out / "log.jsonl")))
-        say(
-            f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
-            f"--drafter medusa --set medusa.heads={config.out}/best"
-        )
-    return best
 
 
 def card(config: Config, heads: MedusaHeads, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
@@ -259,7 +233,7 @@ def card(config: Config, heads: MedusaHeads, windows: Windows, lines: Sequence[M
     own = heads.config
     matrix = "each with a matrix of its own" if own.own_head else "sharing the target's own matrix"
     opening = (
-        f"{own.heads} heads for `{own.target}`, {matrix}: {sum(p.numel() for p in heads.parameters()):,} parameters. "
+        f"{own.heads} heads for `{own.target}`, {matrix}: {parameters_of(heads):,} parameters. "
         "The target stays as it was."
     )
     columns = {"tokens_per_step": "tokens per step"}

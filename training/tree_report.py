@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from rich.table import Table
 from drafters.medusa import Medusa, MedusaConfig, check_fit, embedded_heads
 from drafters.medusa_heads import MedusaHeads
 from specdec.engine import Engine
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CheckpointError, ConfigError, pip_line
+from specdec.files import replacing, write_text
 from specdec.sampling import SamplingParams
 from training.acceptance import Written, greedy_texts
 from training.data import Sample, Skips, TextConfig, read_samples
@@ -83,7 +82,7 @@ def report(
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
     if chart is not None and not plot(sizes, chosen, chart):
-        console.print("no plot: matplotlib is not installed; pip install 'specdec[bench]'", markup=False)
+        console.print(f"no plot: matplotlib is not installed; {pip_line('bench')}", markup=False)
     console.print(f"wrote {out}; to use it: --drafter medusa --set medusa.tree={out}", soft_wrap=True)
     return found
 
@@ -110,7 +109,7 @@ def _table(sizes: Sequence[Size], chosen: Size) -> Table:
 
 
 def write_tree(path: Path, tree: list[list[int]], options: Mapping[str, Any], remarks: Sequence[str]) -> None:
-    """A drafter's YAML, for ``--config`` or ``medusa.tree``; beside its name first.
+    """A drafter's YAML, for ``--config`` or ``medusa.tree``.
 
     Raises:
         CheckpointError: the file could not be written.
@@ -118,14 +117,9 @@ def write_tree(path: Path, tree: list[list[int]], options: Mapping[str, Any], re
     head = "".join(f"# {line}".rstrip() + "\n" for line in remarks)
     body = yaml.safe_dump({"drafter": {"name": "medusa", **options}}, sort_keys=False)
     rows = "".join(f"    - {node}\n" for node in tree)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(f"{head}{body}  tree:\n{rows}", encoding="utf-8")
-        os.replace(beside, path)
+        write_text(path, f"{head}{body}  tree:\n{rows}")
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink()
         raise CheckpointError(f"cannot write the tree to {str(path)!r}: {error}; give another --out") from error
 
 
@@ -144,5 +138,6 @@ def plot(sizes: Sequence[Size], chosen: Size, path: Path) -> bool:
     right = axes.twinx()
     right.plot(nodes, [size.tokens for size in sizes], color="tab:orange")
     right.set_ylabel("expected tokens per step")
-    figure.savefig(path)
+    with replacing(path) as new:
+        figure.savefig(new)
     return True

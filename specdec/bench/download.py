@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections import Counter
 from http import HTTPStatus
@@ -12,20 +11,15 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from specdec.bench.questions import group_of, read_questions
+from specdec.bench.questions import group_of, read_questions, spec_bench_path
 from specdec.errors import ConfigError
+from specdec.files import write_text
 
-__all__ = ["SPEC_BENCH_URL", "download_spec_bench", "spec_bench_path"]
+__all__ = ["SPEC_BENCH_URL", "download_spec_bench"]
 
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 
 _GROUPS = dict.fromkeys(("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"), 80)
-
-
-def spec_bench_path() -> Path:
-    """Where the file is kept: below ``XDG_CACHE_HOME``, or ``~/.cache``."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "specdec" / "spec_bench" / "question.jsonl"
 
 
 def download_spec_bench(
@@ -57,7 +51,7 @@ def download_spec_bench(
             part.unlink()  # or every later try would go on with it
             raise
         part.replace(path)
-        note.write_text(_digest(path) + "\n", encoding="ascii")
+        write_text(note, _digest(path) + "\n")
     if sha256 is None and note.is_file():
         sha256 = note.read_text(encoding="ascii").strip()
     _check(path, sha256, repr(str(path)), "delete it and fetch it again")

@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 
 from specdec.machine import processor
 from specdec.model import TransformersTarget
+from specdec.version import __version__
 
 __all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model", "synchronize"]
 
-_PACKAGES = ("specdec", "torch", "transformers", "tokenizers", "numpy")
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 _CLEAR_PEAK = "5"  # what /proc/self/clear_refs takes to forget the peak of the resident set
 
 
@@ -31,7 +32,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "commit": commit,
         "uncommitted_changes": dirty,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {"specdec": __version__, **{name: version(name) for name in _PACKAGES}},
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": processor(torch.device("cpu")),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -122,10 +123,3 @@ def _commit() -> tuple[str | None, bool]:
         return None, False
     commit = git("rev-parse", "--short=10", "HEAD")
     return commit, bool(git("status", "--porcelain", "--untracked-files=no"))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

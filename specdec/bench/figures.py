@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.bench.metrics import DEPTH, OVERALL, Metrics, Row
 from specdec.bench.plan import BASELINE
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, pip_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,9 +45,7 @@ def require_bench_extra() -> None:
         import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f"the report needs {error.name}, which is not installed; run pip install 'specdec[bench]'"
-        ) from error
+        raise ConfigError(f"the report needs {error.name}, which is not installed; run {pip_line('bench')}") from error
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -2,88 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+import functools
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import yaml
-
-from specdec.attention import check_backend
 from specdec.bench.questions import FORMATS
-from specdec.budget import check_budget
-from specdec.config import DTYPES, load_yaml, parse, read_value
+from specdec.config import ModelOptions, check_policy, check_positive, policy_option
 from specdec.errors import ConfigError, unknown
-from specdec.runners.plan import check_execution
-from specdec.sampling import SamplingParams
+from specdec.options import option
+from specdec.params import SamplingParams
 
-__all__ = ["ALL", "BASELINE", "Plan", "label_of", "resolve_plan"]
+__all__ = ["ALL", "BASELINE", "Plan", "label_of"]
 
 BASELINE = "none"
 ALL = "all"
 
 Spec = str | dict[str, Any]
+"""A name, or a mapping with ``name``, ``label`` and options."""
+
+_sampling_option = functools.partial(option, panel="Sampling")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Options of a run.
-
-    Attributes:
-        model: ``tiny``, a folder, or a hub id.
-        questions: ``tiny`` (the set in this package), ``spec_bench`` (where ``--download`` puts it), or a file.
-        drafters: names, or mappings with ``name``, ``label`` and options; ``["all"]`` takes every registered drafter
-            that builds without options. Plain decoding always runs.
-        systems: rivals outside of the engine, in the same form.
-        categories: only questions of these.
-        limit: only so many questions, evenly from all categories.
-        max_new_tokens: budget of each turn.
-        repeats: how often each question is answered by each system.
-        temperature, seed, acceptance, allow_lossy: see SamplingParams. ``match`` makes sampled text the same under
-            every drafter, which the audit can check.
-        format: how a turn becomes a prompt: ``auto``, ``plain``, ``chat`` or ``vicuna``.
-        dtype, device, attention, execution: of the model, see Engine.from_pretrained.
-        budget: of all drafters but plain decoding: ``credit``, ``off``, ``auto`` or a cost file, see Engine.
-        threads: torch's CPU threads; None leaves them, but takes one for ``tiny``, as RunConfig does.
-        persistent: keep each drafter object for the whole run instead of building it anew for every question.
+@dataclass(frozen=True, kw_only=True)
+class Plan(ModelOptions):
+    """Options of a run; plain decoding always runs, and without a policy.
 
     Raises:
         ConfigError: a value that cannot be.
     """
 
-    model: str = "tiny"
-    questions: str = "tiny"
-    drafters: list[Spec] = field(default_factory=lambda: [ALL])
-    systems: list[Spec] = field(default_factory=lambda: ["transformers", "transformers_lookup"])
-    categories: list[str] = field(default_factory=list)
-    limit: int | None = None
-    max_new_tokens: int = 96
-    repeats: int = 2
-    temperature: float = 0.0
-    seed: int = 0
-    acceptance: str = "match"
-    allow_lossy: bool = False
-    format: str = "auto"
-    dtype: str = "auto"
-    device: str | None = None
-    attention: str = "auto"
-    execution: str = "auto"
-    budget: str = "credit"
-    threads: int | None = None
-    persistent: bool = False
+    questions: str = option("tiny", "tiny (in the package), spec_bench (see --download), or a file.", metavar="FILE")
+    drafters: list[Spec] = option(
+        lambda: [ALL], "Drafters; all: every one that needs no options (default all).", metavar="A,B,C", commas=True
+    )
+    systems: list[Spec] = option(
+        lambda: ["transformers", "transformers_lookup"],
+        "Rivals: transformers, transformers_lookup, transformers_assisted, or an installed one; '' for none.",
+        metavar="A,B,C",
+        commas=True,
+    )
+    categories: list[str] = option(list, "Only questions of these.", metavar="A,B,C", commas=True)
+    limit: int | None = option(None, "Only so many questions, evenly from all categories.")
+    max_new_tokens: int = option(96, "Most new tokens of each turn.")
+    repeats: int = option(2, "How often each question is answered by each system.")
+    format: str = option("auto", "How turns become a prompt: auto, plain, chat or vicuna.")
+    persistent: bool = option(False, "Keep drafters for the whole run, with what they learned.")
+    policy: str = policy_option()
+    temperature: float = _sampling_option(0.0, "0 is greedy.")
+    seed: int = _sampling_option(0, "Of the sampling noise.")
+    acceptance: str = _sampling_option("match", "match (same text under every drafter), reject, auto or typical.")
+    allow_lossy: bool = _sampling_option(False, "Permit an acceptance that changes the text.")
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "repeats", "limit", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        ModelOptions.__post_init__(self)
+        check_positive(max_new_tokens=self.max_new_tokens, repeats=self.repeats, limit=self.limit)
         if self.format not in FORMATS:
             raise ConfigError(unknown("prompt format", self.format, FORMATS))
-        if self.dtype not in DTYPES:
-            raise ConfigError(unknown("dtype", self.dtype, DTYPES))
-        check_backend(self.attention)
-        check_execution(self.execution)
-        check_budget(self.budget)
+        check_policy(self.policy)
         if ALL in self.drafters and len([spec for spec in self.drafters if not isinstance(spec, dict)]) > 1:
             raise ConfigError(f"drafters are {self.drafters}; {ALL!r} stands alone, or beside mappings with options")
         labels = [label_of(spec) for spec in [*self.drafters, *self.systems]]
@@ -91,6 +66,16 @@ class Plan:
         if twice:
             raise ConfigError(f"two systems are called {twice[0]!r}; give one of them a label of its own")
         self.sampling()
+
+    @classmethod
+    def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:
+        """The options of the drafter or system called ``name``."""
+        for key in ("drafters", "systems"):
+            for place, spec in enumerate(values.get(key, ())):
+                if label_of(spec) == name:
+                    values[key][place] = {"name": spec} if isinstance(spec, str) else spec
+                    return values[key][place]  # type: ignore[no-any-return]
+        raise ConfigError(f"no system {name!r} is in this run; name it in --drafters or --systems")
 
     def sampling(self) -> SamplingParams:
         """As the engine takes it."""
@@ -115,37 +100,3 @@ def label_of(spec: Spec) -> str:
     if not isinstance(label, str):
         raise ConfigError(f"{spec!r} has no name; write a name, or a mapping with name, label and options")
     return label
-
-
-def resolve_plan(file: Path | None, settings: Iterable[str], options: Mapping[str, Any]) -> Plan:
-    """Defaults, then the YAML file, then ``options`` (None is none), then ``LABEL.OPTION=VALUE`` settings.
-
-    Raises:
-        ConfigError: an unknown option, or a value that cannot be.
-    """
-    values = {} if file is None else load_yaml(file)
-    values |= {name: value for name, value in options.items() if value is not None}
-    for setting in settings:
-        _apply(values, setting)
-    return parse(Plan, values, where="bench")
-
-
-def _apply(values: dict[str, Any], setting: str) -> None:
-    """``lookahead.window=5`` sets an option of the drafter or system called lookahead."""
-    key, equals, text = setting.partition("=")
-    label, dot, option = key.rpartition(".")
-    if not equals or not dot:
-        raise ConfigError(f"--set takes LABEL.OPTION=VALUE, such as lookahead.window=5; got {setting!r}")
-    try:
-        value = read_value(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {setting!r}: the value is no YAML") from error
-    for field_name in ("drafters", "systems"):
-        specs = list(values.get(field_name, ()))
-        for place, spec in enumerate(specs):
-            if label_of(spec) == label:
-                known = {"name": spec} if isinstance(spec, str) else spec
-                specs[place] = {**known, option: value}
-                values[field_name] = specs
-                return
-    raise ConfigError(f"--set {setting!r}: no system {label!r} is in this run; name it in --drafters or --systems")

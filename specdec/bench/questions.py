@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.conversations import vicuna
 from specdec.errors import ConfigError, PromptError, unknown
+from specdec.files import cache_folder, read_text
 
 __all__ = [
     "FORMATS",
@@ -21,18 +23,13 @@ __all__ = [
     "group_of",
     "read_questions",
     "select",
+    "spec_bench_path",
     "tiny_questions",
 ]
 
 FORMATS = ("auto", "plain", "chat", "vicuna")
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-
-# The opening that the Vicuna models were tuned with.
-_VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions."
-)
 
 QuestionId = int | str
 
@@ -52,6 +49,11 @@ def tiny_questions() -> Path:
     return Path(__file__).parent / "data" / "tiny_questions.jsonl"
 
 
+def spec_bench_path() -> Path:
+    """Where Spec-Bench's question file is kept."""
+    return cache_folder() / "spec_bench" / "question.jsonl"
+
+
 def group_of(category: str) -> str:
     """Spec-Bench's subtask: MT-bench's eight categories count as one."""
     return "mt_bench" if category in MT_BENCH else category
@@ -63,8 +65,6 @@ def find_questions(name: str) -> Path:
     Raises:
         ConfigError: no such file.
     """
-    from specdec.bench.download import spec_bench_path
-
     path = {"tiny": tiny_questions, "spec_bench": spec_bench_path}.get(name, lambda: Path(name))()
     if not path.is_file():
         hint = "run `specdec bench --download`" if name == "spec_bench" else "give 'tiny', 'spec_bench' or a file"
@@ -78,10 +78,7 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         ConfigError: a malformed line, by number and reason, or a question number that occurs twice.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the questions {str(path)!r}: {error}") from error
+    text = read_text(path, "the questions", "give a file of JSON lines or text")
     found = _json_lines(path, text) if path.suffix in (".jsonl", ".json") else _prompts(path, text)
     if not found:
         raise ConfigError(f"the question file {str(path)!r} holds no question; it must hold at least one")
@@ -208,19 +205,13 @@ def build_prompt(question: Question, answers: Sequence[str], form: str, tokenize
     if form == "plain":
         said = [part for pair in zip(turns, answers, strict=False) for part in pair]
         return "\n".join([*said, turns[-1]])
-    if form == "chat":
-        if not template:
-            raise PromptError("the tokenizer has no chat template; use --format vicuna or --format plain")
-        messages = []
-        for place, turn in enumerate(turns):
-            messages.append({"role": "user", "content": turn})
-            if place < len(answers):
-                messages.append({"role": "assistant", "content": answers[place]})
-        return messages
-    text = _VICUNA
-    end = getattr(tokenizer, "eos_token", None) or "</s>"
+    messages = []
     for place, turn in enumerate(turns):
-        text += f" USER: {turn} ASSISTANT:" if place == 0 else f"USER: {turn} ASSISTANT:"
+        messages.append({"role": "user", "content": turn})
         if place < len(answers):
-            text += f" {answers[place]}{end}"
-    return text
+            messages.append({"role": "assistant", "content": answers[place]})
+    if form == "vicuna":
+        return vicuna(messages, getattr(tokenizer, "eos_token", None) or "</s>") + "ASSISTANT:"
+    if not template:
+        raise PromptError("the tokenizer has no chat template; use --format vicuna or --format plain")
+    return messages

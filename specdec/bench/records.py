@@ -10,13 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from specdec.bench.questions import QuestionId
 from specdec.errors import ConfigError
-
-try:
-    import fcntl
-except ImportError:  # no such locks on Windows
-    fcntl = None  # type: ignore[assignment]
+from specdec.files import write_json
 
 __all__ = ["Key", "Record", "RunFolder", "Turn", "repeats_of"]
 
@@ -117,10 +115,7 @@ class RunFolder:
         return values
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        part = self.manifest_path.with_suffix(".part")
-        part.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        part.replace(self.manifest_path)
+        write_json(self.manifest_path, manifest)
 
     def records(self) -> list[Record]:
         """All whole records; the last one of a key counts.
@@ -168,15 +163,17 @@ class RunFolder:
             ConfigError: another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as lock:
-            try:
-                if fcntl is not None:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError(
-                    f"another run is writing to {str(self.path)!r}; wait for it, stop it, or choose another --out"
-                ) from error
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ConfigError(
+                f"another run is writing to {str(self.path)!r}; wait for it, stop it, or choose another --out"
+            ) from error
+        try:
             yield
+        finally:
+            lock.release()
 
     def append(self, record: Record) -> None:
         """Add a record for good."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from specdec.bench.plan import BASELINE
 from specdec.bench.records import Record, RunFolder
 from specdec.bench.spec_bench import write_answers
 from specdec.bench.trace import traces
+from specdec.files import replacing, write_json, write_text
 
 __all__ = ["caption_of", "markdown", "write_report"]
 
@@ -54,15 +54,15 @@ def write_report(folder: RunFolder, audit: Audit | None, metrics: Metrics | None
     manifest, records = folder.manifest(), folder.records()
     systems = list(manifest["systems"])
     metrics = metrics or measure(records, systems)
-    _write_json(folder.path / "metrics.json", metrics.to_json())
+    write_json(folder.path / "metrics.json", metrics.to_json())
     if audit is not None:
-        _write_json(folder.path / "audit.json", audit.to_json())
+        write_json(folder.path / "audit.json", audit.to_json())
     write_answers(records, folder.path / "spec_bench", manifest["model"]["name"])
-    (folder.path / "report.md").write_text(markdown(metrics, manifest, audit), encoding="utf-8")
+    write_text(folder.path / "report.md", markdown(metrics, manifest, audit))
     images = _images(folder, metrics, manifest)
     page = _page(metrics, manifest, audit, records, images)
     path = folder.path / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
     return path
 
 
@@ -111,22 +111,16 @@ def _span(value: Interval | None) -> str:
     return "" if value is None else f"{value.value:.2f} ({value.low:.2f}-{value.high:.2f})"
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
 def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any]) -> dict[str, bytes]:
     """Draw the figures, and write them with the manifest beside them."""
     place = folder.path / "figures"
     images: dict[str, bytes] = {}
     for name, figure in draw_figures(metrics, manifest, caption_of(manifest)).items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-        images[name] = buffer.getvalue()
-        place.mkdir(exist_ok=True)
-        (place / f"{name}.png").write_bytes(images[name])
+        with replacing(place / f"{name}.png") as new:
+            figure.savefig(new)
+        images[name] = (place / f"{name}.png").read_bytes()
     if images:
-        _write_json(place / "manifest.json", manifest)
+        write_json(place / "manifest.json", manifest)
     return images
 
 

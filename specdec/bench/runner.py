@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec.bench.cost import COST_ROWS, measure_cost
 from specdec.bench.environment import MemoryMeter, describe_environment, describe_model
 from specdec.bench.plan import Plan
@@ -20,25 +18,13 @@ from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.systems import Output, System, check_specs, make_systems
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.load import load
 from specdec.model import TransformersTarget
 
-__all__ = ["Runner", "load_engine"]
+__all__ = ["Runner"]
 
-# Options that two parts of one run must share; the others may grow when a run goes on.
-_FIXED = (
-    "max_new_tokens", "temperature", "seed", "acceptance", "allow_lossy", "format", "dtype", "device", "attention",
-    "execution", "budget", "threads", "persistent",
-)  # fmt: skip
-
-
-def load_engine(plan: Plan) -> Engine:
-    """The engine of a plan, with torch's threads set."""
-    threads = plan.threads or (1 if plan.model == "tiny" else None)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return Engine.from_pretrained(
-        plan.model, dtype=plan.dtype, device=plan.device, attention=plan.attention, execution=plan.execution
-    )
+# Options that two parts of one run may have of their own: it may grow when it goes on.
+_FREE = ("model", "questions", "drafters", "systems", "categories", "limit", "repeats")
 
 
 class Runner:
@@ -72,7 +58,7 @@ class Runner:
         self.plan, self.folder = plan, RunFolder(out)
         self._on_system, self._measure_cost = on_system, cost
         check_specs(plan)  # before a large model is loaded for nothing
-        self.engine = engine or load_engine(plan)
+        self.engine = engine or load(plan)
         self._target = self.engine.target
         assert isinstance(self._target, TransformersTarget)
         self._memory = MemoryMeter(self._target.device)
@@ -99,7 +85,7 @@ class Runner:
         """Go on with the run in the folder, if it is this one."""
         new = self.manifest
         before = Plan().options() | old["plan"]  # an option younger than the run stood at its default
-        pairs = {f"plan.{name}": (before[name], new["plan"][name]) for name in _FIXED}
+        pairs = {f"plan.{name}": (before[name], now) for name, now in new["plan"].items() if name not in _FREE}
         pairs["questions"] = (old["questions"]["sha256"], new["questions"]["sha256"])
         pairs["model"] = (old["model"]["fingerprint"], new["model"]["fingerprint"])
         for label in old["systems"].keys() & new["systems"].keys():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.records import Record
+from specdec.files import write_text
 
 __all__ = ["answer_of", "write_answers"]
 
@@ -26,8 +27,7 @@ def write_answers(records: Sequence[Record], folder: Path, model: str) -> list[P
         if record.error is None:
             lines.setdefault(file, []).append(json.dumps(answer_of(record, name), ensure_ascii=False))
     for file, content in lines.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(line + "\n" for line in content), encoding="utf-8")
+        write_text(file, "".join(line + "\n" for line in content))
     return sorted(lines)
 
 

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specdec.bench.environment import synchronize
 from specdec.bench.plan import ALL, BASELINE, Plan, label_of
+from specdec.config import check_policy
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, DraftSession, Observation
 from specdec.engine import Engine
@@ -79,8 +80,8 @@ class Drafted:
     def __init__(self, label: str, engine: Engine, spec: Mapping[str, Any], plan: Plan) -> None:
         self.label, self._spec, self._plan = label, dict(spec), plan
         self._base = engine
-        self._budget = "off" if spec["name"] == BASELINE else plan.budget
-        self._engine = engine.with_drafter(self._spec, budget=self._budget)
+        self._policy = "off" if spec["name"] == BASELINE else check_policy(plan.policy)
+        self._engine = engine.with_drafter(self._spec, budget=self._policy)
         self._fresh = True
         self.lossy = plan.sampling().lossy
         self.comparable = not self.lossy and (plan.temperature == 0 or plan.acceptance != "reject")
@@ -98,7 +99,7 @@ class Drafted:
 
     def reset(self) -> None:
         if not self._plan.persistent and not self._fresh:
-            self._engine = self._base.with_drafter(self._spec, budget=self._budget)
+            self._engine = self._base.with_drafter(self._spec, budget=self._policy)
         self._fresh = False
 
     def answer(self, prompt: list[int], budget: int) -> Output:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecWarning
-from specdec.machine import cache_folder
+from specdec.files import cache_folder
 
 __all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CShape", "CSlots", "Kind", "compiler", "library"]
 

@@ -4,3 +4,8 @@
 after the other (``transformers``, ``fused``), :mod:`native` all in one call of C, and :mod:`plan` chooses. Every runner
 is held against the model's own logits before it is used (:mod:`specdec.selfcheck`).
 """
+
+__all__ = ["EXECUTIONS"]
+
+EXECUTIONS = ("auto", "transformers", "fused", "native")
+"""What ``execution=`` may be."""

@@ -24,18 +24,17 @@ import torch
 from torch import nn
 
 from specdec.errors import ConfigError, SpecdecWarning, TargetError, unknown
-from specdec.machine import cache_folder, write_json
+from specdec.files import cache_folder, write_json
 from specdec.pages import FilePages
 from specdec.rotary import Rotary
+from specdec.runners import EXECUTIONS
 from specdec.runners.known import KnownHead, KnownLayer, UnknownModule
 from specdec.runners.layers import FusedLayer, LayerByLayer, ModuleLayer
 from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
 from specdec.runners.native import NativeRunner, why_not
 from specdec.runners.runner import LayerRunner
 
-__all__ = ["EXECUTIONS", "TIMED_ROWS", "Plan", "RunnerMaker", "check_execution", "choose_runner"]
-
-EXECUTIONS = ("auto", "transformers", "fused", "native")
+__all__ = ["TIMED_ROWS", "Plan", "RunnerMaker", "check_execution", "choose_runner"]
 
 TIMED_ROWS = (1, 8)
 """Rows of the steps by which runners are compared: a plain one, and a small tree."""

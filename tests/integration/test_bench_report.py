@@ -207,7 +207,7 @@ def test_without_the_extra_it_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     assert cli.main(["bench", *small, "--out", str(tmp_path / "run")]) == 2
-    assert "pip install 'specdec[bench]'" in capsys.readouterr().err
+    assert "pip install '.[bench]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

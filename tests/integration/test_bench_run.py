@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from specdec.lowering import LoweredLayer
 
 from specdec import Engine
 from specdec.bench.audit import Audit, audit, rounding_bound
 from specdec.bench.plan import Plan
 from specdec.bench.records import Record, RunFolder, Turn
-from specdec.bench.runner import Runner, load_engine
+from specdec.bench.runner import Runner
 from specdec.bench.systems import Drafted, Output, TransformersSystem
 from specdec.errors import CheckpointError, ConfigError
+from specdec.load import load
+from specdec.lowering import LoweredLayer
+from specdec.sampling import SamplingParams
 from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
-from specdec.sampling import SamplingParams
 from tests.models import new_model
 
 QUESTIONS = [
@@ -162,16 +163,16 @@ def test_a_finished_run_may_grow_but_not_change(make: Make) -> None:
 def test_an_option_younger_than_the_run_stood_at_its_default(make: Make) -> None:
     folder = make(drafters=["none"]).run()
     manifest = folder.manifest()
-    del manifest["plan"]["optimize"]
+    del manifest["plan"]["execution"]
     folder.write_manifest(manifest)
     assert not make(drafters=["none"]).todo
-    with pytest.raises(ConfigError, match=r"holds a run with plan\.optimize 'auto', and this one has 'off'"):
-        make(drafters=["none"], optimize="off")
+    with pytest.raises(ConfigError, match=r"holds a run with plan\.execution 'auto', and this one has 'transformers'"):
+        make(drafters=["none"], execution="transformers")
 
 
 def test_layers_are_lowered_unless_told_otherwise() -> None:
-    for optimize, count in (("auto", 16), ("off", 0)):
-        target = target_of(load_engine(Plan(optimize=optimize)))
+    for execution, count in (("auto", 16), ("transformers", 0)):
+        target = target_of(load(Plan(execution=execution)))
         assert sum(isinstance(layer, LoweredLayer) for layer in target._layers) == count
 
 
@@ -179,7 +180,7 @@ def test_threads_are_one_for_tiny_unless_told_otherwise(monkeypatch: pytest.Monk
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for plan in (Plan(), Plan(threads=3), Plan(model=str(embedded_model()))):
-        load_engine(plan)
+        load(plan)
     assert threads == [1, 3]
 
 

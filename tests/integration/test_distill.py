@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from specdec import Engine, SamplingParams
 from specdec.bench.questions import Question
-from specdec.cli import build
+from specdec.cli import build, main
 from specdec.errors import CheckpointError, ConfigError
 from training.data import Skips, TextConfig, read_samples
 from training.distill import Distilled, distill, prompts_of
@@ -173,6 +173,44 @@ def test_sources_without_prompts(tiny_engine: Engine, tmp_path: Path, name: str,
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=words):
         prompts_of([str(tmp_path / name)], tiny_engine.tokenizer)
+
+
+def test_the_command_s_policy_and_stop_strings_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_engine: Engine
+) -> None:
+    """What the command offers it does: it once took both and dropped them."""
+    (tmp_path / "code.txt").write_text("def f(x):\n    return x\n" * 20)
+    out, policies = tmp_path / "own.json", list[Any]()
+    load = Engine.from_pretrained
+
+    def noting(*arguments: Any, **options: Any) -> Engine:
+        policies.append(options["budget"])
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(Engine, "from_pretrained", noting)
+    command = ["distill-data", str(tmp_path / "code.txt"), "--prompts", "1", "--prompt-tokens", "32"]
+    command += ["--max-new-tokens", "24", "--out"]
+    assert main([*command, str(out), "--policy", "off"]) == 0
+    [record] = json.loads(out.read_text())
+    whole = record["conversations"][1]["value"]
+    stop = whole[len(whole) // 2 :][:3]
+    cut = tmp_path / "cut.json"
+    assert main([*command, str(cut), "--stop", stop, "--drafter", "prompt_lookup", "--policy", "acceptance"]) == 0
+    [record] = json.loads(cut.read_text())
+    assert record["conversations"][1]["value"] == whole[: whole.index(stop)] != whole
+    assert len(set(policies)) == len(policies) == 2
+
+
+def test_another_runs_stop_strings_are_another_run(tiny_engine: Engine, tmp_path: Path) -> None:
+    engine = tiny_engine.with_drafter("none")
+    with pytest.MonkeyPatch.context() as patch:
+        killed_after(1, engine, patch)
+        with pytest.raises(Killed):
+            made(engine, tmp_path / "out.json")
+    with pytest.raises(ConfigError, match=r"of a run with stop None, this one has \['x'\]"):
+        distill(
+            engine, PROMPTS, tmp_path / "out.json", max_new_tokens=6, sampling=SAMPLED, stop="x", run={"model": "tiny"}
+        )
 
 
 @pytest.fixture

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from specdec.config import override
+from specdec.conversations import vicuna
 from specdec.errors import ConfigError
 from specdec.pretrained import embedded_model
-from training.data import Sample, Skips, TextConfig, read_samples, trained_tokens, vicuna
+from training.config import TrainConfig
+from training.data import Sample, Skips, TextConfig, read_samples, trained_tokens
 from training.packing import pack
 
 
@@ -231,9 +234,6 @@ class TestPacking:
 
 
 def test_settings_are_read_as_their_options_mean_them() -> None:
-    from training.cli import _set
-
-    values: dict[str, Any] = {"loop": {"steps": 3}}
-    for setting in ("loop.lr=3e-4", "loop.precision=no", "loop.wandb=off", "out=runs/x"):
-        _set(values, setting)
+    settings = ("loop.lr=3e-4", "loop.precision=no", "loop.wandb=off", "out=runs/x")
+    values = override({"loop": {"steps": 3}}, settings, TrainConfig)
     assert values == {"loop": {"steps": 3, "lr": 3e-4, "precision": "no", "wandb": "off"}, "out": "runs/x"}

@@ -30,12 +30,13 @@ from specdec.config import parse
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
+from specdec.text import load_tokenizer
 from tests.models import FAMILIES, prompt_of
 from training.acceptance import Tally, Written
 from training.card import command_line, write_card
 from training.cli import app, coloured
 from training.convert import convert
-from training.data import Sample, TextConfig, load_samples, load_tokenizer
+from training.data import Sample, TextConfig, load_samples
 from training.features import FrozenTarget
 from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss
 from training.log import read_log
@@ -265,7 +266,7 @@ def test_a_card_that_cannot_be_written_leaves_the_former_one(
     if broken == "write":
         monkeypatch.setattr(Path, "write_text", full)
     else:
-        monkeypatch.setattr("training.card.os.replace", refuse)
+        monkeypatch.setattr("pathlib.Path.replace", refuse)
     with pytest.raises(CheckpointError, match=r"cannot write the card in .*(No space|denied).*; the weights are there"):
         write_card(tmp_path, "later")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("README.md", "former")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import re
@@ -11,17 +12,16 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
-from specdec.lowering import choice
 
 import specdec
 from specdec import Chunk, Engine, Generation, SamplingParams, Step, cli, show
 from specdec.config import RunConfig
 from specdec.errors import ConfigError
-from specdec.options import RunOptions
+from specdec.lowering import choice
 from tests.unit.conftest import Install
 
 PROMPT = "import os\nimport sys\nimport os\nimport"
@@ -205,18 +205,17 @@ def test_the_prompt_may_come_from_a_file_or_stdin(run: Run, tmp_path: Path) -> N
 
 
 def test_every_run_option_is_on_the_command_line_and_its_help_tells_the_default() -> None:
-    there = {f.name for f in fields(RunOptions)}
-    assert {f.name for f in fields(RunConfig)} - {"sampling"} <= there
-    assert {f.name for f in fields(SamplingParams)} - {"typical_epsilon", "typical_delta"} <= there
-    hints = get_type_hints(RunOptions, include_extras=True)
-    run = RunConfig()
-    told = 0
-    for name, hint in hints.items():
-        default = re.search(r"\(default ([^ )]+)\)", hint.__metadata__[0].help)
+    parameters = inspect.signature(cli.generate).parameters
+    run, told = RunConfig(), 0
+    sampling = {f.name for f in fields(SamplingParams)} - {"typical_epsilon", "typical_delta"}
+    for name in {f.name for f in fields(RunConfig)} - {"sampling"} | sampling:
+        text = parameters[name].annotation.__metadata__[0].help
+        default = re.search(r"\(default ([^ )]+)\)", text)
         if default:
             told += 1
             assert default[1] == str(getattr(run, name) if hasattr(run, name) else getattr(run.sampling, name))
-    assert told >= 12
+    assert told == 14
+    assert {"config", "settings"} <= parameters.keys()
 
 
 # ------------------------------------------------------------------------------------------------------ a terminal
@@ -366,7 +365,7 @@ def test_warnings_of_others_stay_as_they_are(
         warnings.warn("of others", UserWarning, stacklevel=1)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("specdec.load.load", load)
+    monkeypatch.setattr("specdec.load.load_run", load)
     warnings.simplefilter("always")
     former = warnings.showwarning
     assert run("generate", PROMPT).err == "error: enough\n"
@@ -415,7 +414,7 @@ def test_one_file_and_one_entry_point_make_a_drafter(run: Run, install: Install)
     assert shouted["token_ids"] == plain["token_ids"]
     assert shouted["drafter"] == "shout"
     assert shouted["stats"]["rows_per_step"] < 3  # its guesses fail, so it is seldom asked ...
-    options += ["--drafter", "shout", "--set", "shout.times=4", "--budget", "off"]
+    options += ["--drafter", "shout", "--set", "shout.times=4", "--policy", "off"]
     assert json.loads(run("generate", PROMPT, *options).out)["stats"]["rows_per_step"] > 4  # ... unless one insists
     listed = run("drafters").out
     assert re.search(r"^shout  Proposes the last token, over and over\.\n +times +3 +how often", listed, re.M)

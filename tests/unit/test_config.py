@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec.cli import main
-from specdec.config import RunConfig, load_yaml, override, parse, resolve
+from specdec.config import RunConfig, load_yaml, override, parse
+from specdec.config import resolve as resolve_given
 from specdec.errors import ConfigError
+from specdec.options import Given
 from specdec.registry import parse_drafter
 
 ROOT = Path(__file__).parents[2]
 DRAFTER_FILES = sorted((ROOT / "configs" / "drafter").glob("*.yaml"))
 CORE = {"none", "jacobi", "lookahead", "prompt_lookup"}
+
+
+def resolve(file: Path | None = None, settings: Sequence[str] = (), options: dict[str, Any] | None = None) -> RunConfig:
+    return resolve_given(RunConfig, Given(file=file, settings=settings, values=options or {}))
 
 
 @pytest.fixture
@@ -51,15 +59,31 @@ def test_settings_win_over_the_file(file: Path) -> None:
     assert (run.max_new_tokens, run.stop) == (12, "z")
 
 
-def test_options_win_over_settings(file: Path) -> None:
-    settings = ["sampling.seed=4", "max_new_tokens=12", "sampling.top_k=5"]
-    run = resolve(file, settings, {"seed": 5, "max_new_tokens": 13, "stop": ["w"], "temperature": None})
+def test_options_win_over_the_file(file: Path) -> None:
+    run = resolve(file, ["sampling.top_k=5"], {"sampling": {"seed": 5}, "max_new_tokens": 13, "stop": ["w"]})
     assert (run.sampling.seed, run.sampling.top_k, run.sampling.temperature) == (5, 5, 0.5)
     assert (run.max_new_tokens, run.stop) == (13, ["w"])
 
 
+def test_settings_have_the_last_word(file: Path) -> None:
+    run = resolve(file, ["sampling.seed=4", "max_new_tokens=12"], {"sampling": {"seed": 5}, "max_new_tokens": 13})
+    assert (run.sampling.seed, run.max_new_tokens) == (4, 12)
+
+
 def test_an_option_of_zero_is_an_option(file: Path) -> None:
-    assert resolve(file, [], {"seed": 0, "temperature": 0.0}).sampling.seed == 0
+    run = resolve(file, [], {"sampling": {"seed": 0, "temperature": 0.0}})
+    assert (run.sampling.seed, run.sampling.temperature) == (0, 0.0)
+
+
+def test_words_are_no_booleans(tmp_path: Path) -> None:
+    """As in YAML 1.2: a policy that is off is not False."""
+    path = tmp_path / "run.yaml"
+    path.write_text("policy: off\n")
+    assert resolve(path).policy == resolve(None, ["policy=off"]).policy == "off"
+    with pytest.raises(ConfigError, match=r"pool_from_prompt is 'no', of type str; it must be of type bool"):
+        parse_drafter(resolve(None, ["lookahead.pool_from_prompt=no"], {"drafter": "lookahead"}).drafter)
+    _, config = parse_drafter(resolve(None, ["lookahead.verify=False"], {"drafter": "lookahead"}).drafter)
+    assert config.verify is False
 
 
 def test_the_same_drafter_keeps_its_options(file: Path) -> None:
@@ -70,8 +94,9 @@ def test_the_same_drafter_keeps_its_options(file: Path) -> None:
 def test_another_drafter_drops_the_options_of_the_former(file: Path) -> None:
     assert resolve(file, ["jacobi.guesses=2"], {"drafter": "jacobi"}).drafter == {"name": "jacobi", "guesses": 2}
     assert resolve(file, ["drafter=jacobi", "jacobi.guesses=3"]).drafter == {"name": "jacobi", "guesses": 3}
-    assert resolve(file, ["drafter.name=jacobi"]).drafter == "jacobi"
-    assert resolve(file, ["drafter=jacobi", "jacobi.guesses=3"], {"drafter": "none"}).drafter == "none"
+    assert resolve(file, ["drafter=jacobi", "jacobi.guesses=3"], {"drafter": "none"}).drafter == {
+        "name": "jacobi", "guesses": 3,
+    }  # fmt: skip
 
 
 def test_a_drafter_may_be_a_bare_name(tmp_path: Path) -> None:
@@ -86,7 +111,7 @@ def test_a_drafter_may_be_a_bare_name(tmp_path: Path) -> None:
         (["window"], "--set takes KEY=VALUE, such as lookahead.window=15; got 'window'"),
         (["=3"], "--set takes KEY=VALUE, such as lookahead.window=15; got '=3'"),
         (["lookahead.window=[1"], "--set 'lookahead.window=[1': the value is no YAML: line 1, column 3"),
-        (["jacobi.guesses=2"], "is for 'jacobi', but the drafter is 'lookahead': write lookahead.guesses or"),
+        (["jacobi.guesses=2"], "is for 'jacobi', but the drafter is 'lookahead': write that or sampling, or"),
         (["max_new_token=3"], "unknown option of run 'max_new_token'; did you mean 'max_new_tokens'?"),
         (["sampling.temprature=1"], "unknown option of sampling 'temprature'; did you mean 'temperature'?"),
         (["sampling=3", "sampling.seed=3"], "sampling is 3, of type int; it must be a mapping of options"),
@@ -99,6 +124,8 @@ def test_a_drafter_may_be_a_bare_name(tmp_path: Path) -> None:
         (["sampling.temperature=-1"], "temperature is -1; it must be a finite number >= 0"),
         (["threads=0"], "threads is 0; it must be at least 1"),
         (["dtype=flot32"], "unknown dtype 'flot32'; did you mean 'float32'?"),
+        (["execution=compiled"], "unknown execution 'compiled'; known: auto, fused, native, transformers"),
+        (["policy=credits"], "'credits' is unknown; choose"),
         (["attention=fast"], "attention='fast' is unknown; choose one of auto, sdpa, split"),
         (["device=cpu", "device_map=auto"], "device is 'cpu' and device_map 'auto'; give only one of them"),
     ],
@@ -111,7 +138,7 @@ def test_bad_settings(file: Path, settings: list[str], message: str) -> None:
 
 def test_override_leaves_its_argument_alone() -> None:
     values = {"drafter": {"name": "lookahead"}, "sampling": {"seed": 1}}
-    changed = override(values, ["lookahead.window=3", "sampling.seed=2", "drafter.ngram=4"])
+    changed = override(values, ["lookahead.window=3", "sampling.seed=2", "drafter.ngram=4"], RunConfig)
     assert changed == {"drafter": {"name": "lookahead", "window": 3, "ngram": 4}, "sampling": {"seed": 2}}
     assert values == {"drafter": {"name": "lookahead"}, "sampling": {"seed": 1}}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.download import download_spec_bench, spec_bench_path
-from specdec.bench.questions import find_questions
+from specdec.bench.download import download_spec_bench
+from specdec.bench.questions import find_questions, spec_bench_path
 from specdec.errors import ConfigError
 
 GROUPS = ("writing", "translation", "summarization", "qa", "math_reasoning", "rag")

@@ -210,14 +210,19 @@ def test_broken_files_are_refused(target: TransformersTarget, tmp_path: Path) ->
         MedusaHeads.from_pretrained(tmp_path)
 
 
-def test_heads_that_cannot_be_written_leave_the_former_ones(target: TransformersTarget, tmp_path: Path) -> None:
+def test_heads_that_cannot_be_written_leave_the_former_ones(
+    target: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
     random_heads(target, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    (tmp_path / "config.json.partial").mkdir()  # in the way of the second file
+    monkeypatch.setattr(Path, "write_text", full)  # the second file
     with pytest.raises(CheckpointError, match=r"cannot write the heads to .*what stood there before is unchanged"):
         random_heads(target, tmp_path, seed=1)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-    (tmp_path / "file").write_text("")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot write the heads"):
         random_heads(target, tmp_path / "file" / "heads")
 

@@ -1,0 +1,92 @@
+"""Conversations: ShareGPT records as people have them, and Vicuna's way of writing them down.
+
+A record is ``{"conversations": [{"from": "human", "value": ...}, ...]}``, or has ``messages`` with ``role`` and
+``content``; a file holds a JSON list of them, or one a line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import ConfigError
+from specdec.files import read_text
+
+__all__ = ["VICUNA", "Turn", "read_records", "turns_of", "vicuna"]
+
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+"""The opening that the Vicuna models were tuned with."""
+
+Turn = tuple[Any, Any]
+"""Who speaks (``user``, ``assistant``, ``system``, or what stands in the file) and what, as it stands there."""
+
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
+    "system": "system",
+}
+
+
+def read_records(path: Path, skipped: Counter[str] | None = None) -> list[Any]:
+    """The values of a JSON list, or of JSON lines, whatever the file's suffix.
+
+    Args:
+        path: the file.
+        skipped: counts lines that are no JSON; None refuses them.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no JSON.
+    """
+    text = read_text(path, "the data file", "give UTF-8 text or JSON")
+    try:
+        whole = json.loads(text)
+    except ValueError as error:
+        lines = [line for line in text.split("\n") if line.strip()]
+        if not lines or lines[0].lstrip().startswith("["):
+            raise _no_json(path, error) from error
+    else:
+        return whole if isinstance(whole, list) else [whole]
+    records: list[Any] = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if skipped is None:
+                raise _no_json(path, error) from error
+            skipped["a line that is no JSON"] += 1
+    return records
+
+
+def _no_json(path: Path, error: ValueError) -> ConfigError:
+    return ConfigError(
+        f"the data file {str(path)!r} is no JSON: {error}; it must hold a list of conversations, or one a line"
+    )
+
+
+def turns_of(record: Any) -> list[Turn] | None:
+    """The turns of a record; None where it is no conversation."""
+    turns = record.get("conversations", record.get("messages")) if isinstance(record, Mapping) else None
+    if not isinstance(turns, list):
+        return None
+    named = [turn if isinstance(turn, Mapping) else {} for turn in turns]
+    speakers = [turn.get("from", turn.get("role")) for turn in named]
+    texts = [turn.get("value", turn.get("content")) for turn in named]
+    return [(_ROLES.get(str(who).lower(), who), text) for who, text in zip(speakers, texts, strict=True)]
+
+
+def vicuna(messages: Sequence[Mapping[str, str]], eos: str) -> str:
+    """Vicuna's version 1.1 prompt: ``system USER: question ASSISTANT: answer</s>USER: ...``."""
+    system, rest = VICUNA, list(messages)
+    if rest and rest[0]["role"] == "system":
+        system = rest.pop(0)["content"]
+    parts = [system + " "]
+    for message in rest:
+        content = message["content"]
+        parts.append(f"USER: {content} " if message["role"] == "user" else f"ASSISTANT: {content}{eos}")
+    return "".join(parts)

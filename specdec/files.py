@@ -1,0 +1,73 @@
+"""Files: read as text, replaced whole or not at all, and the folder for what can be made anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from specdec.errors import ConfigError
+
+__all__ = ["cache_folder", "read_text", "replacing", "write_json", "write_text"]
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what can be made anew, a folder of specdec's own in it."""
+    return platformdirs.user_cache_path("specdec")
+
+
+def read_text(path: Path, what: str, remedy: str) -> str:
+    """A file's text.
+
+    Raises:
+        ConfigError: there is none, or it is not UTF-8; the message names ``what`` it should be, and the remedy.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {what} {str(path)!r}: {error}; {remedy}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place beside ``path`` for a file or a folder, which stands at ``path`` once the block has ended well.
+
+    A reader finds the old one or the new one. Where writing or moving fails, the old one is as it was and nothing
+    else is left.
+
+    Raises:
+        OSError: no room, or no permission.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The suffix stays, as some writers go by it.
+    new, old = (path.with_name(f".{path.stem}.{os.getpid()}.{kind}{path.suffix}") for kind in ("new", "old"))
+    try:
+        yield new
+        if new.is_dir() and path.exists():  # a folder is no file that a move could replace
+            path.rename(old)
+        new.replace(path)
+    finally:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        for left in (new, old):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by a text; OSError as ``replacing``."""
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by a value as JSON; OSError as ``replacing``."""
+    write_text(path, json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,103 @@
+"""Sampling parameters: how tokens are chosen, checked; without torch, so that a command line can read them at once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from specdec.errors import ConfigError
+from specdec.options import option
+
+__all__ = ["ACCEPTANCES", "SamplingParams"]
+
+ACCEPTANCES = ("auto", "match", "reject", "typical")
+
+_KINDS: Mapping[type, type] = {float: Real, int: Integral, bool: bool, str: str}  # what may be given for each
+# Option -> its type, what else must hold, and both in words.
+_RULES: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (float, lambda x: math.isfinite(x) and x >= 0, "a finite number >= 0, where 0 is greedy"),
+    "top_k": (int, lambda x: x >= 0, "an integer >= 0, where 0 is off"),
+    "top_p": (float, lambda x: 0 < x <= 1, "a number in (0, 1], where 1 is off"),
+    "min_p": (float, lambda x: 0 <= x < 1, "a number in [0, 1), where 0 is off"),
+    "repetition_penalty": (float, lambda x: 0 < x < math.inf, "a finite number > 0, where 1 is off"),
+    "seed": (int, lambda x: True, "an integer, such as 0"),
+    "acceptance": (str, lambda x: x in ACCEPTANCES, f"one of {', '.join(ACCEPTANCES)}"),
+    "allow_lossy": (bool, lambda x: True, "True or False"),
+    "typical_epsilon": (float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+    "typical_delta": (float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+}
+_option = functools.partial(option, panel="Sampling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: 0 is greedy decoding.
+        top_k, top_p, min_p: as transformers' warpers, in that order after the temperature; 0, 1 and 0 are off.
+        repetition_penalty: as transformers'; 1 is off. It also acts on greedy decoding.
+        seed: of the noise; the same seed gives the same text under every drafter (``match``).
+        acceptance: ``match`` draws from the target and descends where a draft agrees; ``reject`` is speculative
+            sampling for drafts drawn from a distribution; ``auto`` takes ``reject`` for such drafts when sampling, else
+            ``match``. All are lossless. ``typical`` (Medusa) is not, and needs ``allow_lossy``.
+        allow_lossy: permit an acceptance that changes the output distribution; results then say so.
+        typical_epsilon, typical_delta: thresholds of ``typical``.
+
+    Raises:
+        ConfigError: a value out of its range, or of another type.
+    """
+
+    temperature: float = _option(0.0, "0 is greedy.")
+    top_k: int = _option(0, "0 is off.")
+    top_p: float = _option(1.0, "1 is off.")
+    min_p: float = _option(0.0, "0 is off.")
+    repetition_penalty: float = _option(1.0, "1 is off.")
+    seed: int = _option(0, "Of the sampling noise.")
+    acceptance: str = _option("auto", "auto, match, reject or typical.")
+    allow_lossy: bool = _option(False, "Permit an acceptance that changes the text.")
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name, (kind, good, rule) in _RULES.items():
+            value = getattr(self, name)
+            # To Python, True is the number 1; and a number may be numpy's, which transformers' warpers do not take.
+            fits = isinstance(value, _KINDS[kind]) and (kind is bool or not isinstance(value, bool))
+            if not fits or not good(value):
+                shown = f"{value!r}" if fits else f"{value!r}, of type {type(value).__name__}"
+                raise ConfigError(f"{name} is {shown}; it must be {rule}")
+            object.__setattr__(self, name, kind(value))
+        if self.acceptance == "typical" and not self.allow_lossy:
+            raise ConfigError(
+                "acceptance='typical' changes the output distribution; pass allow_lossy=True if you want that"
+            )
+        if self.acceptance == "typical" and self.temperature == 0:
+            raise ConfigError("acceptance='typical' compares probabilities and needs temperature > 0; it is 0")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the output may differ in distribution from plain decoding."""
+        return self.acceptance == "typical"
+
+    def processors(self) -> Any:
+        """Transformers' own processors, in the order in which its ``generate`` applies them."""
+        import transformers as hf  # not at the top: it takes seconds
+
+        chain = hf.LogitsProcessorList()
+        if self.repetition_penalty != 1:
+            chain.append(hf.RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.temperature > 0:
+            if self.temperature != 1:
+                chain.append(hf.TemperatureLogitsWarper(self.temperature))
+            if self.top_k:
+                chain.append(hf.TopKLogitsWarper(self.top_k))
+            if self.top_p < 1:
+                chain.append(hf.TopPLogitsWarper(self.top_p))
+            if self.min_p > 0:
+                chain.append(hf.MinPLogitsWarper(self.min_p))
+        return chain

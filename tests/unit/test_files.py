@@ -1,0 +1,98 @@
+"""Files are replaced whole or not at all, whatever writes them, and nothing is left beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specdec import files
+from specdec.errors import ConfigError
+from specdec.files import cache_folder, read_text, replacing, write_json, write_text
+
+
+def content(place: Path) -> dict[str, str]:
+    return {str(path.relative_to(place)): path.read_text() for path in sorted(place.rglob("*")) if path.is_file()}
+
+
+def write_folder(path: Path, text: str) -> None:
+    with replacing(path) as new:
+        new.mkdir()
+        (new / "a.txt").write_text(text)
+
+
+def write_bytes(path: Path, text: str) -> None:
+    with replacing(path) as new:
+        assert new.suffix == path.suffix  # writers such as matplotlib go by it
+        new.write_bytes(text.encode())
+
+
+WRITERS = pytest.mark.parametrize("write", [write_text, write_json, write_bytes, write_folder])
+
+
+@WRITERS
+def test_the_new_one_takes_the_old_ones_place(write: Callable[[Path, str], None], tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "thing.txt"
+    write(path, "first")
+    first = content(tmp_path)
+    write(path, "second")
+    assert content(tmp_path) == {name: text.replace("first", "second") for name, text in first.items()}
+    assert len(first) == 1
+
+
+@WRITERS
+@pytest.mark.parametrize("there", [True, False])
+def test_a_move_that_fails_leaves_the_old_one_alone(
+    write: Callable[[Path, str], None], there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "thing.txt"
+    if there:
+        write(path, "first")
+    before = content(tmp_path)
+
+    def stuck(path: Path, target: Path) -> Path:
+        raise OSError("device busy")
+
+    monkeypatch.setattr(Path, "replace", stuck)
+    with pytest.raises(OSError, match="device busy"):
+        write(path, "second")
+    assert content(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thing.txt"] * there
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_write_that_fails_leaves_nothing(folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "thing.txt"
+    (write_folder if folder else write_text)(path, "first")
+    before = content(tmp_path)
+
+    def interrupted() -> None:
+        with replacing(path) as new:
+            if folder:
+                new.mkdir()
+            ((new / "half") if folder else new).write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert content(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["thing.txt"]
+
+
+def test_json_is_json(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"a": [1, None]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": [1, None]}
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    for path in (tmp_path / "none", tmp_path / "latin", tmp_path):
+        with pytest.raises(ConfigError, match=f"cannot read the thing '{path}': .*; give another"):
+            read_text(path, "the thing", "give another")
+
+
+def test_the_cache_is_where_the_platform_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    assert cache_folder() == tmp_path / "specdec"
