@@ -69,7 +69,7 @@ class Ours:
     """A drafter in our engine."""
 
     def __init__(self, engine: Engine, drafter: Any, sampling: SamplingParams, new: int, rows: str = "off") -> None:
-        self.engine, self.sampling, self.new = engine.with_drafter(drafter, budget=rows), sampling, new
+        self.engine, self.sampling, self.new = engine.with_drafter(drafter, policy=rows), sampling, new
 
     def __call__(self, prompt: list[int], result: Result) -> list[int]:
         out = self.engine.generate(prompt, self.new, self.sampling)
@@ -209,7 +209,7 @@ def systems_of(args: argparse.Namespace, engine: Engine, sampling: SamplingParam
     }
     systems: dict[str, Any] = {
         name: Ours(
-            engine, given.get(name, name), sampling, args.max_new_tokens, "off" if name == "none" else args.budget
+            engine, given.get(name, name), sampling, args.max_new_tokens, "off" if name == "none" else args.policy
         )
         for name in names
     }
@@ -238,7 +238,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--optimize", choices=("auto", "off"), default="auto", help="off: transformers' own layers")
     parser.add_argument("--drafters", default=",".join(DEFAULT_DRAFTERS), help="the first one is the reference")
-    parser.add_argument("--budget", default="credit", help="of our drafters: credit, auto, a cost file or off")
+    parser.add_argument("--policy", default="acceptance", help="of our drafters: acceptance, cost, a cost file or off")
     parser.add_argument("--datastore", help="for rest; see `specdec datastore build`")
     parser.add_argument("--heads", help="for medusa; a folder that training wrote, instead of the shipped ones")
     parser.add_argument("--prompts", type=int, default=6)

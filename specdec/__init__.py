@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec.draft import Draft, DraftBuilder
-    from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
+    from specdec.drafter import Context, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
     from specdec.engine import Engine
     from specdec.errors import SpecdecError, SpecdecWarning
     from specdec.integrations.transformers import custom_generate
@@ -22,6 +22,7 @@ __all__ = [
     "DraftSession",
     "Drafter",
     "DrafterBase",
+    "DrafterWrapper",
     "Engine",
     "Generation",
     "Observation",
@@ -39,7 +40,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "draft": ("Draft", "DraftBuilder"),
-    "drafter": ("Context", "DraftSession", "Drafter", "DrafterBase", "Observation"),
+    "drafter": ("Context", "DraftSession", "Drafter", "DrafterBase", "DrafterWrapper", "Observation"),
     "engine": ("Engine",),
     "errors": ("SpecdecError", "SpecdecWarning"),
     "integrations.transformers": ("custom_generate",),

@@ -288,13 +288,13 @@ def demo(
     sampling = SamplingParams(temperature=temperature)
     config = RunConfig(max_new_tokens=max_new_tokens, threads=threads, sampling=sampling)
     chosen = [name.strip() for name in names.split(",") if name.strip()]
-    race = Race(load(config), chosen, max_new_tokens=max_new_tokens, sampling=sampling)
+    engine = load(config)
     console, errors = _stdout(), _stderr()
+    with errors.status("Measuring what rows cost on this machine"):
+        race = Race(engine, chosen, max_new_tokens=max_new_tokens, sampling=sampling)
     painter = show.StepPainter(console)
     painter.write(f"{PROMPT}\n", "dim")
     for name in race.engines:
-        with errors.status("Measuring what a step costs on this machine"):
-            race.prepare(name)
         painter.write(f"\n--- {name} ---\n", "bold")
         race.show(name, painter)
         painter.write("\n")

@@ -16,9 +16,9 @@ import dacite
 import yaml
 
 from specdec.attention import check_backend
-from specdec.budget import check_budget
 from specdec.errors import ConfigError, unknown
 from specdec.lowering import check_optimize
+from specdec.policy import check_policy
 from specdec.sampling import SamplingParams
 
 __all__ = ["DTYPES", "RunConfig", "load_yaml", "override", "parse", "read_value", "resolve"]
@@ -42,7 +42,7 @@ class RunConfig:
         attention: ``auto``, ``sdpa`` or ``split``.
         optimize: ``auto`` lowers the layers that specdec knows; ``off`` runs transformers' own.
         compile: steps as compiled graphs of static shapes; for GPUs, on a CPU it loses.
-        budget: ``credit`` (a drafter that keeps failing rests), ``auto`` (only rows that pay here, none where
+        policy: ``acceptance`` (a drafter that keeps failing rests), ``cost`` (only rows that pay here, none where
             speculation loses), a cost file, or ``off``; see Engine.
         threads: CPU threads of torch; None is torch's own choice, but one for ``tiny``, which is too small to gain from
             more and loses a lot where other work keeps the cores busy.
@@ -62,7 +62,7 @@ class RunConfig:
     attention: str = "auto"
     optimize: str = "auto"
     compile: bool = False
-    budget: str = "credit"
+    policy: str = "acceptance"
     threads: int | None = None
     max_new_tokens: int = 128
     stop: str | list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class RunConfig:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
         check_optimize(self.optimize)
-        check_budget(self.budget)
+        check_policy(self.policy)
 
 
 def resolve(

@@ -31,7 +31,7 @@ def load(run: RunConfig) -> Engine:
         raise ConfigError(
             f"device {run.device!r} cannot be used: {reason}; leave it out, or name one of here"
         ) from error
-    with Console(stderr=True).status(f"Loading {run.model}"):
+    with Console(stderr=True).status(f"Loading {run.model}") as status:
         return Engine.from_pretrained(
             run.model,
             run.drafter,
@@ -41,5 +41,6 @@ def load(run: RunConfig) -> Engine:
             attention=run.attention,
             optimize=run.optimize,
             compile=run.compile,
-            budget=run.budget,
+            policy=run.policy,
+            progress=lambda share: status.update(f"Measuring what rows cost on this machine, {share:.0%}"),
         )

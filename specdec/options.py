@@ -57,12 +57,12 @@ class RunOptions:
         bool | None,
         typer.Option("--compile", help="Run steps as compiled graphs (for GPUs).", rich_help_panel=_MODEL),
     ] = None
-    budget: Annotated[
+    policy: Annotated[
         str | None,
         typer.Option(
-            metavar="credit|auto|FILE|off",
-            help="credit: a drafter that keeps failing rests; auto: only rows that pay on this machine; FILE: by a "
-            "file of `specdec tune` (default credit).",
+            metavar="acceptance|cost|FILE|off",
+            help="acceptance: a drafter that keeps failing rests; cost: only rows that pay on this machine; FILE: by a "
+            "file of `specdec tune` (default acceptance).",
             rich_help_panel=_MODEL,
         ),
     ] = None

@@ -77,11 +77,11 @@ class PlanOptions:
     optimize: Annotated[
         str | None, typer.Option(help="auto, or off: transformers' own layers (default auto).", rich_help_panel=_MODEL)
     ] = None
-    budget: Annotated[
+    policy: Annotated[
         str | None,
         typer.Option(
-            metavar="credit|auto|FILE|off",
-            help="What bounds drafters' rows, see `specdec generate` (default credit).",
+            metavar="acceptance|cost|FILE|off",
+            help="What bounds drafters' rows, see `specdec generate` (default acceptance).",
             rich_help_panel=_MODEL,
         ),
     ] = None

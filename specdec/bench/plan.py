@@ -11,10 +11,10 @@ import yaml
 
 from specdec.attention import check_backend
 from specdec.bench.questions import FORMATS
-from specdec.budget import check_budget
 from specdec.config import DTYPES, load_yaml, parse, read_value
 from specdec.errors import ConfigError, unknown
 from specdec.lowering import check_optimize
+from specdec.policy import check_policy
 from specdec.sampling import SamplingParams
 
 __all__ = ["ALL", "BASELINE", "Plan", "label_of", "resolve_plan"]
@@ -43,7 +43,7 @@ class Plan:
             every drafter, which the audit can check.
         format: how a turn becomes a prompt: ``auto``, ``plain``, ``chat`` or ``vicuna``.
         dtype, device, attention, optimize: of the model, see Engine.from_pretrained.
-        budget: of all drafters but plain decoding: ``credit``, ``off``, ``auto`` or a cost file, see Engine.
+        policy: of all drafters but plain decoding: ``acceptance``, ``off``, ``cost`` or a cost file, see Engine.
         threads: torch's CPU threads; None leaves them, but takes one for ``tiny``, as RunConfig does.
         persistent: keep each drafter object for the whole run instead of building it anew for every question.
 
@@ -68,7 +68,7 @@ class Plan:
     device: str | None = None
     attention: str = "auto"
     optimize: str = "auto"
-    budget: str = "credit"
+    policy: str = "acceptance"
     threads: int | None = None
     persistent: bool = False
 
@@ -83,7 +83,7 @@ class Plan:
             raise ConfigError(unknown("dtype", self.dtype, DTYPES))
         check_backend(self.attention)
         check_optimize(self.optimize)
-        check_budget(self.budget)
+        check_policy(self.policy)
         if ALL in self.drafters and len([spec for spec in self.drafters if not isinstance(spec, dict)]) > 1:
             raise ConfigError(f"drafters are {self.drafters}; {ALL!r} stands alone, or beside mappings with options")
         labels = [label_of(spec) for spec in [*self.drafters, *self.systems]]

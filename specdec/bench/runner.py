@@ -27,7 +27,7 @@ __all__ = ["Runner", "load_engine"]
 # Options that two parts of one run must share; the others may grow when a run goes on.
 _FIXED = (
     "max_new_tokens", "temperature", "seed", "acceptance", "allow_lossy", "format", "dtype", "device", "attention",
-    "optimize", "budget", "threads", "persistent",
+    "optimize", "policy", "threads", "persistent",
 )  # fmt: skip
 
 
