@@ -89,6 +89,7 @@ class Lookahead(DrafterBase):
 
     name = "lookahead"
     Config = LookaheadConfig
+    fixed_cost_rows = 1  # the pool, and the window's answers
 
     def start(self, context: Context) -> LookaheadSession:
         config = self.config

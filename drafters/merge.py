@@ -55,8 +55,8 @@ def check_options(name: str, parts: list[Any] | None, rows: int | None, memory: 
         raise ConfigError(f"{name}.parts is empty; name at least one drafter, or leave it out")
     if rows is not None and rows < 1:
         raise ConfigError(f"{name}.rows is {rows}; it must be at least 1")
-    if not 0 < memory < 1:
-        raise ConfigError(f"{name}.memory is {memory}; it must be in (0, 1)")
+    if not 0 <= memory < 1:
+        raise ConfigError(f"{name}.memory is {memory}; it must be in [0, 1)")
 
 
 class Bandit:
@@ -264,21 +264,20 @@ class MergedSession:
         return draft
 
     def observe(self, seen: Observation) -> None:
-        path = [] if seen.draft is None else [self._kept[row] for row in seen.path]
-        place = {row: depth for depth, row in enumerate(path)}
+        place = dict[int, int]()
+        if seen.draft is not None:  # rows beyond ours were appended where this is a part of another union
+            kept = self._kept
+            place = {kept[row]: depth for depth, row in enumerate(seen.path) if row < len(kept)}
         for part in self._parts:
-            if part.asked and path:
-                self._tell(part, seen, path, place)
+            if part.asked and place:
+                self._tell(part, seen, place)
             elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
                 shared = len(part.taps) < len(seen.taps)
                 own = replace(seen, taps={layer: seen.taps[layer] for layer in part.taps}) if shared else seen
                 part.session.observe(own)
 
-    def _tell(self, part: Part, seen: Observation, path: list[int], place: dict[int, int]) -> None:
-        """Judge a part that was asked by what became of its rows, and let it learn.
-
-        ``path``: the accepted rows of the tree; ``place``: their depths.
-        """
+    def _tell(self, part: Part, seen: Observation, place: dict[int, int]) -> None:
+        """Judge a part that was asked by what became of its rows, and let it learn; ``place`` as for ``judge``."""
         began = perf_counter()
         kept, prices = self._kept, self._prices
         part.judge(place, seen.tokens)
@@ -291,7 +290,7 @@ class MergedSession:
             part.bandit.judge(
                 prices,
                 self._length,
-                brought=sum(row in part.added for row in path),
+                brought=sum(row in part.added for row in place),
                 cost=price[len(kept)] - price[len(kept) - sum(row in part.added for row in kept)],
                 seconds=part.seconds + perf_counter() - began,
             )

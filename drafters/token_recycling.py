@@ -53,6 +53,7 @@ class TokenRecycling(DrafterBase):
 
     name = "token_recycling"
     Config = TokenRecyclingConfig
+    fixed_cost_rows = 1  # the best tokens of every row
 
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
         super().__init__(config)

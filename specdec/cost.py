@@ -141,10 +141,13 @@ class CostCurve:
 def roofline(device: torch.device | str) -> CostCurve:
     """What is supposed of a device where nothing was measured: a step reads the weights once, each row adds arithmetic.
 
-    Its seconds are plain steps. It knows the kind of device only, neither the machine nor the model.
+    An accelerator does both at once, so rows are free up to its balance; on a CPU the times add up. Seconds are plain
+    steps. It knows the kind of device only, neither the machine nor the model.
     """
-    balance = _BALANCE if torch.device(device).type == "cpu" else _BALANCE_ACCELERATOR
-    return CostCurve(machine={}, rows=(1, 1 + balance), lengths=(1,), seconds=((1.0, 2.0),))
+    if torch.device(device).type == "cpu":
+        return CostCurve(machine={}, rows=(1, 1 + _BALANCE), lengths=(1,), seconds=((1.0, 2.0),))
+    most = _BALANCE_ACCELERATOR
+    return CostCurve(machine={}, rows=(1, most, 2 * most), lengths=(1,), seconds=((1.0, 1.0, 2.0),))
 
 
 def describe(target: Target) -> dict[str, Any]:

@@ -107,8 +107,8 @@ class Drafter(Protocol):
             then told nothing.
         proposes: False where drafts are the root alone, so that nothing has to be known of what rows cost.
         plans_rows: sessions choose their rows by ``context.policy.prices``; others' room is bounded by the policy.
-        fixed_cost_rows: what drafting costs besides the rows that are verified, told in rows, by a rough guess; for
-            policies that read no clock.
+        fixed_cost_rows: what drafting costs besides the rows that are verified, in rows of a small model: a tenth of a
+            millisecond each. A rough guess, for policies that read no clock.
     """
 
     name: str

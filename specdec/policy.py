@@ -37,7 +37,8 @@ _UNTRIED = 0.98  # memory of rows that were not proposed
 _TRY = 9  # rows of a try
 
 _START, _MOST = 0.75, 3.0  # accepted tokens on the account: at first, and the most that a drafter can save up
-_TREE_ROWS = 1  # rows that drafting and verifying a tree are worth, besides those that are verified
+_ROW_SECONDS = 1e-4  # one of a drafter's fixed_cost_rows
+_TREE_ROWS = 1  # of them, for drafting and verifying any tree
 
 
 class RowPolicy(Protocol):
@@ -126,11 +127,10 @@ class Prices:
             self._priced = steps, [rate * (step - 1) for step in steps]
         return self._priced[1]
 
-    def drafting(self, seconds: float, rows: int, length: int) -> float:
-        """Tokens that drafting for ``seconds`` costs; without a clock, those that so many rows cost."""
-        if self._clock:
-            return self.rate * seconds / self._curve(length, 1)[0]
-        return self.price(length, 1 + rows)[1 + rows]
+    def drafting(self, seconds: float, fixed_rows: int, length: int) -> float:
+        """Tokens that drafting for ``seconds`` costs; without a clock, that a drafter with ``fixed_cost_rows`` costs."""
+        taken = seconds if self._clock else _ROW_SECONDS * fixed_rows
+        return self.rate * taken / self._curve(length, 1)[0]
 
     def keep(self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0) -> int:
         """How many of the rows to keep, best first, beside ``base`` rows that are there anyway.
@@ -169,24 +169,24 @@ class AcceptancePolicy:
 
     Args:
         curve: the target's.
-        fixed_rows: rows that asking the drafter is worth.
+        fixed_rows: the drafter's ``fixed_cost_rows``.
     """
 
     def __init__(self, curve: CostCurve, fixed_rows: int = 0) -> None:
         self.prices = Prices(curve, clock=False)
-        self._fixed = _TREE_ROWS + fixed_rows
+        self._fixed = _ROW_SECONDS * (_TREE_ROWS + fixed_rows) / curve.at(0, 1)[1]  # plain steps
         self._left = _START
         self._patience = Patience(1, 32)
 
     def room(self, limit: int, length: int) -> int:
         """Rows that the drafter can pay for: the root alone where that is none."""
-        steps = self.prices.steps(length, limit + self._fixed)
-        least = steps[2 + self._fixed] - 1
+        steps = self.prices.steps(length, limit)
+        least = steps[2] - 1 + self._fixed
         if self._left < least:
             if not self._patience.due():
                 return min(limit, 1)
             self._left = least
-        return min(limit, max(bisect_right(steps, 1 + self._left) - 1 - self._fixed, 2))
+        return min(limit, max(bisect_right(steps, 1 + self._left - self._fixed) - 1, 2))
 
     def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
         """As :meth:`RowPolicy.learn`; a drafter that had nothing to say is not judged."""
@@ -194,7 +194,7 @@ class AcceptancePolicy:
         self.prices.learn(rows, len(path), length, 0.0, 0.0)
         if rows == 1:
             return
-        spent = self.prices.steps(length, rows + self._fixed)[rows + self._fixed] - 1
+        spent = self.prices.steps(length, rows)[rows] - 1 + self._fixed
         self._left = min(self._left + len(path) - 1 - spent, _MOST)
         if self._left >= _START:
             self._patience.paid()
