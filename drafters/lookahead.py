@@ -15,20 +15,25 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from specdec.cost import CostCurve
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
-from specdec.target import Target
 
-__all__ = ["Lookahead", "LookaheadConfig", "NgramPool", "Window", "sizes_for"]
+__all__ = ["Lookahead", "LookaheadConfig", "NgramPool", "Window", "rows_of", "sizes_for", "tokens_of"]
+
+SIZES = ((1, 4, 1), (5, 4, 5), (7, 5, 7), (10, 5, 10), (15, 5, 15))
+"""(W, N, G) to choose from: no window, a small one, and the paper's (its table 4) for 34 B, 13 B and 7 B models."""
+
+_ACCEPTED, _STEPS = 0.425, 3.106  # the scaling law's alpha and f, fitted in the paper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadConfig:
-    """Options. A size left at None fits the machine, see :func:`sizes_for`.
+    """Options. Sizes left at None follow from what rows cost, see :func:`sizes_for`.
 
     Attributes:
-        window: W, columns of the window. A step has up to 1 + (W-1) + W(N-2) + G(N-1) rows.
+        window: W, columns of the window; for the rows of a step see :func:`rows_of`.
         ngram: N, length of an n-gram, its key included; proposals are N - 1 tokens long. 2 is Jacobi decoding.
         guesses: G, n-grams kept per first token and proposed in a step.
         pool_from_prompt: fill the pool from the prompt, and from the text as it comes.
@@ -53,18 +58,30 @@ class LookaheadConfig:
             raise ConfigError(f"lookahead.verify_window is {self.verify_window!r}; it must be all, column or none")
 
 
-def sizes_for(target: Target) -> tuple[int, int, int]:
-    """(W, N, G) that pay on the target's device.
+def rows_of(window: int, ngram: int, guesses: int) -> int:
+    """Rows of a step, the root included, with a full window and as many guesses as there may be."""
+    return 1 + (window - 1) + window * (ngram - 2) + guesses * (ngram - 1)
 
-    On an accelerator the paper's (its table 4, an A100): the window shrinks as the model grows, and tells a 7 B, 13 B
-    and 34 B model by their widths. On a CPU a row costs too much for a window: on the embedded model the prompt's and
-    the text's n-grams carry most of the gain. Of eight sizes tried there, by tokens per step and a fitted cost of rows,
-    this one is within 2% of the best both greedily and at T = 0.8.
+
+def tokens_of(window: int, ngram: int, guesses: int) -> float:
+    """Tokens per step that the paper's scaling law expects (its section 4, with the constants that it fits).
+
+    ``g`` guessed tokens in ``b`` places give ``(g + 1) - sum((1 - a^i)^b)`` where a guess succeeds, one step in ``f``.
     """
-    if target.device.type == "cpu":
-        return 1, 4, 1
-    size = 15 if target.hidden_size <= 4096 else 10 if target.hidden_size <= 5120 else 7
-    return size, 5, size
+    b = min(window, guesses)
+    length = ngram - sum((1 - _ACCEPTED**i) ** b for i in range(1, ngram))
+    return (_STEPS - 1 + length) / _STEPS
+
+
+def sizes_for(costs: CostCurve, length: int, most: int) -> tuple[int, int, int]:
+    """(W, N, G) of :data:`SIZES` with the most expected tokens per second, of at most ``most`` rows.
+
+    Where rows are free these are the paper's for a 7 B model on an A100; where they are dear, no window at all: then
+    the n-grams of the prompt and of the text carry the gain, which the law leaves out.
+    """
+    steps = costs.steps(length, max(rows_of(*sizes) for sizes in SIZES))
+    fitting = [sizes for sizes in SIZES if rows_of(*sizes) <= most] or [SIZES[0]]
+    return max(fitting, key=lambda sizes: tokens_of(*sizes) / steps[rows_of(*sizes)])
 
 
 class Lookahead(DrafterBase):
@@ -72,10 +89,11 @@ class Lookahead(DrafterBase):
 
     name = "lookahead"
     Config = LookaheadConfig
+    fixed_cost_rows = 1  # the pool, and the window's answers
 
     def start(self, context: Context) -> LookaheadSession:
         config = self.config
-        window, ngram, guesses = sizes_for(context.target)
+        window, ngram, guesses = sizes_for(context.costs, context.prompt_length, context.max_rows)
         return LookaheadSession(
             config,
             context,

@@ -30,7 +30,7 @@ __all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "embedded_he
 
 TREES = {
     "chain": "0 00 000 0000 00000",
-    # For a CPU, where every row costs; `specdec tree-search --nodes 7` for the embedded model's heads.
+    # For where every row costs; `specdec tree-search --nodes 7` for the embedded model's heads.
     "small": "0 1 00 2 000 01 3",
     # The authors' tree for Vicuna 7B with five heads: 63 nodes, 42 leaves, depth 4.
     "mc_sim_7b_63": (
@@ -51,7 +51,8 @@ class MedusaConfig:
         heads: folder of trained heads, ours or published ones; None is the one in this package, which fits the embedded
             model.
         tree: a name in ``TREES``, a ``.yaml`` file (of ``specdec tree-search``, or with a list), or rank paths such as
-            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None fits device and heads.
+            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None takes the authors' tree, as
+            many of its rows as pay.
         check_target: refuse a model that is not the one the heads were trained for.
     """
 
@@ -152,8 +153,9 @@ class Medusa(DrafterBase):
     name = "medusa"
     Config = MedusaConfig
     taps = frozenset({FINAL})
+    fixed_cost_rows = 2  # the heads' own products, and the output matrix once more
 
-    def __init__(self, config: MedusaConfig, heads: MedusaHeads, *, cpu: bool = True) -> None:
+    def __init__(self, config: MedusaConfig, heads: MedusaHeads) -> None:
         super().__init__(config)
         own = heads.config
         weights = {name: weight.detach() for name, weight in heads.named_parameters()}
@@ -168,7 +170,7 @@ class Medusa(DrafterBase):
         ]
         self._matrices = [weights[f"{head}.{own.layers}.weight"] for head in numbers] if own.own_head else None
         if config.tree is None:
-            paths = [path for path in preset("small" if cpu else "mc_sim_7b_63") if len(path) <= own.heads]
+            paths = [path for path in preset("mc_sim_7b_63") if len(path) <= own.heads]
         else:
             paths = paths_of(config.tree)
         check_tree(paths, heads=own.heads, ranks=own.vocab_size)
@@ -188,7 +190,7 @@ class Medusa(DrafterBase):
         check_fit(heads.config, target, check_target=config.check_target)
         lm_head = getattr(target, "lm_head", None)
         device = target.device if lm_head is None else lm_head.weight.device
-        return cls(config, heads.to(device, target.dtype), cpu=device.type == "cpu")
+        return cls(config, heads.to(device, target.dtype))
 
     def start(self, context: Context) -> MedusaSession:
         return MedusaSession(self, context)
@@ -245,20 +247,22 @@ def check_fit(config: HeadsConfig, target: Target, *, check_target: bool = True)
 
 class MedusaSession:
     def __init__(self, drafter: Medusa, context: Context) -> None:
-        self._drafter, self._context = drafter, context
+        self._drafter, self._context, self._nodes = drafter, context, drafter.nodes
+        if drafter.config.tree is None:
+            self._nodes = drafter.nodes[: context.costs.tree_rows(context.prompt_length, len(drafter.nodes))]
         self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
 
     def propose(self, room: int) -> Draft:
         """The tree, less what is deeper than the text may get or does not fit."""
-        context, nodes = self._context, self._drafter.nodes
+        context = self._context
         deepest = context.remaining - 1
         tokens, parents = [context.root], [-1]
         if self._seen is None or room < 2 or deepest < 1:
             return Draft(tokens, parents)
         guesses = self._drafter.guesses(self._seen[self._last : self._last + 1], context.target.head)
         rows = [0]
-        for node in nodes:
+        for node in self._nodes:
             if len(tokens) == room:
                 break
             rows.append(len(tokens))

@@ -20,7 +20,8 @@ class Plain(DrafterBase):
 
     name = "none"
     Config = PlainConfig
-    learns = False
+    needs_observe = False
+    proposes = False
 
     def start(self, context: Context) -> PlainSession:
         return PlainSession(context)

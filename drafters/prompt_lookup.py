@@ -55,7 +55,7 @@ class PromptLookup(DrafterBase):
 
     name = "prompt_lookup"
     Config = PromptLookupConfig
-    learns = False
+    needs_observe = False
 
     def start(self, context: Context) -> PromptLookupSession:
         return PromptLookupSession(self.config, context)
@@ -78,11 +78,11 @@ class PromptLookupSession:
         length, starts = self._matches()
         if len(starts) <= 1:
             path = self._continuation(starts[0], min(size, room - 1)) if starts else []
-            return Draft.chain([context.root, *path], strength=length)
+            return Draft.chain([context.root, *path], match_length=length)
         builder = DraftBuilder(context.root)
         for start in starts:
             builder.add_path(self._continuation(start, size), room=room)
-        return builder.build(strength=length)
+        return builder.build(match_length=length)
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context

@@ -29,16 +29,15 @@ class RestConfig:
     Attributes:
         datastore: folder that ``specdec datastore build`` made with the target's tokenizer; it has no default.
         max_suffix, min_suffix: lengths of the suffix that is looked up.
-        matches: most occurrences that are read, spread evenly over all; None fits the device: the paper's 5000 on an
-            accelerator, 500 on a CPU.
+        matches: most occurrences that are read, spread evenly over all; the paper has 5000.
         tokens: tokens read after each.
-        rows: rows below the root; None fits the device: the paper's 64 on an accelerator, 7 on a CPU.
+        rows: rows below the root; None takes as many as pay, up to the paper's 64.
     """
 
     datastore: str | None = None
     max_suffix: int = 16
     min_suffix: int = 2
-    matches: int | None = None
+    matches: int = 500
     tokens: int = 10
     rows: int | None = None
 
@@ -59,8 +58,8 @@ class Rest(DrafterBase):
 
     name = "rest"
     Config = RestConfig
-    learns = False
-    effort = 4  # a search touches some hundred places of files that no cache holds
+    needs_observe = False
+    fixed_cost_rows = 4  # a search touches some hundred places of files that no cache holds
 
     def __init__(self, config: RestConfig, datastore: Datastore) -> None:
         super().__init__(config)
@@ -89,9 +88,7 @@ class RestSession:
         self._config = config
         self._datastore = datastore
         self._context = context
-        cpu = context.target.device.type == "cpu"
-        self._rows = config.rows or (7 if cpu else 64)
-        self._matches = config.matches or (500 if cpu else 5000)
+        self._rows = config.rows or context.costs.tree_rows(context.prompt_length, 64)
         self._found, self._seen = config.max_suffix, 0  # the longest suffix of the text when it had so many tokens
 
     def propose(self, room: int) -> Draft:
@@ -105,11 +102,11 @@ class RestSession:
         length, places = self._datastore.longest_suffix(context.tokens[-longest:], config.min_suffix)
         self._found, self._seen = max(length, config.min_suffix - 1), len(context.tokens)
         if length:
-            found = self._datastore.continuations(places, length, size, self._matches)
+            found = self._datastore.continuations(places, length, size, config.matches)
             rows = [0]
             for parent, token in frequent_prefixes(found, count):
                 rows.append(builder.add(rows[parent], token))
-        return builder.build(strength=length)
+        return builder.build(match_length=length)
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context

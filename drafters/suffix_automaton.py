@@ -144,7 +144,7 @@ class SuffixAutomatonDrafter(DrafterBase):
 
     name = "suffix_automaton"
     Config = SuffixAutomatonConfig
-    learns = False
+    needs_observe = False
 
     def __init__(self, config: SuffixAutomatonConfig | None = None, corpus: SuffixAutomaton | None = None) -> None:
         super().__init__(config)
@@ -193,7 +193,7 @@ class SuffixAutomatonSession:
                 path.append(path[len(path) - period])
         elif SEPARATOR in path:
             path = path[: path.index(SEPARATOR)]
-        return Draft.chain([context.root, *path], strength=length)
+        return Draft.chain([context.root, *path], match_length=length)
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context

@@ -27,7 +27,7 @@ class TokenRecyclingConfig:
     """Options.
 
     Attributes:
-        rows: rows below the root; None fits the device: the paper's 80 on an accelerator, 7 on a CPU.
+        rows: rows below the root; None takes as many as pay, up to the paper's 80.
         depth: longest path of the template.
         successors: k, tokens kept per token.
         from_prompt: start from the prompt's own pairs of tokens; off, the first steps have nothing to propose.
@@ -53,6 +53,7 @@ class TokenRecycling(DrafterBase):
 
     name = "token_recycling"
     Config = TokenRecyclingConfig
+    fixed_cost_rows = 1  # the best tokens of every row
 
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
         super().__init__(config)
@@ -63,7 +64,7 @@ class TokenRecycling(DrafterBase):
         table = self._shared if options.persistent else Successors(options.successors)
         if options.from_prompt:
             table.read(context.tokens)
-        rows = options.rows or (7 if context.target.device.type == "cpu" else 80)
+        rows = options.rows or context.costs.tree_rows(context.prompt_length, 80)
         return TokenRecyclingSession(template(rows, options.depth, options.successors), table, context)
 
 

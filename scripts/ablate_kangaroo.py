@@ -84,7 +84,7 @@ def compare(
 
     A prompt's time is the median of its rounds, a setting's speed what its prompts' times add up to.
     """
-    engines = {"none": plain, **{name: plain.with_drafter(drafter, budget="off") for name, drafter in settings.items()}}
+    engines = {"none": plain, **{name: plain.with_drafter(drafter, policy="off") for name, drafter in settings.items()}}
     found: Group = {name: {} for name in engines}
     for temperature in args.temperatures:
         sampling = SamplingParams(temperature=temperature)

@@ -35,8 +35,9 @@ from specdec.bench.environment import MemoryMeter, caption, describe_environment
 from specdec.bench.metrics import repeat_share
 from specdec.bench.oracle import OraclePoint, draw_oracle, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
-from specdec.config import EXECUTIONS, ModelOptions, check_policy
+from specdec.config import ModelOptions
 from specdec.load import load as load_model
+from specdec.runners import EXECUTIONS
 
 DEFAULT_DRAFTERS = ("none", "jacobi", "prompt_lookup", "lookahead")
 GRID = ((5, 3, 3), (5, 5, 5), (7, 5, 7), (10, 5, 10), (15, 5, 15))  # (W, N, G)
@@ -71,7 +72,7 @@ class Ours:
     """A drafter in our engine."""
 
     def __init__(self, engine: Engine, drafter: Any, sampling: SamplingParams, new: int, policy: str = "off") -> None:
-        self.engine, self.sampling, self.new = engine.with_drafter(drafter, budget=check_policy(policy)), sampling, new
+        self.engine, self.sampling, self.new = engine.with_drafter(drafter, policy=policy), sampling, new
 
     def __call__(self, prompt: list[int], result: Result) -> list[int]:
         out = self.engine.generate(prompt, self.new, self.sampling)

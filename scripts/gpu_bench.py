@@ -112,7 +112,7 @@ def oracle(engine: Engine, prompt: list[int], new: int, repeats: int) -> Figures
 
 def lookahead(engine: Engine, prompt: list[int], new: int, repeats: int) -> Figures:
     """(15, 5, 15) against plain decoding, in turn. Random weights have no n-grams: look at what a step costs."""
-    systems = {"none": engine.with_drafter("none"), "lookahead": engine.with_drafter(LOOKAHEAD, budget="off")}
+    systems = {"none": engine.with_drafter("none"), "lookahead": engine.with_drafter(LOOKAHEAD, policy="off")}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     outs = {}
     for repeat in range(-1, repeats):

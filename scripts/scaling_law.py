@@ -62,7 +62,7 @@ def measure(engine: Engine, prompts: Sequence[list[int]], args: argparse.Namespa
     for window, ngram in tqdm([(w, n) for n in args.ngrams for w in args.windows], unit="setting", file=sys.stderr):
         options = {"window": window, "ngram": ngram, "guesses": window}
         fixed = {"pool_from_prompt": False, "verify_window": "none"}
-        ours = engine.with_drafter({"name": "lookahead", **options, **fixed}, budget="off")
+        ours = engine.with_drafter({"name": "lookahead", **options, **fixed}, policy="off")
         stats = [ours.generate(prompt, args.max_new_tokens, sampling).stats for prompt in prompts]
         steps = sum(s.steps for s in stats)
         tokens, rows = sum(s.new_tokens for s in stats), sum(sum(s.rows) for s in stats)

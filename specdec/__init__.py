@@ -7,7 +7,7 @@ from specdec.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from specdec.draft import Draft, DraftBuilder
-    from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
+    from specdec.drafter import Context, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
     from specdec.engine import Engine
     from specdec.errors import SpecdecError, SpecdecWarning
     from specdec.integrations.transformers import custom_generate
@@ -25,6 +25,7 @@ __all__ = [
     "DraftSession",
     "Drafter",
     "DrafterBase",
+    "DrafterWrapper",
     "Engine",
     "Generation",
     "Observation",
@@ -40,7 +41,7 @@ __all__ = [
 
 _HOMES = {
     "draft": ("Draft", "DraftBuilder"),
-    "drafter": ("Context", "DraftSession", "Drafter", "DrafterBase", "Observation"),
+    "drafter": ("Context", "DraftSession", "Drafter", "DrafterBase", "DrafterWrapper", "Observation"),
     "engine": ("Engine",),
     "errors": ("SpecdecError", "SpecdecWarning"),
     "integrations.transformers": ("custom_generate",),

@@ -297,8 +297,6 @@ def demo(
     painter = show.StepPainter(console)
     painter.write(f"{PROMPT}\n", "dim")
     for name in race.engines:
-        with errors.status("Measuring what a step costs on this machine"):
-            race.prepare(name)
         painter.write(f"\n--- {name} ---\n", "bold")
         race.show(name, painter)
         painter.write("\n")

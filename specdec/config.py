@@ -52,9 +52,9 @@ policy_option = functools.partial(
 
 
 def check_policy(choice: str) -> str:
-    from specdec.budget import check_budget
+    from specdec import policy
 
-    return check_budget({"acceptance": "credit", "cost": "auto"}.get(choice, choice))
+    return policy.check_policy(choice)
 
 
 def check_positive(**values: int | None) -> None:

@@ -1,19 +1,21 @@
 """Cost: the seconds that a forward of some rows takes after a text of some length, measured on the machine at hand.
 
 On an accelerator 64 rows may cost what one does; on a CPU eight rows may cost two. What a drafter should propose is
-decided by this curve, so it is measured once for a model, dtype, device and number of threads, and kept.
+decided by this curve, so it is measured once for a model, dtype, device and number of threads, and kept: the same file
+is read from then on, so decisions by it do not change from run to run. Where nothing may be measured, :func:`roofline`
+stands in.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,17 +23,21 @@ import torch
 
 from specdec.block import Block
 from specdec.errors import ConfigError, SpecdecWarning
-from specdec.machine import cache_folder, processor, write_json
+from specdec.files import cache_folder, write_json
+from specdec.machine import processor
 from specdec.target import Target
 
-__all__ = ["LENGTHS", "ROWS", "CostCurve", "cost_curve", "describe", "measure", "stored_at"]
+__all__ = ["LENGTHS", "ROWS", "CostCurve", "cost_curve", "describe", "measure", "roofline", "stored_at"]
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
-_QUICK_SECONDS = 4.0
-_QUICK = (1, 2, 4, 8, 16, 32, 64)
-_REPEATS, _LEAST_REPEATS = 15, 3
-_LEAST_ROWS = 3  # numbers of rows; from one alone nothing follows for others
+_QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 4, 8, 16, 32, 64), (256,)
+_REPEATS = 15
+_FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
+
+# Rows whose arithmetic takes as long as reading the weights once. A CPU core does some ten operations on a float32
+# weight while it reads one from memory, an accelerator some hundreds on a half precision one, and a row needs two.
+_BALANCE, _BALANCE_ACCELERATOR = 10, 150
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,11 @@ class CostCurve:
             )
 
     def at(self, length: int, most: int) -> list[float]:
-        """Seconds of 0 .. ``most`` rows after ``length`` tokens; straight lines between and beyond the measured."""
+        """Seconds of 0 .. ``most`` rows after ``length`` tokens; straight lines between and beyond the measured.
+
+        Where no more rows were measured than a step is bound by reading the weights for, their slope says nothing of
+        the arithmetic beyond; then it is at least that of the roofline.
+        """
         grid, lengths = np.asarray(self.seconds, dtype=np.float64), self.lengths
         if len(lengths) == 1:
             seconds = grid[0]
@@ -73,15 +83,36 @@ class CostCurve:
             share = (length - lengths[right - 1]) / (lengths[right] - lengths[right - 1])
             share = max(share, 0.0)  # below the shortest, the shortest: a line could end below nothing
             seconds = grid[right - 1] + share * (grid[right] - grid[right - 1])
-        wanted = np.arange(most + 1)
+        wanted, last = np.arange(most + 1), self.rows[-1]
         values = np.interp(wanted, self.rows, seconds)
-        if most > self.rows[-1] and len(self.rows) > 1:
-            slope = max(seconds[-1] - seconds[-2], 0.0) / (self.rows[-1] - self.rows[-2])
-            beyond = wanted > self.rows[-1]
-            values[beyond] = seconds[-1] + slope * (wanted[beyond] - self.rows[-1])
+        if most > last:
+            slope = max(seconds[-1] - seconds[-2], 0.0) / (last - self.rows[-2]) if last > 1 else 0.0
+            if last < _BALANCE:
+                slope = max(slope, seconds[0] / _BALANCE)
+            beyond = wanted > last
+            values[beyond] = seconds[-1] + slope * (wanted[beyond] - last)
         values[0] = 0.0
         result: list[float] = values.tolist()
         return result
+
+    def steps(self, length: int, most: int) -> list[float]:
+        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; more rows never cost less."""
+        seconds = self.at(length, most)
+        plain, so_far = seconds[1], 1.0
+        return [0.0, *(so_far := max(so_far, taken / plain) for taken in seconds[1:])]
+
+    def tree_rows(self, length: int, most: int) -> int:
+        """How many rows below the root, up to ``most``, are a good size for a tree of which nothing more is known.
+
+        It is supposed that the k-th best row is right once in k + 1 times; the rows with the most expected tokens for
+        their time are taken.
+        """
+        steps = self.steps(length, most + 1)
+        tokens, best = 1.0, (0.0, 1)
+        for rows in range(1, most + 1):
+            tokens += 1 / (rows + 1)
+            best = max(best, (tokens / steps[1 + rows], rows))
+        return best[1]
 
     def save(self, path: Path) -> None:
         """Write it as JSON, whole or not at all."""
@@ -108,6 +139,18 @@ class CostCurve:
             ) from error
 
 
+def roofline(device: torch.device | str) -> CostCurve:
+    """What is supposed of a device where nothing was measured: a step reads the weights once, each row adds arithmetic.
+
+    An accelerator does both at once, so rows are free up to its balance; on a CPU the times add up. Seconds are plain
+    steps. It knows the kind of device only, neither the machine nor the model.
+    """
+    if torch.device(device).type == "cpu":
+        return CostCurve(machine={}, rows=(1, 1 + _BALANCE), lengths=(1,), seconds=((1.0, 2.0),))
+    most = _BALANCE_ACCELERATOR
+    return CostCurve(machine={}, rows=(1, most, 2 * most), lengths=(1,), seconds=((1.0, 1.0, 2.0),))
+
+
 def describe(target: Target) -> dict[str, Any]:
     """What a measurement holds for: machine, versions, the model's shape and how it is run; never its weights."""
     model = getattr(target, "model", None)
@@ -120,7 +163,6 @@ def describe(target: Target) -> dict[str, Any]:
         "parameters": sum(weight.numel() for weight in weights),
         "shape": [target.num_layers, target.hidden_size, target.vocab_size],
         "dtype": str(target.dtype).removeprefix("torch."),
-        "native": getattr(target, "native", False),
         **getattr(target, "options", {}),
     }
 
@@ -131,10 +173,13 @@ def stored_at(machine: Mapping[str, Any]) -> Path:
     return cache_folder() / "cost" / f"{digest[:16]}.json"
 
 
-def cost_curve(target: Target, file: str | Path | None = None) -> CostCurve:
-    """The target's curve: from ``file``, else as it was kept, else measured now, in a few seconds, and kept.
+def cost_curve(
+    target: Target, file: str | Path | None = None, *, progress: Callable[[float], None] | None = None
+) -> CostCurve:
+    """The target's curve: from ``file``, else as it was kept, else measured now, in about a second, and kept.
 
-    A file that is broken, or was made for another machine or model, is passed over with a warning that says so.
+    ``progress`` is told of a measurement only, see :func:`measure`. A file that is broken, or was made for another
+    machine or model, is passed over with a warning that says so.
 
     Raises:
         ConfigError: ``file`` does not exist.
@@ -154,7 +199,7 @@ def cost_curve(target: Target, file: str | Path | None = None) -> CostCurve:
                 return curve
             told = ", ".join(f"{key} {curve.machine.get(key)!r} and not {machine[key]!r}" for key in other)
             warnings.warn(f"the cost file {path} was made for {told}; measuring anew", SpecdecWarning, stacklevel=2)
-    curve = measure(target, rows=_QUICK, lengths=LENGTHS[:3], seconds=_QUICK_SECONDS)
+    curve = measure(target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress)
     if file is None:  # a user's own file is not overwritten
         try:
             curve.save(path)
@@ -174,73 +219,82 @@ def measure(
     lengths: Sequence[int] = LENGTHS,
     seconds: float = 60.0,
     progress: Callable[[float], None] | None = None,
+    clock: Callable[[], float] = perf_counter,
 ) -> CostCurve:
-    """Time forwards of chains of random tokens.
+    """Time forwards of chains of random tokens, after texts whose keys and values are zeros.
 
-    ``seconds`` bounds the whole: repeats are given up first, then the longest texts, then the largest forwards; what
-    was not measured is extrapolated. ``progress`` gets the share that is done.
+    ``seconds`` bounds the whole but for one forward of each length: repeats are given up first, then the largest
+    forwards, then the longest texts; what was not measured is extrapolated. ``progress`` gets the share that is done,
+    0.0 first; ``clock`` tells seconds.
     """
     longest = max(target.context_length - rows[-1] - 1, 1)
     lengths = sorted({min(length, longest) for length in lengths})
-    began = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(target.vocab_size, (lengths[-1] + rows[-1],), generator=generator).tolist()
+    tokens = torch.randint(target.vocab_size, (rows[-1],), generator=generator).tolist()
+    progress = progress or (lambda share: None)
+    progress(0.0)
     found: list[list[float]] = []
-    done: list[int] = []
+
+    def take(count: int) -> float:
+        block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
+        _wait(target.device)
+        start = clock()
+        target.forward(block)
+        _wait(target.device)
+        return clock() - start
+
     with target.active():
-        cache = target.new_cache(capacity=lengths[-1] + rows[-1], rows=max(512, rows[-1]))
+        cache = target.new_cache(capacity=lengths[-1], rows=rows[-1])
+        for group in cache.groups:  # never written, they may hold numbers that are slow to compute with
+            group.keys.zero_()
+            group.values.zero_()
+        if target.device.type != "cpu":
+            take(1)  # the first one may compile and load kernels
+        began = clock()
         for number, length in enumerate(lengths):
-            allowed = began + seconds * (number + 1) / len(lengths)
-            if found:  # the text up to there, by the dearest forward so far, and as many forwards as a length must have
-                ahead = (length - cache.length) / done[-1] * found[-1][-1] + _LEAST_REPEATS * sum(found[-1])
-                if time.perf_counter() + ahead > allowed:
-                    break
-            _extend(target, cache, tokens[:length])
-            found.append(_times(target, cache, tokens, done or rows, until=allowed))
-            done = list(rows[: len(found[-1])])
-            if progress is not None:
-                progress((number + 1) / len(lengths))
-    # A later length may have been left with fewer rows; what all have is kept.
+            until = began + seconds * (number + 1) / len(lengths)
+            if found and clock() + 2 * sum(found[-1]) > until:
+                break
+            cache.commit(range(length - cache.length))
+            found.append(_times(take, rows[: len(found[-1])] if found else rows, until - clock(), clock))
+            progress((number + 1) / len(lengths))
+    least = min(map(len, found))  # a later length may have been left with fewer rows; what all have is kept
     return CostCurve(
         machine=describe(target),
-        rows=done,
+        rows=list(rows[:least]),
         lengths=lengths[: len(found)],
-        seconds=[row[: len(done)] for row in found],
+        seconds=[row[:least] for row in found],
     )
 
 
-def _extend(target: Target, cache: Any, tokens: Sequence[int]) -> None:
-    """Let the cache hold exactly ``tokens``, of which it holds the first ones."""
-    while cache.length < len(tokens):
-        chunk = tokens[cache.length : cache.length + 512]
-        target.forward(Block(cache, chunk, device=target.device, backend=target.backend), rows=())
-        cache.commit(range(len(chunk)))
-
-
-def _times(target: Target, cache: Any, tokens: Sequence[int], rows: Sequence[int], *, until: float) -> list[float]:
+def _times(
+    take: Callable[[int], float], rows: Sequence[int], seconds: float, clock: Callable[[], float]
+) -> list[float]:
     """Least seconds for each number of rows, taken in turn, for as many of ``rows`` as the time allows.
 
     The second of two forwards counts: in decoding, too, the one before has left the weights in the caches. And the
     least, as a busy machine only ever adds, and adds more to what is short.
     """
-    taken: list[list[float]] = [[] for _ in rows]
-    for repeat in range(-1, _REPEATS):
+    began = clock()
+    warm = take(rows[0])
+    if warm > seconds / 4:  # one forward is all that there is time for
+        return [warm]
+    best: list[float] = []
+    for repeat in range(_REPEATS):
         for number, count in enumerate(rows):
-            if repeat < 0 and number >= _LEAST_ROWS and time.perf_counter() > until:
-                rows, taken = rows[:number], taken[:number]
-                break
-            if repeat >= _LEAST_REPEATS and time.perf_counter() > until:
-                break
-            began = 0.0
-            for _ in range(2):
-                block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
-                _wait(target.device)
-                began = time.perf_counter()
-                target.forward(block)
-                _wait(target.device)
-            if repeat >= 0:  # the first of all warms up
-                taken[number].append(time.perf_counter() - began)
-    return [min(times) for times in taken]
+            if repeat == 0:
+                ahead = 4 * best[-1] if best else 0.0  # twice the rows take at most twice as long, twice
+                if clock() + ahead > began + _FIRST_PASS * seconds:
+                    rows = rows[:number]
+                    break
+                take(count)
+                best.append(take(count))
+            elif clock() + 2 * best[number] > began + seconds:
+                return best
+            else:
+                take(count)
+                best[number] = min(best[number], take(count))
+    return best
 
 
 def _wait(device: torch.device) -> None:

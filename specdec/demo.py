@@ -75,10 +75,6 @@ class Race:
         self.sampling = sampling
         self.results: list[Result] = []
 
-    def prepare(self, drafter: str) -> bool:
-        """Whether a drafter's rows are budgeted; if so, what they cost here is measured, where it is not known yet."""
-        return self.engines[drafter].budget is not None
-
     def show(self, drafter: str, on_chunk: Callable[[Chunk], None]) -> None:
         """Decode once, which also warms up, and hand each step's text on."""
         decoding = self.engines[drafter].start(PROMPT, self.max_new_tokens, self.sampling, stream=True)

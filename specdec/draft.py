@@ -43,8 +43,8 @@ class Draft:
         q: for a row whose children were *sampled*: the distribution [V] they were drawn from, without replacement and
             in row order. Never set it for children that were chosen (argmax, n-gram): that would bias the output.
         entry: hidden states of rows that already passed the first layers, or None.
-        strength: how much speaks for this draft, such as the length of the match that it continues; drafts of one
-            strength are judged by how such drafts have fared.
+        match_length: tokens of the text's end that the draft's source had found elsewhere; drafts of like lengths are
+            judged by how such drafts have fared.
 
     Raises:
         DraftError: the rows do not form a tree in topological order, or name rows that do not exist.
@@ -59,7 +59,7 @@ class Draft:
     read: Sequence[int] = ()
     q: Mapping[int, torch.Tensor] = field(default_factory=dict)
     entry: Entry | None = None
-    strength: int = 0
+    match_length: int = 0
     depths: list[int] = field(init=False)
     is_chain: bool = field(init=False)
 
@@ -90,9 +90,11 @@ class Draft:
         return len(self.tokens)
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], *, q: Mapping[int, torch.Tensor] | None = None, strength: int = 0) -> Draft:
+    def chain(
+        cls, tokens: Sequence[int], *, q: Mapping[int, torch.Tensor] | None = None, match_length: int = 0
+    ) -> Draft:
         """The root and a single path below it."""
-        return cls(tokens, range(-1, len(tokens) - 1), q=q or {}, strength=strength)
+        return cls(tokens, range(-1, len(tokens) - 1), q=q or {}, match_length=match_length)
 
     def scored_rows(self) -> list[int] | None:
         """The rows whose logits somebody reads, ascending; None for all of them."""
@@ -155,9 +157,9 @@ class DraftBuilder:
             rows.append(parent)
         return rows
 
-    def build(self, *, read: Sequence[int] = (), strength: int = 0) -> Draft:
+    def build(self, *, read: Sequence[int] = (), match_length: int = 0) -> Draft:
         """The draft as it stands."""
-        return Draft(self._tokens, self._parents, probes=frozenset(self._probes), read=read, strength=strength)
+        return Draft(self._tokens, self._parents, probes=frozenset(self._probes), read=read, match_length=match_length)
 
 
 def ancestors(parents: Sequence[int]) -> npt.NDArray[np.bool_]:

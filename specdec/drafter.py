@@ -13,13 +13,14 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from specdec.budget import Budget
 from specdec.cache import KVCache
+from specdec.cost import CostCurve, roofline
 from specdec.draft import Draft
+from specdec.policy import RowPolicy
 from specdec.sampling import Noise, SamplingParams, Scores
 from specdec.target import Target
 
-__all__ = ["Context", "DraftSession", "Drafter", "DrafterBase", "Observation"]
+__all__ = ["Context", "DraftSession", "Drafter", "DrafterBase", "DrafterWrapper", "Observation"]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +37,9 @@ class Context:
         sampling: how tokens are chosen.
         noise: for drafts that are sampled: use stream ``Noise.DRAFT`` at position ``len(tokens)``.
         rng: seeded by ``sampling.seed``, for choices that are no draws from a distribution.
-        budget: what rows cost and bring, where the engine has one.
+        costs: what a forward costs by its rows; where nothing was measured, what a roofline supposes. For sizes that
+            are chosen once.
+        policy: what decides on rows, if anything does; a drafter that ``plans_rows`` always has one.
     """
 
     target: Target
@@ -48,7 +51,8 @@ class Context:
     sampling: SamplingParams
     noise: Noise
     rng: random.Random
-    budget: Budget | None = None
+    costs: CostCurve = field(default_factory=lambda: roofline("cpu"))
+    policy: RowPolicy | None = None
 
     @property
     def root(self) -> int:
@@ -92,31 +96,46 @@ class DraftSession(Protocol):
 
 
 class Drafter(Protocol):
-    """A drafting strategy."""
+    """A drafting strategy. Its attributes are all that the engine knows of it.
+
+    :class:`DrafterBase` has defaults for them, :class:`DrafterWrapper` has those of the drafter inside.
+
+    Attributes:
+        name: the one that it is registered under.
+        taps: hidden layers that sessions want back in ``observe``; ``FINAL`` is the last one, after the norm.
+        needs_observe: False where the tokens in the context are all that sessions learn from; without taps they are
+            then told nothing.
+        proposes: False where drafts are the root alone, so that nothing has to be known of what rows cost.
+        plans_rows: sessions choose their rows by ``context.policy.prices``; others' room is bounded by the policy.
+        fixed_cost_rows: what drafting costs besides the rows that are verified, in rows of a small model: a tenth of a
+            millisecond each. A rough guess, for policies that read no clock.
+    """
 
     name: str
     taps: frozenset[int]
+    needs_observe: bool
+    proposes: bool
+    plans_rows: bool
+    fixed_cost_rows: int
 
     def start(self, context: Context) -> DraftSession:
         """A session for a new sequence, called once the prompt is known and before it is run."""
 
 
 class DrafterBase:
-    """What a drafter written as a class with a config gets for free; subclassing it is optional.
+    """What a drafter written as a class with a config gets for free.
 
-    ``Config`` is a frozen, keyword-only dataclass that checks itself; its fields are the drafter's options. A drafter
-    with ``budgeted`` always has ``context.budget`` and weighs its rows by it; that of others bounds their room. Where
-    ``learns`` is False, sessions have no use for ``observe``: the tokens in the context are all they need, and without
-    taps they are told nothing. ``effort`` is what a draft costs beside its rows, in rows of a small model, for drafters
-    whose search is not free.
+    ``Config`` is a frozen, keyword-only dataclass that checks itself; its fields are the drafter's options. For the
+    other attributes see :class:`Drafter`.
     """
 
-    name: ClassVar[str]
+    name: str
     Config: ClassVar[type[Any]]
     taps: frozenset[int] = frozenset()
-    budgeted: ClassVar[bool] = False
-    learns: ClassVar[bool] = True
-    effort: ClassVar[int] = 0
+    needs_observe: bool = True
+    proposes: bool = True
+    plans_rows: bool = False
+    fixed_cost_rows: int = 0
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
@@ -125,3 +144,23 @@ class DrafterBase:
     def build(cls, config: Any, target: Target) -> DrafterBase:
         """Make the drafter for a target; override it where weights have to fit the target."""
         return cls(config)
+
+
+class DrafterWrapper:
+    """A drafter around another one, ``inner``, that the engine treats as it would treat that one.
+
+    Override ``start`` to watch or to change what its sessions do.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.taps = inner.taps
+        self.needs_observe = inner.needs_observe
+        self.proposes = inner.proposes
+        self.plans_rows = inner.plans_rows
+        self.fixed_cost_rows = inner.fixed_cost_rows
+
+    def start(self, context: Context) -> DraftSession:
+        """A session of the drafter inside."""
+        return self.inner.start(context)

@@ -17,12 +17,12 @@ import torch
 from transformers import AutoTokenizer
 
 from specdec.block import Block
-from specdec.budget import Budget, Credit, check_budget, make_budget, row_cost
-from specdec.cost import CostCurve
+from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError
 from specdec.model import TransformersTarget
+from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
 from specdec.pretrained import model_source
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Statistics, Step
@@ -46,11 +46,12 @@ class Engine:
         drafter: a registered name, ``{"name": ..., **options}``, or a drafter.
         max_rows: most rows of one step's tree; bounds the scratch slots of the cache.
         prefill_chunk: prompt tokens per forward; None takes 512, or the sliding window where that is smaller.
-        budget: ``off`` lets the drafter propose what its options say. ``credit`` lets a drafter rest whose guesses
-            keep failing; it goes by acceptance alone. ``auto`` keeps the rows that pay on this machine, by its cost
-            curve and what the drafter has lately been worth, and decodes plainly where speculation loses; a path is
-            that of a cost file. How many rows a step has then depends on the clock: the text does not, except where
-            rounding decides (bf16) or drafts are drawn from a q at T > 0 (there its distribution does not).
+        policy: ``off`` lets the drafter propose what its options say; ``acceptance`` weighs accepted tokens against
+            what rows cost by the target's curve; ``cost`` goes by the clock as well, and a path is that of a cost file
+            to do so by. See :mod:`specdec.policy`. A drafter that plans its rows goes by acceptance where it is off.
+        costs: the target's curve. Left out, it is read from the user's cache folder where it was kept, or measured here
+            and now, for about a second, if policy or drafter want it; never later.
+        progress: called with the share that is done while the curve is measured.
 
     Raises:
         ConfigError: unknown drafter or option, or a size that is not positive.
@@ -64,7 +65,9 @@ class Engine:
         *,
         max_rows: int = 128,
         prefill_chunk: int | None = None,
-        budget: str | Budget = "off",
+        policy: str = "off",
+        costs: CostCurve | None = None,
+        progress: Callable[[float], None] | None = None,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
             if value is not None and value < 1:
@@ -74,23 +77,22 @@ class Engine:
         self.drafter = make_drafter(drafter, target)
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
-        self._choice = budget if isinstance(budget, Budget) else check_budget(budget)
-        self._budget = budget if isinstance(budget, Budget) else None
-        self._curves: dict[str, CostCurve] = {}
+        self.policy = check_policy(policy)
+        self._progress = progress
+        self._weighs = self.drafter.proposes and (policy != "off" or self.drafter.plans_rows)
+        if costs is None and self._weighs:
+            file = None if policy in ("off", "acceptance", "cost") else policy
+            costs = cost_curve(target, file, progress=progress)
+        self._known_costs = costs
+        self.costs = costs or roofline(target.device)
+        by_clock = self._weighs and policy not in ("off", "acceptance")
+        self._cost_policy = CostPolicy(self.costs) if by_clock else None
 
-    @property
-    def budget(self) -> Budget | None:
-        """What decides on rows; the first use may measure the target, for some seconds. None where nothing does."""
-        if self._budget is None and isinstance(self._choice, str):
-            planned = self._choice in ("credit", "off") and getattr(self.drafter, "budgeted", False)
-            self._budget = make_budget("auto" if planned else self._choice, self.target, self._curves)
-        return self._budget
-
-    def bound(self) -> Budget | Credit | None:
-        """What bounds the rows of one sequence, if anything does."""
-        if self.budget is None and self._choice == "credit":
-            return Credit(row_cost(self.target), getattr(self.drafter, "effort", 0))
-        return self.budget
+    def row_policy(self) -> RowPolicy | None:
+        """What decides on the rows of a new sequence, if anything does."""
+        if self._weighs and self._cost_policy is None:
+            return AcceptancePolicy(self.costs, self.drafter.fixed_cost_rows)
+        return self._cost_policy
 
     @classmethod
     def from_pretrained(
@@ -106,12 +108,13 @@ class Engine:
         trust_remote_code: bool = False,
         max_rows: int = 128,
         prefill_chunk: int | None = None,
-        budget: str | Budget = "credit",
+        policy: str = "acceptance",
+        progress: Callable[[float], None] | None = None,
     ) -> Engine:
         """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
 
-        ``execution`` and ``attention`` are TransformersTarget's. The budget is ``credit``
-        here, so that no drafter loses much; an engine that is put together by hand takes its drafter at its word.
+        ``execution`` and ``attention`` are TransformersTarget's. The policy is ``acceptance`` here, so that no drafter
+        loses much; an engine that is put together by hand takes its drafter at its word.
 
         Raises:
             CheckpointError: no model or tokenizer there, or a broken one.
@@ -132,22 +135,47 @@ class Engine:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"no tokenizer at {str(path)!r}: {error}; save one beside the weights") from error
-        return cls(target, tokenizer, drafter, max_rows=max_rows, prefill_chunk=prefill_chunk, budget=budget)
+        return cls(
+            target,
+            tokenizer,
+            drafter,
+            max_rows=max_rows,
+            prefill_chunk=prefill_chunk,
+            policy=policy,
+            progress=progress,
+        )
 
-    def with_drafter(self, drafter: DrafterSpec, *, budget: str | Budget | None = None) -> Engine:
-        """The same target with another drafter, and another budget if one is given; nothing is loaded twice."""
-        engine = Engine(
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What runs here, and why: section -> name -> value; `specdec info` prints it."""
+        curve, file = self.costs, stored_at(describe(self.target))
+        steps = curve.steps(0, 8)
+        return {
+            **self.target.describe(),
+            "decoding": {
+                "drafter": self.drafter.name,
+                "policy": self.policy,
+                "a step of 2, 4, 8 rows": " / ".join(f"{steps[rows]:.2f}" for rows in (2, 4, 8)) + " plain steps",
+                "known from": str(file) if file.exists() else "a roofline, as nothing was timed here",
+            },
+        }
+
+    def with_drafter(self, drafter: DrafterSpec, *, policy: str | None = None) -> Engine:
+        """The same target with another drafter, and another policy if one is given; nothing is loaded twice.
+
+        What rows cost is measured here, once, if this engine had no use for it and the new one has.
+        """
+        policy = self.policy if policy is None else policy
+        other_file = policy != self.policy and policy not in ("off", "acceptance", "cost")
+        return Engine(
             self.target,
             self.tokenizer,
             drafter,
             max_rows=self.max_rows,
             prefill_chunk=self.prefill_chunk,
-            budget=(self._choice if isinstance(self._choice, str) else Budget(self._choice.curve))
-            if budget is None
-            else budget,
+            policy=policy,
+            costs=None if other_file else self._known_costs,
+            progress=self._progress,
         )
-        engine._curves = self._curves
-        return engine
 
     def generate(
         self,
@@ -298,9 +326,8 @@ class Decoding:
         target = engine.target
         target.check_unchanged()
         self._target, self._tokenizer, self._drafter = target, engine.tokenizer, engine.drafter
-        self._bound = engine.bound()
-        self._plans = getattr(engine.drafter, "budgeted", False)
-        self._tells = bool(engine.drafter.taps) or getattr(engine.drafter, "learns", True)
+        self._policy = engine.row_policy()
+        self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
         self.tokens = list(prompt)
         self._end = min(len(prompt) + max_new_tokens, target.context_length)
@@ -318,7 +345,8 @@ class Decoding:
             sampling=sampling,
             noise=self.sampler.noise,
             rng=random.Random(sampling.seed),
-            budget=engine.budget,
+            costs=engine.costs,
+            policy=self._policy,
         )
         self._session = self._drafter.start(self._context)
         self.finish_reason: str | None = None
@@ -349,8 +377,8 @@ class Decoding:
         room = min(self._context.max_rows, self._cache.free)
         length = self._cache.length
         self._context.remaining = remaining = self._end - len(self.tokens)
-        if self._bound is not None and not self._plans:
-            room = self._bound.room(room, length)
+        if self._policy is not None and not self._drafter.plans_rows:
+            room = self._policy.room(room, length)
         draft = self._session.propose(room) if remaining > 1 else Draft.chain(self.tokens[-1:])
         self._check(draft, room)
         drafted = perf_counter()
@@ -381,9 +409,9 @@ class Decoding:
         seconds.target += forwarded - drafted
         seconds.verify += verified - forwarded
         seconds.other += committed - verified
-        if self._bound is not None:
+        if self._policy is not None:
             drafting = drafted - began + observed - committed
-            self._bound.learn(draft, verdict.path, length, drafting, observed - began)
+            self._policy.learn(draft, verdict.path, length, drafting, observed - began)
         return step
 
     def result(self) -> Generation:

@@ -19,13 +19,12 @@ __all__ = ["load", "load_run", "model_arguments", "prepare", "quiet_transformers
 def load(options: ModelOptions, drafter: str | Mapping[str, Any] = "none", policy: str = "acceptance") -> Engine:
     """The engine that options describe, after ``prepare``."""
     prepare(options)
-    with Console(stderr=True).status(f"Loading {options.model}"):
-        return Engine.from_pretrained(
-            options.model,
-            drafter,
-            **model_arguments(options),
-            policy=policy,
-        )
+    with Console(stderr=True).status(f"Loading {options.model}") as status:
+
+        def told(share: float) -> None:
+            status.update(f"Timing steps of {options.model}, once for this machine ({share:.0%})")
+
+        return Engine.from_pretrained(options.model, drafter, **model_arguments(options), policy=policy, progress=told)
 
 
 def load_run(run: RunConfig) -> Engine:

@@ -69,12 +69,21 @@ def make_drafter(spec: str | Mapping[str, Any] | Drafter, target: Target) -> Dra
     """A drafter from its name, from ``{"name": ..., **options}``, or itself.
 
     Raises:
-        ConfigError: unknown name or option (the nearest one is named), or a value out of range.
+        ConfigError: unknown name or option (the nearest one is named), a value out of range, or a drafter that does not
+            declare what the engine asks of it.
     """
-    if not isinstance(spec, str | Mapping):
-        if not hasattr(spec, "start"):
-            raise ConfigError(f"drafter is {spec!r}; give a name, {{'name': ..., **options}}, or a drafter")
-        return spec
-    kind, config = parse_drafter(spec)
-    made: Drafter = kind.build(config, target)
+    made: Drafter
+    if isinstance(spec, str | Mapping):
+        kind, config = parse_drafter(spec)
+        made = kind.build(config, target)
+    elif not hasattr(spec, "start"):
+        raise ConfigError(f"drafter is {spec!r}; give a name, {{'name': ..., **options}}, or a drafter")
+    else:
+        made = spec
+    missing = [name for name in Drafter.__annotations__ if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(
+            f"drafter {type(made).__name__} does not say its {', '.join(missing)}; subclass specdec.DrafterBase, which "
+            "has defaults, or specdec.DrafterWrapper around another drafter"
+        )
     return made

@@ -69,6 +69,9 @@ class Target(Protocol):
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
 
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What runs, and why: section -> name -> value."""
+
     def active(self) -> AbstractContextManager[None]:
         """A context manager inside which ``forward`` may be called."""
 

@@ -52,5 +52,5 @@ def tiny_engine() -> Engine:
 
 @pytest.fixture(scope="session")
 def target_of() -> Callable[..., TransformersTarget]:
-    """``target_of(family, dtype=torch.float64, attention="sdpa", execution="transformers")``, see :mod:`tests.models`."""
+    """``target_of(family, dtype, attention, execution)``, see :mod:`tests.models`."""
     return models.target_of

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specdec import Context, Draft, Drafter, DraftSession, Observation
+from specdec import Context, Draft, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
 from specdec.sampling import Noise
 
 
-class Oracle:
+class Oracle(DrafterBase):
     """Hides the true continuation in random trees: wrong siblings before and after it, probes, duplicates.
 
     So blocks of every length get accepted, at rows that are no prefix of the tree. With ``steady`` it proposes a bare
@@ -19,7 +19,6 @@ class Oracle:
     """
 
     name = "oracle"
-    taps: frozenset[int] = frozenset()
 
     def __init__(self, text: Sequence[int], vocab_size: int, *, deepest: int = 6, steady: bool = False) -> None:
         self.text, self.vocab_size, self.deepest, self.steady = list(text), vocab_size, deepest, steady
@@ -73,14 +72,13 @@ class OracleSession:
         pass
 
 
-class Drawing:
+class Drawing(DrafterBase):
     """Draws drafts from a bigram distribution q: ``widths`` children per level, siblings without replacement.
 
     ``chosen`` adds one more subtree below the root that is not drawn: the likeliest token of a row without a q.
     """
 
     name = "drawing"
-    taps: frozenset[int] = frozenset()
 
     def __init__(self, q: torch.Tensor, widths: Sequence[int] = (1, 1), *, chosen: bool = False) -> None:
         self.q, self.widths, self.chosen = q, widths, chosen
@@ -123,7 +121,7 @@ class DrawingSession:
         pass
 
 
-class Spy:
+class Spy(DrafterWrapper):
     """A drafter that is another one, and shows each draft and observation to the test."""
 
     def __init__(
@@ -132,8 +130,8 @@ class Spy:
         on_draft: Callable[[Draft], None] = lambda draft: None,
         on_seen: Callable[[Context, Observation], None] = lambda context, seen: None,
     ) -> None:
-        self.inner, self.on_draft, self.on_seen = inner, on_draft, on_seen
-        self.name, self.taps = inner.name, inner.taps
+        super().__init__(inner)
+        self.on_draft, self.on_seen = on_draft, on_seen
         self.context: Context  # of the latest sequence
 
     def start(self, context: Context) -> SpySession:

@@ -61,7 +61,7 @@ def report(
     tree, sizes, chosen = search(heads, engine, calibration, most=most, nodes=nodes)
     console.print(_table(sizes, chosen))
 
-    drafter = Medusa(MedusaConfig(tree=tree), heads, cpu=engine.target.device.type == "cpu")
+    drafter = Medusa(MedusaConfig(tree=tree), heads)
     prompts = [t.tokens[: t.prompt] for t in _continued(engine, held, texts, prompt, 1, sampling)]
     measured = decode(engine, {"none": "none", "medusa": drafter}, prompts, new, sampling)
     plain, found = measured["none"], measured["medusa"]

@@ -176,7 +176,7 @@ def step_seconds(
         for turn in range(-3, steps):  # the first ones warm up
             for key, drafter in drafters.items():
                 if key not in running or running[key].finish_reason is not None:
-                    running[key] = engine.with_drafter(drafter, budget="off").start(prompt, budget, eos_ids=frozenset())
+                    running[key] = engine.with_drafter(drafter, policy="off").start(prompt, budget, eos_ids=frozenset())
                     running[key].prefill()
                 began = perf_counter()
                 running[key].step()
@@ -215,10 +215,8 @@ def search(
     judged = judge(heads, engine, texts)
     odds = Odds([path for own in judged for path in own.paths()], ranks)
     tree = grow(odds, most)
-    cpu = engine.target.device.type == "cpu"
     drafters = {
-        size: Medusa(MedusaConfig(tree=[list(path) for path in tree[:size]]), heads, cpu=cpu)
-        for size in timed_sizes(len(tree))
+        size: Medusa(MedusaConfig(tree=[list(path) for path in tree[:size]]), heads) for size in timed_sizes(len(tree))
     }
     seconds = cost(engine, drafters, texts[0].tokens[: texts[0].prompt])
     for _ in range(_ROUNDS):
@@ -240,7 +238,7 @@ def decode(
     repeats: int = 3,
 ) -> dict[str, Speed]:
     """Decode prompts under each drafter in turn; speeds are of the medians over repeats."""
-    engines = {name: engine.with_drafter(drafter, budget="off") for name, drafter in drafters.items()}
+    engines = {name: engine.with_drafter(drafter, policy="off") for name, drafter in drafters.items()}
     times: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in engines}
     counts: dict[str, list[tuple[int, int]]] = {}
     for _ in range(repeats):

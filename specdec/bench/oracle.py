@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from specdec.bench.cost import measure_cost
 from specdec.draft import Draft
-from specdec.drafter import Context, Observation
+from specdec.drafter import Context, DrafterBase, Observation
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Oracle", "OraclePoint", "draw_oracle", "expected_tokens", "sweep_oracle"]
 
 
-class Oracle:
+class Oracle(DrafterBase):
     """Proposes a chain of the known answer's next tokens, each of them right with probability ``accuracy``.
 
     Args:
@@ -42,7 +42,6 @@ class Oracle:
     """
 
     name = "oracle"
-    taps: frozenset[int] = frozenset()
 
     def __init__(
         self, answers: Mapping[tuple[int, ...], Sequence[int]], *, accuracy: float = 1.0, depth: int = 4, seed: int = 0
@@ -137,7 +136,7 @@ def sweep_oracle(
     answers = {tuple(prompt): plain.generate(prompt, max_new_tokens, sampling).token_ids for prompt in prompts}
     settings = [(depth, accuracy) for depth in depths for accuracy in accuracies]
     engines = {_PLAIN: plain} | {
-        (depth, accuracy): engine.with_drafter(Oracle(answers, accuracy=accuracy, depth=depth), budget="off")
+        (depth, accuracy): engine.with_drafter(Oracle(answers, accuracy=accuracy, depth=depth), policy="off")
         for depth, accuracy in settings
     }
     taken: dict[tuple[Setting, int], list[float]] = {}

@@ -20,9 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from specdec.bench.environment import synchronize
 from specdec.bench.plan import ALL, BASELINE, Plan, label_of
-from specdec.config import check_policy
 from specdec.draft import Draft
-from specdec.drafter import Context, Drafter, DraftSession, Observation
+from specdec.drafter import Context, Drafter, DrafterWrapper, DraftSession, Observation
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, unknown
 from specdec.model import TransformersTarget
@@ -80,8 +79,8 @@ class Drafted:
     def __init__(self, label: str, engine: Engine, spec: Mapping[str, Any], plan: Plan) -> None:
         self.label, self._spec, self._plan = label, dict(spec), plan
         self._base = engine
-        self._policy = "off" if spec["name"] == BASELINE else check_policy(plan.policy)
-        self._engine = engine.with_drafter(self._spec, budget=self._policy)
+        self._policy = "off" if spec["name"] == BASELINE else plan.policy
+        self._engine = engine.with_drafter(self._spec, policy=self._policy)
         self._fresh = True
         self.lossy = plan.sampling().lossy
         self.comparable = not self.lossy and (plan.temperature == 0 or plan.acceptance != "reject")
@@ -92,14 +91,14 @@ class Drafted:
     def warm_up(self, prompt: list[int], budget: int) -> None:
         watched = _Watched(self._engine.drafter)
         self._fresh = False
-        self._base.with_drafter(watched).generate(prompt, budget, self._plan.sampling())
+        self._base.with_drafter(watched, policy=self._policy).generate(prompt, budget, self._plan.sampling())
         # Tokens drawn from q are accepted by rejection, which keeps the distribution and not the tokens of a seed.
         if watched.drew and self._plan.temperature > 0 and self._plan.acceptance != "match":
             self.comparable = False
 
     def reset(self) -> None:
         if not self._plan.persistent and not self._fresh:
-            self._engine = self._base.with_drafter(self._spec, budget=self._policy)
+            self._engine = self._base.with_drafter(self._spec, policy=self._policy)
         self._fresh = False
 
     def answer(self, prompt: list[int], budget: int) -> Output:
@@ -126,15 +125,15 @@ class Drafted:
         )
 
 
-class _Watched:
+class _Watched(DrafterWrapper):
     """A drafter that notes whether it ever drew from a distribution."""
 
     def __init__(self, inner: Drafter) -> None:
-        self._inner, self.name, self.taps = inner, inner.name, inner.taps
+        super().__init__(inner)
         self.drew = False
 
     def start(self, context: Context) -> _WatchedSession:
-        return _WatchedSession(self, self._inner.start(context))
+        return _WatchedSession(self, self.inner.start(context))
 
 
 class _WatchedSession:

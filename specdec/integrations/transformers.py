@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specdec.config import check_policy
 from specdec.drafter import Drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -76,7 +75,7 @@ def custom_generate(
         return any(bool(criterion(ids, None).all()) for criterion in rest)
 
     prompt = input_ids[0].tolist()
-    engine = Engine(target, tokenizer, drafter, budget=check_policy(policy))
+    engine = Engine(target, tokenizer, drafter, policy=policy)
     decoding = engine.start(
         prompt,
         _longest(config, stopping_criteria) - len(prompt),

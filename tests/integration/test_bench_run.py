@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from specdec.lowering import LoweredLayer
 
 from specdec import Engine
 from specdec.bench.audit import Audit, audit, rounding_bound
@@ -19,10 +20,9 @@ from specdec.bench.runner import Runner
 from specdec.bench.systems import Drafted, Output, TransformersSystem
 from specdec.errors import CheckpointError, ConfigError
 from specdec.load import load
-from specdec.lowering import LoweredLayer
-from specdec.sampling import SamplingParams
 from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
+from specdec.sampling import SamplingParams
 from tests.models import new_model
 
 QUESTIONS = [

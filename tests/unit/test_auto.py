@@ -7,24 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.auto import Auto, AutoConfig, Record
+from drafters.auto import Auto, AutoConfig
+from drafters.merge import Bandit
 from specdec import Draft, Engine, SamplingParams
 from specdec.draft import Entry
 from specdec.errors import ConfigError
 from tests.fakes import Oracle
 from tests.models import FAMILIES, greedy, prompt_of, target_of
-from tests.unit.test_budget import budget_of
+from tests.unit.test_policy import curve_of
 from tests.unit.test_union import Fixed
 
 PROMPT = prompt_of(9)
 
 
-def engine_of(*parts: Any, row: float = 0.001, learns: bool = False, **options: object) -> Engine:
+def engine_of(*parts: Any, row: float = 0.001, learns: bool = False, policy: str = "cost", **options: object) -> Engine:
     """An engine whose rows cost ``row`` plain steps each; parts that do not learn are asked from the first step on."""
     for part in parts:
-        part.learns = learns
+        part.needs_observe = learns
     auto = Auto(AutoConfig(**options), list(parts))  # type: ignore[arg-type]
-    return Engine(target_of("llama"), None, auto, budget=budget_of(row=row))
+    return Engine(target_of("llama"), None, auto, policy=policy, costs=curve_of(row=row))
 
 
 def oracle(new: int, **options: object) -> Oracle:
@@ -36,7 +37,7 @@ def oracle(new: int, **options: object) -> Oracle:
 def test_every_part_at_once_changes_no_token(family: str) -> None:
     """With rows that cost nothing all parts stay awake and all of their rows are verified."""
     target = target_of(family, attention="split", optimize="auto")
-    engine = Engine(target, None, "auto", max_rows=40, budget=budget_of(row=1e-9))
+    engine = Engine(target, None, "auto", max_rows=40, policy="cost", costs=curve_of(row=1e-9))
     for size in (1, 9, 40):
         prompt = prompt_of(size)
         out = engine.generate(prompt, 50)
@@ -47,9 +48,10 @@ def test_every_part_at_once_changes_no_token(family: str) -> None:
     assert engine.generate(PROMPT, 30, sampled).token_ids == plain
 
 
-def test_the_right_part_is_found_and_the_wrong_one_sleeps() -> None:
+@pytest.mark.parametrize("policy", ["acceptance", "cost"])
+def test_the_right_part_is_found_and_the_wrong_one_sleeps(policy: str) -> None:
     wrong = Fixed([1, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5])
-    engine = engine_of(wrong, oracle(120), row=0.1, memory=0.8)
+    engine = engine_of(wrong, oracle(120), row=0.1, memory=0.8, policy=policy)
     out = engine.generate(PROMPT, 120)
     assert out.token_ids == greedy("llama", PROMPT, 120)
     assert out.stats.tokens_per_step > 3
@@ -58,9 +60,10 @@ def test_the_right_part_is_found_and_the_wrong_one_sleeps() -> None:
     assert max(late) <= 8, "rows that are always wrong are still verified"
 
 
-def test_nothing_is_proposed_where_nothing_pays() -> None:
+@pytest.mark.parametrize("policy", ["acceptance", "cost", "off"])
+def test_nothing_is_proposed_where_nothing_pays(policy: str) -> None:
     wrong = Fixed([1, 2, 3], [0, 0, 0])
-    out = engine_of(wrong, row=0.5).generate(PROMPT, 100)
+    out = engine_of(wrong, row=0.5, policy=policy).generate(PROMPT, 100)
     assert out.stats.rows_per_step < 1.5
 
 
@@ -72,8 +75,8 @@ def test_a_row_that_was_not_verified_is_judged_by_the_text() -> None:
     assert set(out.stats.rows[-20:-1]) == {2}
 
 
-def test_chances_by_depth_rank_and_strength() -> None:
-    record = Record(0.9)
+def test_chances_by_depth_rank_and_match() -> None:
+    record = Bandit(Fixed(), 0.9)
     first = record.chance((0, 1, 0, False), 1.0)
     assert record.chance((0, 1, 3, False), 1.0) < record.chance((0, 1, 1, False), 1.0) < first
     assert record.chance((0, 1, 0, True), 1.0) < first < record.chance((4, 1, 0, False), 1.0)
@@ -139,5 +142,6 @@ def test_bad_options() -> None:
 def test_the_embedded_models_heads_are_found(tiny_engine: Engine) -> None:
     names = [part.name for part in tiny_engine.with_drafter("auto").drafter.parts]  # type: ignore[attr-defined]
     assert names == ["suffix_automaton", "token_recycling", "lookahead", "medusa"]
-    names = [part.name for part in Engine(target_of("llama"), None, "auto").drafter.parts]  # type: ignore[attr-defined]
+    other = Engine(target_of("llama"), None, "auto", costs=curve_of(row=0.1))
+    names = [part.name for part in other.drafter.parts]  # type: ignore[attr-defined]
     assert names == ["suffix_automaton", "token_recycling", "lookahead"]

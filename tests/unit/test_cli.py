@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
+from specdec.lowering import choice
 
 import specdec
 from specdec import Chunk, Engine, Generation, SamplingParams, Step, cli, show
 from specdec.config import RunConfig
 from specdec.errors import ConfigError
-from specdec.lowering import choice
 from tests.unit.conftest import Install
 
 PROMPT = "import os\nimport sys\nimport os\nimport"

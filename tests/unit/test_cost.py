@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdec import cost
-from specdec.cost import CostCurve, cost_curve, describe, measure, stored_at
+from specdec.cost import CostCurve, cost_curve, describe, measure, roofline, stored_at
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from specdec.tune import plot, table
@@ -29,7 +29,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
     def quick(*arguments: Any, **options: Any) -> CostCurve:
         calls.append(1)
-        return measure(*arguments, **{**options, "rows": (1, 2), "lengths": (8,), "seconds": 0.0})
+        return measure(*arguments, **{**options, "rows": (1, 2), "lengths": (8,), "seconds": 1e9})
 
     monkeypatch.setattr(cost, "measure", quick)
     monkeypatch.setattr(cost, "cache_folder", lambda: tmp_path)
@@ -46,6 +46,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         (500, 1, 5.0),  # beyond the longest
         (10, 1, 1.0),  # below the shortest, the shortest
         (100, 6, 4.0),  # beyond the last rows, by the last slope
+        (100, 64, 33.0),
     ],
 )
 def test_between_and_beyond_the_measured(length: int, rows: int, seconds: float) -> None:
@@ -73,19 +74,71 @@ def test_a_curve_that_is_none_is_refused(change: dict[str, Any], told: str) -> N
         CostCurve(**{**whole, **change})
 
 
+def test_few_rows_say_nothing_of_many() -> None:
+    """Up to 4 rows cost what one costs, as weights are read once; beyond the roofline's arithmetic is supposed."""
+    flat = CostCurve(machine={}, rows=[1, 4], lengths=[100], seconds=[[2.0, 2.0]])
+    assert flat.at(0, 24)[24] == pytest.approx(2.0 + 20 * 2.0 / 10)
+    alone = CostCurve(machine={}, rows=[1], lengths=[100], seconds=[[2.0]])
+    assert alone.at(0, 11)[11] == pytest.approx(4.0)
+    known = CostCurve(machine={}, rows=[1, 16], lengths=[100], seconds=[[2.0, 2.0]])
+    assert known.at(0, 32)[32] == 2.0
+
+
+def test_steps_are_told_in_plain_steps_and_never_fall() -> None:
+    odd = CostCurve(machine={}, rows=[1, 2, 4, 5], lengths=[100], seconds=[[2.0, 1.8, 3.0, 2.0]])
+    assert odd.steps(0, 5) == pytest.approx([0.0, 1.0, 1.0, 1.2, 1.5, 1.5])
+
+
+def test_trees_are_as_large_as_rows_are_cheap() -> None:
+    dear = CostCurve(machine={}, rows=[1, 2], lengths=[100], seconds=[[1.0, 2.0]])
+    free = CostCurve(machine={}, rows=[1, 200], lengths=[100], seconds=[[1.0, 1.0]])
+    sizes = [curve.tree_rows(0, 80) for curve in (dear, roofline("cpu"), roofline("cuda"), free)]
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[-1]) == (1, 80)
+    assert free.tree_rows(0, 7) == 7
+
+
+class Clock:
+    """Every look takes ``tick`` seconds, a forward (two looks) therefore as long."""
+
+    def __init__(self, tick: float) -> None:
+        self.tick, self.now = tick, 0.0
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
 def test_measured_within_the_context_and_kept_to_the_number() -> None:
-    curve = measure(target(), rows=(1, 2, 4), lengths=(8, 16, 10**6), seconds=0.5)
+    shares: list[float] = []
+    curve = measure(
+        target(), rows=(1, 2, 4), lengths=(8, 16, 10**6), seconds=1e9, clock=Clock(0.01), progress=shares.append
+    )
     assert curve.rows == [1, 2, 4]
     assert curve.lengths[:2] == [8, 16]
     assert curve.lengths[-1] <= target().context_length - 5
     assert curve.machine == describe(target())
-    assert len(curve.seconds) == len(curve.lengths)
+    assert [time for row in curve.seconds for time in row] == pytest.approx([0.01] * 9)
+    assert shares == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0])
 
 
-def test_too_little_time_still_measures_a_few_rows() -> None:
-    curve = measure(target(), rows=(1, 2, 4, 8, 16), lengths=(8, 64), seconds=0.0)
-    assert list(curve.rows) == [1, 2, 4]
-    assert list(curve.lengths) == [8]
+@pytest.mark.parametrize(
+    ("tick", "rows", "lengths"),
+    [
+        (1e-4, [1, 2, 4, 8, 16], [8, 64]),
+        (0.007, [1, 2, 4, 8, 16], [8]),  # one round of all takes a third of the second
+        (0.04, [1, 2], [8]),
+        (0.3, [1], [8]),  # one forward is too much already
+        (5.0, [1], [8]),
+    ],
+)
+def test_repeats_rows_and_lengths_are_given_up_where_time_is_short(
+    tick: float, rows: list[int], lengths: list[int]
+) -> None:
+    clock = Clock(tick)
+    curve = measure(target(), rows=(1, 2, 4, 8, 16), lengths=(8, 64), seconds=1.0, clock=clock)
+    assert (list(curve.rows), list(curve.lengths)) == (rows, lengths)
+    assert clock.now < 1.0 or clock.now <= 8 * tick
 
 
 def test_a_curve_is_measured_once(counted: list[int]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec import Engine
+from specdec import Context, Drafter, DrafterBase, DrafterWrapper, DraftSession, Engine
 from specdec.errors import ConfigError
 from specdec.registry import drafter_names, drafter_type, make_drafter, parse_drafter
 from tests.unit.conftest import Install
@@ -83,3 +83,37 @@ def test_one_file_and_one_entry_point_make_a_drafter(install: Install, tiny_engi
     assert shouted.stats.rows[0] == 5  # the root and four guesses
     with pytest.raises(ConfigError, match="unknown option of shout 'time'; did you mean 'times'"):
         parse_drafter({"name": "shout", "time": 4})
+
+
+class Odd(DrafterBase):
+    """Differs from the defaults in all that the engine reads."""
+
+    name, Config = "odd", dict
+    taps = frozenset({1})
+    needs_observe = False
+    proposes = False
+    plans_rows = True
+    fixed_cost_rows = 5
+
+    def start(self, context: Context) -> DraftSession:
+        raise NotImplementedError
+
+
+def test_a_wrapper_has_all_that_the_engine_reads_from_a_drafter() -> None:
+    for name in Drafter.__annotations__:
+        assert getattr(DrafterBase, name, None) != getattr(Odd, name), "the test would not notice its loss"
+        assert getattr(DrafterWrapper(DrafterWrapper(Odd())), name) == getattr(Odd, name)
+
+
+def test_a_drafter_that_does_not_declare_itself_is_refused(tiny_engine: Engine) -> None:
+    class Bare:
+        name = "bare"
+        taps = frozenset[int]()
+        plans_rows = False
+
+        def start(self, context: Context) -> DraftSession:
+            raise NotImplementedError
+
+    message = r"drafter Bare does not say its needs_observe, proposes, fixed_cost_rows; subclass specdec\.DrafterBase"
+    with pytest.raises(ConfigError, match=message):
+        make_drafter(Bare(), tiny_engine.target)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Union: every part sees its own rows and nothing else, the budget holds, and shares follow what rows are worth."""
+"""Union: every part sees its own rows and nothing else, rows stay within bounds, and the likeliest come first."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import pytest
 import torch
 
 from drafters.lookahead import Lookahead, LookaheadConfig
-from drafters.union import Union, UnionConfig, part_of, shares
-from specdec import FINAL, Context, Draft, Drafter, DraftSession, Engine, Observation
+from drafters.merge import part_of
+from drafters.union import Union, UnionConfig
+from specdec import FINAL, Context, Draft, Drafter, DrafterBase, DraftSession, Engine, Observation
 from specdec.draft import Entry
 from specdec.errors import ConfigError
 from specdec.sampling import Scores
 from tests.fakes import Oracle, Spy
 from tests.models import greedy, prompt_of, target_of
+from tests.unit.test_policy import curve_of
 from tests.unit.test_token_recycling import context_of
 
 PROMPT = prompt_of(9)
 
 
-class Fixed:
+class Fixed(DrafterBase):
     """Proposes the same rows every time, as many as there is room for, and keeps what it is shown."""
 
     name = "fixed"
@@ -59,8 +61,8 @@ class Fixed:
 
 
 def union_of(*parts: Drafter, **options: Any) -> Union:
-    """Of these parts; unless told otherwise, rows cost nothing, so that all of them are asked."""
-    return Union(UnionConfig(parts=["any"] * len(parts), **{"row_cost": 0.0, **options}), parts)
+    """Of these parts; without a policy all of them are asked."""
+    return Union(UnionConfig(parts=["any"] * len(parts), **options), parts)
 
 
 def test_equal_paths_share_rows() -> None:
@@ -78,77 +80,49 @@ def test_a_probe_that_another_part_proposes_is_a_candidate() -> None:
             assert [draft.tokens[row] for row in draft.read] == [3]
 
 
-def test_parts_get_their_share_and_what_is_left() -> None:
+def test_the_likeliest_rows_of_all_parts_come_first() -> None:
+    """The first part's second branch is right every time, the second part's chain is, and all else is wrong."""
+    first, second = Fixed([3, 4], [0, 0]), Fixed([5, 6, 7], range(3))
+    session = union_of(first, second, rows=8, memory=0.5).start(context_of([1, 2]))
+    for _ in range(8):
+        draft = session.propose(100)
+        assert (first.rooms[-1], second.rooms[-1]) == (9, 9)
+        assert list(draft.tokens) == [2, 3, 4, 5, 6, 7]
+        session.observe(Observation(draft, [0, 2], [4, 9], Scores(torch.zeros(6, 32))))
+        session.observe(Observation(draft, [0, 3, 4, 5], [5, 6, 7, 9], Scores(torch.zeros(6, 32))))
+        session.observe(Observation(draft, [0, 3, 4, 5], [5, 6, 7, 9], Scores(torch.zeros(6, 32))))
+    assert set(session.propose(4).tokens) == {2, 5, 6, 7}
+    assert set(session.propose(5).tokens) == {2, 4, 5, 6, 7}
+    assert list(session.propose(1).tokens) == [2]
+
+
+def test_room_and_rows_bound_the_tree() -> None:
     first, second = Fixed([3], [0]), Fixed([4, 5, 6, 7, 8, 9, 10, 11, 12], range(9))
     session = union_of(first, second, rows=8).start(context_of([1, 2]))
-    draft = session.propose(100)
-    assert len(draft) == 9
-    # All for the first, as nothing is known to be worth more; then all that is left.
-    assert (first.rooms, second.rooms) == ([9], [8])
-    session.observe(Observation(draft, range(4), [5, 6, 7, 8], Scores(torch.zeros(9, 32))))
-    for _ in range(3):
-        session.observe(Observation(draft, [0, *range(2, 9)], [*range(4, 12)], Scores(torch.zeros(9, 32))))
-    assert len(session.propose(100)) == 9
-    assert first.rooms[1] == 2  # the second's rows have proved better, and it keeps seven of eight
-    assert second.rooms[1] == 8
-    assert len(session.propose(4)) == 4
-    assert len(session.propose(1)) == 1
+    assert [len(session.propose(room)) for room in (100, 4, 1)] == [9, 4, 1]
+    assert (first.rooms, second.rooms) == ([9, 4], [9, 4]), "with no room nobody is asked"
 
 
-def test_shares_follow_worth() -> None:
-    assert shares([0.5, 0.5], 9) in ([4, 5], [5, 4])
-    assert shares([0.6, 0.2], 16) == [14, 2]
-    assert shares([0.0, 0.0], 7) == [0, 7]
-    assert shares([0.9, 0.0, 0.0], 48) == [44, 2, 2]  # nobody is lost for good
-    for total in range(40):
-        for worth in ([0.3, 0.1, 0.7], [1.0], [0.0, 0.2]):
-            split = shares(worth, total)
-            assert sum(split) == total
-            assert min(split) >= 0
+def test_q_is_dropped_as_equal_rows_are_merged() -> None:
+    class Drawn(Fixed):
+        def propose(self, room: int) -> Draft:
+            return Draft.chain([self.context.root, 3], q={0: torch.full((32,), 1 / 32)})
+
+    assert not union_of(Drawn()).start(context_of([1, 2])).propose(9).q
 
 
-def test_worth_counts_the_rows_that_a_part_added() -> None:
-    """A part that says the right thing after another has said it is no reason to give it rows."""
-    session = union_of(Fixed([3, 4], [0, 1]), Fixed([3, 5], [0, 0]), Fixed(), rows=9, memory=0.5).start(
-        context_of([1, 2])
-    )
-    draft = session.propose(10)
-    assert list(draft.tokens) == [2, 3, 4, 5]
-    session.observe(Observation(draft, [0, 1], [3, 7], Scores(torch.zeros(4, 32))))
-    worth = [(part.recorded(beside=False).worth, part.recorded(beside=True).worth) for part in session._parts]
-    assert worth == [(0.5, 0.05), (0.5, 0.025), (0.5, 0.05)]  # one of two, none of one beside others, none of none
-
-
-def asked(session: Any, second: Fixed, accepted: int, steps: int) -> list[int]:
-    """The steps in which the second of two parts was asked, if each step accepts the first ``accepted`` rows."""
-    found = []
-    for step in range(steps):
-        before = len(second.rooms)
-        draft = session.propose(20)
-        if len(second.rooms) > before:
-            found.append(step)
-        path = range(1 + accepted)
-        session.observe(Observation(draft, path, [*draft.tokens[1 : 1 + accepted], 1], Scores(torch.zeros(20, 32))))
-    return found
-
-
-def test_a_part_whose_rows_do_not_pay_is_tried_now_and_then() -> None:
-    """Behind a first part that says the same four tokens, all of them right, the second part's are never accepted."""
-    first, second = Fixed([3, 4, 5, 6], range(4)), Fixed([7, 8], [0, 1])
-    session = union_of(first, second, rows=8, row_cost=0.06, retry=4).start(context_of([1, 2]))
-    assert asked(session, second, 4, 70) == [4, 13, 30, 63]  # each try in vain doubles the wait
-    assert set(first.rooms) == {9}  # and the first part is always asked, whatever it says
-    session = union_of(first, second, rows=8, row_cost=0.06, retry=4).start(context_of([1, 2]))
-    assert asked(session, second, 0, 70)[:2] == [4, 13]
-    assert first.rooms[-1] == 9
-
-
-def test_a_part_whose_rows_pay_is_asked_again() -> None:
-    """With nobody before it, it is asked at once, and as long as its rows are right."""
-    second = Fixed([7, 8], [0, 1])
-    session = union_of(Fixed(), second, rows=8, row_cost=0.06).start(context_of([1, 2]))
-    assert asked(session, second, 2, 12) == list(range(12))
-    assert len(asked(session, second, 0, 200)) < 100  # and no longer, when they are not any more
+@pytest.mark.parametrize("policy", ["acceptance", "cost", "off"])
+def test_a_part_whose_rows_do_not_pay_is_tried_now_and_then(policy: str) -> None:
+    truth = Oracle([*PROMPT, *greedy("llama", PROMPT, 150)], 32, deepest=1, steady=True)
+    wrong = Fixed([1, 1, 1], [0, 0, 0])
+    engine = Engine(target_of("llama"), None, union_of(truth, wrong), policy=policy, costs=curve_of(row=0.1))
+    out = engine.generate(PROMPT, 150)
+    assert out.token_ids == greedy("llama", PROMPT, 150)
+    if policy == "off":
+        assert len(wrong.rooms) == out.stats.steps - 1  # all but the last, which has one token left
+    else:
+        assert 2 <= len(wrong.rooms) < out.stats.steps / 2
+        assert set(out.stats.rows[-9:-1]) == {2}
 
 
 def test_a_part_sees_its_rows_as_if_it_were_alone() -> None:
@@ -251,10 +225,8 @@ def test_a_part_that_enters_at_a_layer_is_refused() -> None:
     ("values", "words"),
     [
         ({"parts": []}, "union.parts is empty; name at least one drafter"),
-        ({"rows": 1}, "union.rows is 1; it must be at least 1 for each of 2 parts"),
+        ({"rows": 0}, "union.rows is 0; it must be at least 1"),
         ({"memory": 1.0}, r"union.memory is 1.0; it must be in \[0, 1\)"),
-        ({"row_cost": 1.0}, r"union.row_cost is 1.0; it must be in \[0, 1\)"),
-        ({"retry": 0}, "union.retry is 0; it must be at least 1"),
     ],
 )
 def test_options_are_checked(values: dict[str, Any], words: str) -> None:

@@ -1,0 +1,336 @@
+"""Merge: the trees of several drafters in one, and what each of them has been worth.
+
+Equal paths share rows. Each row is judged by how such rows have fared: of that part, with a match of that length, at
+that depth and rank; the chance that a row is reached is the product along its path, and the best rows are taken. A part
+whose accepted rows do not earn what its rows and its drafting cost sleeps, and is woken now and then. All of that
+follows from steps that are over, never from the one that is drafted for.
+
+A row that was not taken is judged all the same where its parent was accepted: the text says whether it was right. So
+a change for the better is noticed without paying for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from specdec.draft import Draft
+from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
+from specdec.errors import ConfigError
+from specdec.policy import Patience, Prices
+from specdec.sampling import Scores
+
+__all__ = ["PARTS", "Bandit", "Merged", "check_options", "part_of"]
+
+PARTS: tuple[Any, ...] = (
+    {"name": "suffix_automaton", "factor": 4.0, "max_tokens": 16},
+    "token_recycling",
+    "lookahead",
+)
+"""The parts where none are named: what needs no weights and no datastore, the cheapest first."""
+
+_DEPTHS, _RANKS, _MATCHES = 8, 4, 6
+
+Kind = tuple[int, int, int, bool]  # bits of the match length, depth, rank, dissent
+
+# What is supposed before any was seen. Of a first rank by its draft's match: of 0, 1, 2-3, 4-7, ... tokens; then of a
+# lower rank, and of a row that contradicts a part before it, beside a first rank.
+_BY_MATCH = (0.35, 0.3, 0.45, 0.6, 0.75, 0.85, 0.9)
+_BY_RANK = (1.0, 0.35, 0.2, 0.1)
+_DISSENT = 0.3
+_ONWARD = 0.6  # at least this after a row that was right
+_WEIGHT = 3.0  # of what is supposed, in rows seen
+
+_HOPE, _TREE = 0.3, 9  # tokens a step that a part with much to compute may bring; rows of the tree that it may make
+_FAINT = 0.03  # below a row that is reached more rarely than this, none will pay
+_GRACE = 0.05  # of a part that has little to compute
+_DEBT = 0.01  # tokens a step that a part may lose, on average of late, before it sleeps
+
+
+def check_options(name: str, parts: list[Any] | None, rows: int | None, memory: float) -> None:
+    """Raises ConfigError where an option of the drafter ``name`` cannot be."""
+    if parts is not None and not parts:
+        raise ConfigError(f"{name}.parts is empty; name at least one drafter, or leave it out")
+    if rows is not None and rows < 1:
+        raise ConfigError(f"{name}.rows is {rows}; it must be at least 1")
+    if not 0 <= memory < 1:
+        raise ConfigError(f"{name}.memory is {memory}; it must be in [0, 1)")
+
+
+class Bandit:
+    """What is known of a part: how its rows have fared, and what it has been worth lately, in tokens a step.
+
+    Args:
+        part: the drafter.
+        memory: weight of the past, from one step or row to the next.
+    """
+
+    def __init__(self, part: Drafter, memory: float) -> None:
+        self._memory, self._fixed_rows = memory, part.fixed_cost_rows
+        self._rows: dict[Kind, list[float]] = {}  # hits, tries
+        # A part that has nothing to compute is simply tried, one that has waits until it may pay.
+        self._net: float | None = None if part.needs_observe else _GRACE
+        self._patience = Patience(32, 256) if part.needs_observe else Patience(4, 32)
+
+    def chance(self, kind: Kind, above: float) -> float:
+        """That such a row is right where its parent is; ``above``: the parent's own such chance."""
+        match, depth, rank, dissents = kind
+        supposed = (max(above, _ONWARD) if depth > 1 else _BY_MATCH[match]) * _BY_RANK[rank]
+        if dissents:
+            supposed *= _DISSENT
+        seen = self._rows.get(kind)
+        if seen is None:
+            return supposed
+        return (seen[0] + _WEIGHT * supposed) / (seen[1] + _WEIGHT)
+
+    def note(self, kind: Kind, right: bool) -> None:
+        """One more such row, whose parent was right."""
+        seen = self._rows.setdefault(kind, [0.0, 0.0])
+        seen[0] = self._memory * seen[0] + right
+        seen[1] = self._memory * seen[1] + 1
+
+    def awake(self, prices: Prices, length: int) -> bool:
+        """Whether to ask the part for this step; before anything was seen the price of a tree decides."""
+        if self._net is None:
+            self._net = _HOPE - prices.price(length, _TREE)[_TREE]
+        if self._net > -_DEBT:
+            return True
+        if not self._patience.due():
+            return False
+        self._net = 0.0  # one disappointment, and it sleeps again
+        return True
+
+    def judge(self, prices: Prices, length: int, *, brought: int, cost: float, seconds: float) -> None:
+        """Take note of a step: accepted rows that nobody before it proposed, what its rows cost, and its drafting."""
+        assert self._net is not None
+        cost += prices.drafting(seconds, self._fixed_rows, length)
+        self._net = self._memory * self._net + (1 - self._memory) * (brought - cost)
+        if self._net > 0.05:
+            self._patience.paid()
+
+
+class Merged(DrafterBase):
+    """The parts, and what is known of them; sequences share it."""
+
+    def __init__(self, config: Any, parts: Sequence[Drafter]) -> None:
+        super().__init__(config)
+        self.parts = parts
+        self.taps = frozenset[int]().union(*(part.taps for part in parts))
+        self.bandits = [Bandit(part, config.memory) for part in parts]
+
+    def start(self, context: Context) -> MergedSession:
+        return MergedSession(self, context)
+
+
+class Tree:
+    """All that the parts propose, equal paths once: per row its token, parent and the chance that it is reached."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents, self.reach = [root], [-1], [1.0]
+        self.candidates, self.needed = set[int](), set[int]()
+        self._rows: dict[tuple[int, int], int] = {}
+        self._heirs: dict[int, int] = {}  # row -> its first child
+
+    def add(self, parent: int, token: int, reach: float) -> int:
+        """The row of ``token`` below ``parent``, new or existing; the better of two opinions counts."""
+        row = self._rows.get((parent, token))
+        if row is None:
+            row = self._rows[parent, token] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.reach.append(reach)
+            self._heirs.setdefault(parent, row)
+        elif reach > self.reach[row]:
+            self.reach[row] = reach
+        return row
+
+    def dissents(self, parent: int, token: int, first: int) -> bool:
+        """Whether rows before ``first`` say something else after ``parent``, and none of them says this."""
+        heir = self._heirs.get(parent)
+        return heir is not None and heir < first and self._rows.get((parent, token), first) >= first
+
+    def need(self, row: int) -> None:
+        """Have a row verified with its ancestors, whatever it is worth."""
+        while row > 0 and row not in self.needed:
+            self.needed.add(row)
+            row = self.parents[row]
+
+    def best(self, most: int) -> list[int]:
+        """The rows that need not be there, the likeliest ones first, so that parents come before their children."""
+        rest = [row for row in range(1, len(self.tokens)) if row in self.candidates and row not in self.needed]
+        rest.sort(key=self.reach.__getitem__, reverse=True)
+        return rest[:most]
+
+
+class Part:
+    """A part in one sequence: its session, its latest draft and where that draft's rows went."""
+
+    def __init__(self, drafter: Drafter, bandit: Bandit, context: Context) -> None:
+        self.name, self.taps = drafter.name, drafter.taps
+        self.told = bool(drafter.taps) or drafter.needs_observe
+        self.bandit = bandit
+        self.session: DraftSession = drafter.start(context)
+        self.asked = False
+        self.draft = Draft.chain([context.root])
+        self.rows = [0]  # own row -> row of the tree; -1: left out
+        self.kinds: list[Kind] = [(0, 0, 0, False)]  # of its own rows
+        self.added = range(0)  # rows of the tree that no part before it proposed
+        self.seconds = 0.0
+
+    def place(self, tree: Tree, faint: float) -> None:
+        """Put its rows into the tree, each with the chance that it is accepted, but no chain below a ``faint`` one."""
+        draft = self.draft
+        first, bandit, match = len(tree.tokens), self.bandit, min(draft.match_length.bit_length(), _MATCHES)
+        self.rows, self.kinds = [0], [(match, 0, 0, False)]
+        chances, ranks = [1.0], [0] * len(draft)
+        cuts = draft.is_chain and not draft.read
+        for own in range(1, len(draft)):
+            above = draft.parents[own]
+            parent, token = self.rows[above], draft.tokens[own]
+            if cuts and tree.reach[parent] < faint:
+                self.rows += [-1] * (len(draft) - own)
+                break
+            dissents = tree.dissents(parent, token, first)
+            kind = (match, min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1), dissents)
+            ranks[above] += 1
+            chance = bandit.chance(kind, chances[above])
+            row = tree.add(parent, token, tree.reach[parent] * chance)
+            if own not in draft.probes:
+                tree.candidates.add(row)
+            self.rows.append(row)
+            self.kinds.append(kind)
+            chances.append(chance)
+        for own in draft.read:
+            tree.need(self.rows[own])
+        self.added = range(first, len(tree.tokens))
+
+    def judge(self, place: dict[int, int], tokens: Sequence[int]) -> None:
+        """Note which of its rows were right; ``place``: accepted row of the tree -> its depth."""
+        draft, bandit = self.draft, self.bandit
+        for own in range(1, len(self.kinds)):
+            depth = place.get(self.rows[draft.parents[own]])
+            if depth is not None:
+                bandit.note(self.kinds[own], draft.tokens[own] == tokens[depth])
+
+
+class MergedSession:
+    """One sequence's parts. Without a policy all of them are asked; a drafter that plans keeps the rows that pay."""
+
+    def __init__(self, drafter: Merged, context: Context) -> None:
+        self._context, self._name = context, drafter.name
+        self._prices = None if context.policy is None else context.policy.prices
+        self._plans = drafter.plans_rows
+        self._parts = [Part(part, bandit, context) for part, bandit in zip(drafter.parts, drafter.bandits, strict=True)]
+        self._most = drafter.config.rows or context.max_rows
+        self._length = 0
+        self._kept: list[int] = [0]  # row of the draft -> row of the tree
+
+    def propose(self, room: int) -> Draft:
+        context, prices, length = self._context, self._prices, self._context.cache.length
+        self._length, self._kept = length, [0]
+        room = min(room, self._most + 1)
+        tree = Tree(context.root)
+        for part in self._parts:
+            part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
+            if part.asked:
+                began = perf_counter()
+                part.draft = self._checked(part, part.session.propose(room - len(tree.needed)))
+                part.place(tree, _FAINT if self._plans else 0.0)
+                part.seconds = perf_counter() - began
+        if len(tree.tokens) == 1:
+            return Draft.chain([context.root])
+        best = tree.best(room - 1 - len(tree.needed))
+        if self._plans:
+            assert prices is not None
+            del best[prices.keep([tree.reach[row] for row in best], length, base=1 + len(tree.needed)) :]
+        kept = self._kept = [0, *sorted([*tree.needed, *best])]
+        place = {row: number for number, row in enumerate(kept)}
+        read = {place[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
+        return Draft(
+            [tree.tokens[row] for row in kept],
+            [-1, *(place[tree.parents[row]] for row in kept[1:])],
+            probes=frozenset(place[row] for row in tree.needed if row not in tree.candidates),
+            read=sorted(read),
+        )
+
+    def _checked(self, part: Part, draft: Draft) -> Draft:
+        if draft.entry is not None:
+            raise ConfigError(
+                f"{self._name} cannot take {part.name!r}: its rows enter the target at layer {draft.entry.layer}, "
+                f"other parts' rows at the embedding; leave it out of {self._name}.parts"
+            )
+        return draft
+
+    def observe(self, seen: Observation) -> None:
+        place = dict[int, int]()
+        if seen.draft is not None:  # rows beyond ours were appended where this is a part of another union
+            kept = self._kept
+            place = {kept[row]: depth for depth, row in enumerate(seen.path) if row < len(kept)}
+        for part in self._parts:
+            if part.asked and place:
+                self._tell(part, seen, place)
+            elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
+                shared = len(part.taps) < len(seen.taps)
+                own = replace(seen, taps={layer: seen.taps[layer] for layer in part.taps}) if shared else seen
+                part.session.observe(own)
+
+    def _tell(self, part: Part, seen: Observation, place: dict[int, int]) -> None:
+        """Judge a part that was asked by what became of its rows, and let it learn; ``place`` as for ``judge``."""
+        began = perf_counter()
+        kept, prices = self._kept, self._prices
+        part.judge(place, seen.tokens)
+        if part.told:
+            numbers = {row: number for number, row in enumerate(kept)}
+            rows = [numbers.get(row, -1) for row in part.rows]
+            part.session.observe(part_of(seen, part.draft, rows, part.taps))
+        if prices is not None:
+            price = prices.price(self._length, len(kept))
+            part.bandit.judge(
+                prices,
+                self._length,
+                brought=sum(row in part.added for row in place),
+                cost=price[len(kept)] - price[len(kept) - sum(row in part.added for row in kept)],
+                seconds=part.seconds + perf_counter() - began,
+            )
+
+
+def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collection[int]) -> Observation:
+    """What became of ``draft``, whose row i was row ``rows[i]`` of the whole, with the taps that its part wants.
+
+    Where the accepted path leaves the part's own rows, the missing ones are appended to its draft, so that path, tokens
+    and taps fit together as if the part had proposed them too. A row that was left out, -1, counts as a probe that
+    nobody reads, and its taps mean nothing.
+    """
+    whole = seen.draft
+    assert whole is not None
+    assert seen.scores is not None
+    path = list(seen.path)
+    if rows == list(range(len(whole))):  # it had the step for itself
+        return Observation(draft, path, seen.tokens, seen.scores, {layer: seen.taps[layer] for layer in taps})
+    if len(rows) == 1:  # it had none of it: all that concerns it is the text
+        chain = Draft.chain([whole.tokens[row] for row in path])
+        logits = seen.scores.logits[[seen.scores.place(row) for row in path]]
+        hidden = {layer: seen.taps[layer][path] for layer in taps}
+        return Observation(chain, range(len(path)), seen.tokens, Scores(logits), hidden)
+    place = {row: own for own, row in reversed([*enumerate(rows)])}  # the first of equal rows
+    tokens, parents, union_rows = list(draft.tokens), list(draft.parents), list(rows)
+    above = 0
+    for row in path:
+        if row not in place:
+            place[row] = len(tokens)
+            tokens.append(whole.tokens[row])
+            parents.append(above)
+            union_rows.append(row)
+        above = place[row]
+    path = [place[row] for row in path]
+    unscored = whole.probes.difference(whole.read)
+    probes = draft.probes.difference(path) | {own for own, row in enumerate(rows) if row < 0 or row in unscored}
+    unread = probes.difference(draft.read)
+    scored = [own for own in range(len(tokens)) if own not in unread]
+    own_draft = Draft(tokens, parents, probes=probes, read=draft.read)
+    places = [seen.scores.place(union_rows[own]) for own in scored]
+    scores = Scores(seen.scores.logits[places], None if len(scored) == len(tokens) else scored)
+    hidden = {layer: seen.taps[layer][union_rows] for layer in taps}  # [rows of own_draft, D]
+    return Observation(own_draft, path, seen.tokens, scores, hidden)

@@ -1,0 +1,269 @@
+"""Policy: how many rows of guesses a step may verify.
+
+Every proposed row makes a step longer, by what the measured curve T(rows) says: the second row costs T(2) - T(1), the
+next one T(3) - T(2), and so on, all told as fractions of T(1), a plain step. A guess that is accepted saves about one
+plain step. So a drafter goes on proposing as long as its accepted tokens outweigh the steps that its rows cost.
+
+- ``off``: no policy; the drafter proposes what its options say.
+- ``acceptance``: an account per sequence, accepted tokens in, cost of rows out. Apart from the curve, which is measured
+  once per machine, model, dtype and thread count and kept, no clock is involved: the same calls take the same steps.
+- ``cost``: the number of rows with the most expected tokens per second, by the curve and by what steps really took of
+  late. Steps differ from run to run.
+
+What is chosen follows from steps that are over, never from the draws of the one that it is chosen for, so sampling
+stays lossless under each of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from specdec.cost import CostCurve
+from specdec.draft import Draft
+from specdec.errors import ConfigError
+
+__all__ = ["AcceptancePolicy", "CostPolicy", "Patience", "Prices", "RowPolicy", "check_policy"]
+
+_BUCKET = 256  # tokens of context for which one reading of the curve serves
+_PRIOR_STEPS = 10.0  # plain steps that the first belief about tokens per step counts as
+_OUTLIER = 3.0  # a step that took longer than this many times what was due met another process, not a dearer forward
+
+_FIRST, _FALL = 0.4, 0.8  # chance of the first row before any was seen, enough to try; of a row, by the one before it
+_PRIOR_WEIGHT = 2.0
+_UNTRIED = 0.98  # memory of rows that were not proposed
+_TRY = 9  # rows of a try
+
+_START, _MOST = 0.75, 3.0  # accepted tokens on the account: at first, and the most that a drafter can save up
+_ROW_SECONDS = 1e-4  # one of a drafter's fixed_cost_rows
+_TREE_ROWS = 1  # of them, for drafting and verifying any tree
+
+
+class RowPolicy(Protocol):
+    """Decides on the rows of steps.
+
+    Attributes:
+        prices: what rows cost now, for drafters that choose among their rows themselves.
+    """
+
+    prices: Prices
+
+    def room(self, limit: int, length: int) -> int:
+        """Rows to allow a drafter after ``length`` tokens, at most ``limit``; 1, the root alone, is a plain step."""
+
+    def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
+        """Take note of a step: what was verified after ``length`` tokens, the accepted rows, and what it took.
+
+        ``drafting`` seconds are among the ``seconds``.
+        """
+
+
+class Patience:
+    """When to try again what did not pay: after 4 steps, and after twice as many each time that it failed again."""
+
+    def __init__(self, first: int = 4, most: int = 64) -> None:
+        self._first, self._most = first, most
+        self._wait = first
+        self._left = first
+
+    def due(self) -> bool:
+        """Count a step that goes without; whether the next try is due with it."""
+        self._left -= 1
+        if self._left > 0:
+            return False
+        self._wait = min(2 * self._wait, self._most)
+        self._left = self._wait
+        return True
+
+    def paid(self) -> None:
+        """It paid: the next disappointment is met with little patience again."""
+        self._wait = self._left = self._first
+
+
+class Prices:
+    """What rows cost, in tokens: the time that they add, and the tokens that such a time yields of late.
+
+    Times are in plain steps of the curve. Without a clock every step takes what the curve says.
+
+    Args:
+        curve: the target's.
+        clock: go by what steps take, too.
+        memory: weight of the past, from one step to the next.
+    """
+
+    def __init__(self, curve: CostCurve, *, clock: bool, memory: float = 0.95) -> None:
+        self.curve = curve
+        self._clock, self._memory = clock, memory
+        self._read: dict[tuple[int, int], tuple[float, list[float]]] = {}
+        self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
+        self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
+        self._priced: tuple[list[float], list[float]] = ([], [])  # steps, and their price until the next step
+
+    def _curve(self, length: int, most: int) -> tuple[float, list[float]]:
+        """Seconds of a plain step, and :meth:`steps`."""
+        most = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
+        key = (length // _BUCKET, most)
+        if key not in self._read:
+            near = length // _BUCKET * _BUCKET + _BUCKET // 2
+            self._read[key] = self.curve.at(near, 1)[1], self.curve.steps(near, most)
+        return self._read[key]
+
+    def steps(self, length: int, most: int) -> list[float]:
+        """What 0 .. ``most`` rows, or more, cost after about ``length`` tokens, in plain steps."""
+        return self._curve(length, most)[1]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per plain step's time of late, or those of plain steps where these are faster."""
+        return max(self._tokens / self._time, self._due / self._taken)
+
+    def price(self, length: int, most: int) -> list[float]:
+        """Tokens that the extra time of n rows over a plain step would have brought, for n in 0 .. ``most`` or more."""
+        steps = self.steps(length, most)
+        if self._priced[0] is not steps:
+            rate = self.rate * self._taken / self._due
+            self._priced = steps, [rate * (step - 1) for step in steps]
+        return self._priced[1]
+
+    def drafting(self, seconds: float, fixed_rows: int, length: int) -> float:
+        """Tokens that drafting for ``seconds`` costs; without a clock, what ``fixed_cost_rows`` stand for."""
+        taken = seconds if self._clock else _ROW_SECONDS * fixed_rows
+        return self.rate * taken / self._curve(length, 1)[0]
+
+    def keep(self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0) -> int:
+        """How many of the rows to keep, best first, beside ``base`` rows that are there anyway.
+
+        ``gains``: each row's chance to be accepted. None are kept unless all together bring more than their price and
+        ``least`` tokens.
+        """
+        price = self.price(length, base + len(gains))
+        best, worth, total = 0, least, 0.0
+        for count, gain in enumerate(gains, 1):
+            total += gain
+            if total - (price[base + count] - price[base]) > worth:
+                best, worth = count, total - (price[base + count] - price[base])
+        return best
+
+    def learn(self, rows: int, tokens: int, length: int, drafting: float, seconds: float) -> None:
+        """Take note of a step of ``rows`` rows that yielded ``tokens``; see :meth:`RowPolicy.learn`."""
+        memory = self._memory
+        self._priced = ([], [])
+        plain, steps = self._curve(length, rows)
+        due = taken = spent = steps[rows]
+        if self._clock:
+            taken = min((seconds - drafting) / plain, _OUTLIER * due * max(self._taken / self._due, 1.0))
+            spent = taken + drafting / plain
+            self._taken = memory * self._taken + taken
+            self._due = memory * self._due + due
+        self._tokens = memory * self._tokens + tokens
+        self._time = memory * self._time + spent
+
+
+class AcceptancePolicy:
+    """Whether to ask a drafter, by acceptance alone. One serves one sequence.
+
+    Accepted rows are income, what rows cost is expenses, and nobody spends more than he has. A drafter whose account is
+    empty rests; it gets one row for a try now and then, more rarely each time that this is lost too.
+
+    Args:
+        curve: the target's.
+        fixed_rows: the drafter's ``fixed_cost_rows``.
+    """
+
+    def __init__(self, curve: CostCurve, fixed_rows: int = 0) -> None:
+        self.prices = Prices(curve, clock=False)
+        self._fixed = _ROW_SECONDS * (_TREE_ROWS + fixed_rows) / curve.at(0, 1)[1]  # plain steps
+        self._left = _START
+        self._patience = Patience(1, 32)
+
+    def room(self, limit: int, length: int) -> int:
+        """Rows that the drafter can pay for: the root alone where that is none."""
+        steps = self.prices.steps(length, limit)
+        least = steps[2] - 1 + self._fixed
+        if self._left < least:
+            if not self._patience.due():
+                return min(limit, 1)
+            self._left = least
+        return min(limit, max(bisect_right(steps, 1 + self._left - self._fixed) - 1, 2))
+
+    def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
+        """As :meth:`RowPolicy.learn`; a drafter that had nothing to say is not judged."""
+        rows = len(draft)
+        self.prices.learn(rows, len(path), length, 0.0, 0.0)
+        if rows == 1:
+            return
+        spent = self.prices.steps(length, rows)[rows] - 1 + self._fixed
+        self._left = min(self._left + len(path) - 1 - spent, _MOST)
+        if self._left >= _START:
+            self._patience.paid()
+
+
+class CostPolicy:
+    """The rows with the most expected tokens per second: their price against how often such rows were right of late.
+
+    With T the cost curve, r the tokens per second of late and g the chance that a row is accepted, n rows are worth
+    ``sum(g) - r * (T(n) - T(1))`` tokens more than a plain step; the n that maximises this is taken, none where
+    speculation loses. One serves all sequences of an engine.
+    """
+
+    def __init__(self, curve: CostCurve, *, memory: float = 0.95) -> None:
+        self.prices = Prices(curve, clock=True, memory=memory)
+        self._memory = memory
+        self._hits: list[float] = []  # per row number: accepted, and seen
+        self._tries: list[float] = []
+        self._draft = 0.0  # tokens that drafting costs, per step that drafted
+        self._patience = Patience()
+        self._rests = False  # rows did not pay when last weighed, and are not weighed until the next try is due
+
+    def room(self, limit: int, length: int) -> int:
+        """Rows to allow a drafter that fills its room in order of promise: 1 where a plain step is better."""
+        if limit < 2 or (self._rests and not self._patience.due()):
+            return min(limit, 1)
+        known = min(limit - 1, max(len(self._hits), 8))
+        count = self.prices.keep(self._gains(known), length, least=self._draft)
+        if count:
+            self._rests = False
+            self._patience.paid()
+            return count + 1 if count < known else limit
+        again, self._rests = self._rests, True
+        return min(limit, _TRY) if again else 1
+
+    def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
+        """As :meth:`RowPolicy.learn`."""
+        memory, rows = self._memory, len(draft)
+        self.prices.learn(rows, len(path), length, drafting, seconds)
+        if rows == 1:
+            return
+        self._draft += (1 - memory) * (self.prices.drafting(drafting, 0, length) - self._draft)
+        self._hits += [0.0] * (rows - len(self._hits))
+        self._tries += [0.0] * (rows - len(self._tries))
+        accepted = set(path)
+        for row in range(1, len(self._hits)):
+            past = memory if row < rows else _UNTRIED
+            self._hits[row] = past * self._hits[row] + (row in accepted)
+            self._tries[row] = past * self._tries[row] + (row < rows)
+
+    def _gains(self, most: int) -> list[float]:
+        """The chance of each of the rows 1 .. ``most``; what is not known of a row follows from the row before it."""
+        gains, gain = list[float](), _FIRST / _FALL
+        for row in range(1, most + 1):
+            hits, tries = (self._hits[row], self._tries[row]) if row < len(self._hits) else (0.0, 0.0)
+            gain = (hits + _PRIOR_WEIGHT * _FALL * gain) / (tries + _PRIOR_WEIGHT)
+            gains.append(gain)
+        return gains
+
+
+def check_policy(choice: str) -> str:
+    """The choice, if it may be one.
+
+    Raises:
+        ConfigError: neither acceptance, cost nor off, and no file.
+    """
+    if choice not in ("acceptance", "cost", "off") and not Path(choice).is_file():
+        raise ConfigError(
+            f"policy={choice!r} is unknown; choose acceptance, cost, off, or a cost file made by "
+            "`specdec tune --out FILE`"
+        )
+    return choice
