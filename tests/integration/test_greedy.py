@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdec import Context, Engine, Observation
 from specdec.registry import drafter_names
 from tests.fakes import Oracle, Spy
-from tests.models import FAMILIES, WINDOWS, greedy, prompt_of, settings_of, target_of
+from tests.models import FAMILIES, WINDOWS, greedy, model_of, prompt_of, reference, settings_of, target_of
 
 PROMPTS = [prompt_of(1), prompt_of(2), prompt_of(7), prompt_of(40)]
 NEW = 50
@@ -20,6 +21,26 @@ SIZES = {"max_rows": 24, "prefill_chunk": 16}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_are_read_off_the_model(family: str) -> None:
     assert [spec.window for spec in target_of(family).specs] == WINDOWS[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_needs_every_layer_s_attention(family: str) -> None:
+    """Otherwise equality would be cheap: with one layer's attention replaced by noise, the family writes another text."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(module: torch.nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (torch.randn(given[0].shape, generator=generator, dtype=given[0].dtype) * given[0].std(),)
+
+    model, text = model_of(family), greedy(family, PROMPTS[2], NEW)
+    assert len(set(text)) > 8
+    last = [module for name, module in model.named_modules() if name.endswith(("self_attn.o_proj", "attention.dense"))]
+    assert len(last) == 3
+    for output in last:
+        hook = output.register_forward_pre_hook(noise)
+        try:
+            assert reference(model, PROMPTS[2], 8) != text[:8]
+        finally:
+            hook.remove()
 
 
 @pytest.mark.parametrize(("attention", "optimize"), [("sdpa", "off"), ("split", "auto")])
