@@ -113,7 +113,8 @@ def _look_back(
 
 
 def _orthonormal(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    return torch.linalg.qr(torch.randn(rows, columns, device=device))[0]
+    basis: torch.Tensor = torch.linalg.qr(torch.randn(rows, columns, device=device))[0]
+    return basis
 
 
 def random_prompt(vocab_size: int, length: int, seed: int = 0) -> list[int]:
