@@ -1,4 +1,4 @@
-"""Block: positions, slots, masks and layouts, by hand. tests/property/test_attention.py compares them with a softmax."""
+"""Block: positions, slots, masks and layouts, by hand; tests/property/test_attention.py has them attended over."""
 
 from __future__ import annotations
 
