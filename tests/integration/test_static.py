@@ -17,6 +17,7 @@ from tests import models
 DRAFTERS: tuple[Any, ...] = ("none", "prompt_lookup", {"name": "lookahead", "window": 4, "ngram": 4, "guesses": 4})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_text_is_that_of_generate_and_nothing_is_compiled_twice(family: str, tmp_path: Path) -> None:
     """Counted by a backend that runs what it gets; kangaroo has entries, exits and taps of its own."""

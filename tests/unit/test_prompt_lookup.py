@@ -37,7 +37,7 @@ def test_which_occurrence(match: str, expected: list[int]) -> None:
 
 @pytest.mark.parametrize(("match", "paths"), [("rightmost", [6, 5]), ("leftmost", [4, 5])])
 def test_several_occurrences_are_a_trie(match: str, paths: list[int]) -> None:
-    draft = draft_of([1, 4, 8, 1, 5, 8, 1, 6, 8, 1], matches=2, tokens=2, match=match)
+    draft = draft_of([1, 3, 8, 1, 4, 8, 1, 5, 8, 1, 6, 8, 1], matches=2, tokens=2, match=match)
     assert list(draft.tokens) == [1, paths[0], 8, paths[1], 8]
     assert list(draft.parents) == [-1, 0, 1, 0, 3]
     same = draft_of([1, 4, 8, 1, 4, 9, 1], matches=2, tokens=2)
