@@ -6,15 +6,18 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-all lint clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z.]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(INSTALLED) ## Watch the embedded model decode, with and without a drafter
 	$(BIN)/specdec demo $(ARGS)
 
-test: $(INSTALLED) ## Run the tests, one worker per core (ARGS="-k name" narrows them)
+test: $(INSTALLED) ## Run the quick tests, one worker per core (ARGS="-k name" narrows them)
+	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
+
+test-all: $(INSTALLED) ## Run all tests, the full matrices included
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format, types and the direction of imports

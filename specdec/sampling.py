@@ -30,6 +30,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _BLOCK = 1 << 15  # numbers of noise that are made at once, for as many positions as that is
+_AHEAD = 16  # positions, at most: their keys are made one by one, and a text may end soon
 
 
 def _mix(x: int) -> int:
@@ -56,7 +57,7 @@ class Noise:
         self._seed = _mix(seed & _MASK)
         # Wraps like the 64-bit product that it is.
         self._steps = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
-        self._block = max(1, _BLOCK // size)
+        self._block = max(1, min(_AHEAD, _BLOCK // size))
         self._first, self._ahead = 0, torch.empty(0, size, device=device)  # the target's draws from a position on
 
     def _key(self, position: int, stream: int, index: int) -> int:

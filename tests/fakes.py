@@ -1,14 +1,114 @@
-"""Drafters that only tests need: one that knows the answer, one that draws from a q, one that watches another."""
+"""What only tests need: a target without weights, and drafters that know the answer, draw from a q, watch another."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from specdec import Context, Draft, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
+from specdec.block import Block
+from specdec.cache import KVCache, LayerSpec
+from specdec.draft import Entry
 from specdec.sampling import Noise
+from specdec.target import TargetOutput
+
+CPU = torch.device("cpu")
+
+
+class Reciter:
+    """A target without weights: after a text it says ``rule(text)``.
+
+    It keeps each row's token as the key of its slot, and reads the text of a row back from the slots and the row's
+    ancestors; so a row that is stored, gathered or seen wrongly makes it say something else.
+    """
+
+    hidden_size = num_layers = 1
+    device = head_device = CPU
+    dtype = torch.float64
+    backend = "sdpa"
+    name = "reciter"
+
+    def __init__(
+        self,
+        rule: Callable[[list[int]], int],
+        *,
+        vocab_size: int = 100,
+        context_length: int = 1000,
+        eos_ids: Collection[int] = (),
+    ) -> None:
+        self.rule, self.vocab_size, self.context_length = rule, vocab_size, context_length
+        self.eos_ids = frozenset(eos_ids)
+        self.forwards: list[int] = []  # rows of each
+        self.options: dict[str, Any] = {}
+
+    def check_unchanged(self) -> None:
+        pass
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        yield
+
+    def new_cache(self, *, capacity: int, rows: int) -> KVCache:
+        return KVCache([LayerSpec(1, 1, 1, None, CPU, self.dtype)], capacity=capacity, rows=rows)
+
+    def forward(
+        self,
+        block: Block,
+        *,
+        entry: Entry | None = None,
+        exit_layer: int | None = None,
+        taps: Collection[int] = (),
+        rows: Sequence[int] | None = None,
+    ) -> TargetOutput:
+        tokens = block.tokens[0].to(self.dtype)[None, None, :, None]
+        block.update(tokens, tokens, 0)
+        self.forwards.append(block.rows)
+        hidden = torch.zeros(block.rows, 1, dtype=self.dtype)
+        if rows is not None and not rows:
+            return TargetOutput(None, hidden)
+        wanted = range(block.rows) if rows is None else rows
+        logits = torch.zeros(len(wanted), self.vocab_size, dtype=self.dtype)
+        for place, row in enumerate(wanted):
+            logits[place, self.rule(self.text(block, row))] = 10
+        return TargetOutput(logits, hidden)
+
+    def text(self, block: Block, row: int) -> list[int]:
+        slots = [int(token) for token in block.cache.keys[0][0, 0, :, 0].nan_to_num()]
+        path = []
+        while row >= 0:
+            path.insert(0, block.length + row)
+            row = row - 1 if block.parents is None else block.parents[row]
+        return [slots[slot] for slot in (*range(block.length), *path)]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Scripted(DrafterBase):
+    """A drafter whose every draft is what the function says; keeps what it was shown."""
+
+    name = "scripted"
+
+    def __init__(self, draft: Callable[[Context, int], Draft]) -> None:
+        self.draft = draft
+
+    def start(self, context: Context) -> Scripted:
+        self.context, self.rooms, self.seen = context, list[int](), list[Observation]()
+        return self
+
+    def propose(self, room: int) -> Draft:
+        self.rooms.append(room)
+        return self.draft(self.context, room)
+
+    def observe(self, seen: Observation) -> None:
+        self.seen.append(seen)
 
 
 class Oracle(DrafterBase):

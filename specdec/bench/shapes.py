@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from specdec.errors import ConfigError, unknown
 
-__all__ = ["SHAPES", "random_model", "random_prompt"]
+__all__ = ["BACK", "SHAPES", "random_model", "random_prompt", "write_rule"]
 
 SHAPES = {
     "toy": LlamaConfig(
@@ -26,19 +27,21 @@ SHAPES = {
 }  # fmt: skip
 """Name -> config; no token ends a text."""
 
+BACK = 3
+"""Positions that every layer's attention looks back."""
+
 _from_config: Any = AutoModelForCausalLM.from_config  # transformers does not type it
-_LOUD = 100.0  # standard deviation of the embedding: the layers add a tenth of that, whatever their depth
+_LOUD = 1000.0  # length of each code in the stream: what is left of the random weights adds a hundredth of it
+_GATE = 20.0  # where silu is the identity
+_SURE = 10.0  # nats between the best two logits, and about that much between the key looked at and its neighbours
 
 
 def random_model(
     shape: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
 ) -> PreTrainedModel:
-    """A model of a shape, made on the device.
+    """A model of a shape, made on the device, whose text follows :func:`write_rule`.
 
-    With plain random weights the two best logits are often nearer than rounding in bfloat16, and then a text depends on
-    the kernels. So the embedding is made louder than the layers, and the head reads the token after it on one random
-    cycle through the vocabulary: every kernel writes the same text, and no text repeats itself within the vocabulary's
-    size. The weights that a step reads, and its time, are those of any model of that shape.
+    The weights that a step reads, and its time, are those of any model of that shape.
 
     Raises:
         ConfigError: an unknown shape.
@@ -48,12 +51,70 @@ def random_model(
     torch.manual_seed(seed)
     with torch.device(device):
         model: Any = _from_config(copy.deepcopy(SHAPES[shape]), dtype=dtype)
-    embedding, head = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
-    cycle = torch.randperm(embedding.shape[0], generator=torch.Generator().manual_seed(seed)).to(device)
-    embedding.normal_()
-    head[cycle.roll(-1)] = embedding[cycle] * model.config.initializer_range
-    embedding.mul_(_LOUD)
+    write_rule(model, seed)
     return model  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def write_rule(model: Any, seed: int = 0) -> None:
+    """Give a Llama-like model weights by which its text needs every layer, and is the same in every precision.
+
+    With plain random weights the best two logits are often nearer than rounding in bfloat16, and then a text depends on
+    the kernels; with a loud embedding it no longer depends on attention. So a token is a random pair (x, y), and what
+    follows token n has x = x[n] + 1 and y = y[n - BACK * layers] + 1 (of the first token, where that is before it).
+    Each layer's MLP moves x on by one. Each layer's attention, sharp by rotary angle alone, fetches from BACK positions
+    before what the layer below it had fetched, so that a key too many or too few anywhere below shows in the text.
+    The codes of x, y and what is fetched are orthonormal and random, hence the weights dense; the text depends on the
+    seed, not on them. No token comes again within as many as x has values: 25 for the toy, 523 for the 0.5 B shape.
+    """
+    config, layers, embedding = model.config, model.model.layers, model.get_input_embeddings().weight
+    vocabulary, width = embedding.shape
+    ys = min(64, layers[0].self_attn.head_dim, (width - 1) // (2 * len(layers) + 2))
+    xs = min(vocabulary // ys, width - 1 - ys * (len(layers) + 1), config.intermediate_size)
+    codes = _orthonormal(width, 1 + xs + ys * (len(layers) + 1), embedding.device).T
+    always, x, fetched = codes[0], codes[1 : 1 + xs], codes[1 + xs :].unflatten(0, (len(layers) + 1, ys))
+    number = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(seed)).to(embedding.device)
+    own_x, own_y = number % xs, number // xs % ys
+    embedding.copy_(_LOUD * (always + x[own_x] + fetched[0, own_y]))
+    inverse = model.model.rotary_emb.inv_freq
+    for depth, layer in enumerate(layers):
+        # Lengths after the norm: so many codes are in the stream, each as long as the others.
+        _look_back(layer.self_attn, inverse, always, fetched[depth], fetched[depth + 1], math.sqrt(width / (depth + 3)))
+        length = math.sqrt(width / (depth + 4))
+        layer.mlp.gate_proj.weight[:xs] = _GATE / length * x
+        layer.mlp.up_proj.weight[:xs] = always / length
+        layer.mlp.down_proj.weight[:, :xs] = _LOUD / _GATE * (x.roll(-1, 0) - x).T
+    head = x[(own_x - 1 + len(layers)) % xs] + fetched[-1, (own_y - 1) % ys]
+    spare = (number >= xs * ys).unsqueeze(1)  # tokens that are read as another's pair, and never written
+    head = torch.where(spare, head / 2, head) * _SURE / math.sqrt(width / (len(layers) + 3))
+    model.get_output_embeddings().weight.copy_(head)
+
+
+def _look_back(
+    attention: Any, inverse: torch.Tensor, always: torch.Tensor, source: torch.Tensor, to: torch.Tensor, length: float
+) -> None:
+    """All heads look at the key BACK positions before, or the first one; what ``source`` codes there, ``to`` does here.
+
+    A key's rotary pairs point one way and a query's BACK angles behind it, so their product is largest at that
+    distance. Each query head passes on its own share of the codes, so that none can be missed.
+    """
+    size, heads = attention.head_dim, attention.q_proj.out_features // attention.head_dim
+    sharp = torch.sqrt(_SURE * 2 * math.sqrt(size) / (1 - torch.cos(inverse)).sum()) / length
+    query = torch.cat([torch.cos(BACK * inverse), -torch.sin(BACK * inverse)])
+    key = torch.cat([torch.ones_like(inverse), torch.zeros_like(inverse)])
+    for linear, pattern in ((attention.q_proj, query), (attention.k_proj, key)):
+        rows = (sharp * pattern).repeat(linear.out_features // size)
+        linear.weight.copy_(torch.outer(rows, always))
+    basis = _orthonormal(size, source.shape[0], always.device)  # [size, ys]
+    attention.v_proj.weight.copy_((basis @ source / length).repeat(attention.v_proj.out_features // size, 1))
+    share = torch.eye(heads, device=always.device).repeat(1, source.shape[0])[:, : source.shape[0]]  # [heads, ys]
+    output = (basis * share.unsqueeze(1)).flatten(0, 1) @ to  # [heads * size, width]
+    attention.o_proj.weight.copy_(_LOUD * output.T)
+
+
+def _orthonormal(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    basis: torch.Tensor = torch.linalg.qr(torch.randn(rows, columns, device=device))[0]
+    return basis
 
 
 def random_prompt(vocab_size: int, length: int, seed: int = 0) -> list[int]:

@@ -58,6 +58,7 @@ def run(tiny_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> RunFol
     return folder
 
 
+@pytest.mark.slow
 def test_files_of_a_report(run: RunFolder) -> None:
     figures = {path.name for path in (run.path / "figures").iterdir()}
     names = {"speedup", "ctar", "acceptance", "time", "cost"}
@@ -151,6 +152,7 @@ def test_bench_then_audit_then_compare(small: list[str], tmp_path: Path, capsys:
     assert "0 of 6 figures moved beyond noise" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_audit_of_a_wrong_answer_fails(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert cli.main(["bench", *small, "--systems", "", "--repeats", "1", "--out", str(out)]) == 0
@@ -211,6 +213,7 @@ def test_without_the_extra_it_says_what_to_install(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line_loads_without_the_extra() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = sys.modules['jinja2'] = None\n"

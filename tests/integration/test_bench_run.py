@@ -63,6 +63,7 @@ def target_of(engine: Engine) -> TransformersTarget:
     return engine.target
 
 
+@pytest.mark.slow
 def test_all_systems_give_the_same_text_and_say_what_it_cost(make: Make, tiny_engine: Engine) -> None:
     folder = make(systems=["transformers", "transformers_lookup"], repeats=2).run()
     records = folder.records()
@@ -93,6 +94,7 @@ def test_second_turn_follows_the_own_answer(make: Make, tiny_engine: Engine) -> 
             assert second.prompt_ids == tiny_engine.tokenizer(text)["input_ids"]
 
 
+@pytest.mark.slow
 def test_systems_take_turns_and_none_always_goes_first(make: Make) -> None:
     order = [(repeat, question, system) for question, system, repeat in keys(make(repeats=2).run())]
     names = ["none", "prompt_lookup", "lookahead"]
@@ -151,6 +153,7 @@ def test_two_runs_in_one_folder_are_refused(make: Make) -> None:
     runner.run()
 
 
+@pytest.mark.slow
 def test_a_finished_run_may_grow_but_not_change(make: Make) -> None:
     make(drafters=["none"]).run()
     assert len(make(repeats=2).run().records()) == 2 * 3 * 2
@@ -176,6 +179,7 @@ def test_layers_are_lowered_unless_told_otherwise() -> None:
         assert sum(isinstance(layer, LoweredLayer) for layer in target._layers) == count
 
 
+@pytest.mark.slow
 def test_threads_are_one_for_tiny_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
@@ -248,6 +252,7 @@ def stranger(tiny_engine: Engine, tmp_path: Path) -> str:
     return str(tmp_path / "stranger")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("helpful", [True, False])
 def test_transformers_assisted_generation(make: Make, tiny_engine: Engine, stranger: str, helpful: bool) -> None:
     """With the model itself as its assistant, and with one that is never right: the same text, in few steps or many."""
@@ -357,6 +362,7 @@ def test_the_fresh_logits_tell_who_is_wrong(make: Make, tiny_engine: Engine) -> 
     assert {bug.system for bug in found.bugs} == {"lookahead", "prompt_lookup"}
 
 
+@pytest.mark.slow
 def test_a_rival_that_is_wrong_does_not_fail_the_run(make: Make, tiny_engine: Engine) -> None:
     folder = make(systems=["transformers_lookup"]).run()
     wrong = tampered(folder.records(), "transformers_lookup", lambda tokens: [tokens[0] ^ 1, *tokens[1:]])
@@ -414,6 +420,7 @@ def test_bounds_grow_with_the_dtype_and_the_logits() -> None:
     assert rounding_bound(torch.float32, 40.0) == 2 * bounds[0]
 
 
+@pytest.mark.slow
 def test_sampled_text_is_compared_at_its_seed(make: Make, tiny_engine: Engine) -> None:
     folder = make(temperature=0.8, seed=3, systems=["transformers"]).run()
     found = judge(tiny_engine, folder, folder.records(), temperature=0.8, seed=3, acceptance="match")
@@ -423,6 +430,7 @@ def test_sampled_text_is_compared_at_its_seed(make: Make, tiny_engine: Engine) -
     assert not judge(tiny_engine, folder, wrong, temperature=0.8, seed=3, acceptance="match").passed
 
 
+@pytest.mark.slow
 def test_the_seed_s_noise_decides_who_is_wrong(make: Make, tiny_engine: Engine) -> None:
     """Where the draw was not the likeliest token, the likeliest one is the wrong one."""
     options: dict[str, Any] = {"temperature": 1.5, "seed": 1, "acceptance": "match"}

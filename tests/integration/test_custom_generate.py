@@ -17,6 +17,7 @@ from specdec import Engine, TransformersTarget, custom_generate
 from specdec.registry import drafter_names
 from tests.fakes import Oracle
 from tests.models import VOCAB, greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
+from tests.tiers import matrix
 
 FAMILY = "mistral"
 PROMPT = prompt_of(9)
@@ -48,8 +49,7 @@ GREEDY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", GREEDY)
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize(("drafter", "case"), matrix(drafter_names(), tuple(GREEDY)))
 def test_greedy(drafter: str, case: str, tmp_path: Path) -> None:
     options = GREEDY[case]
     expected = reference(model_of(FAMILY), PROMPT, **{"max_new_tokens": NEW, **options})
@@ -78,8 +78,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAMPLED)
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize(("drafter", "case"), matrix(drafter_names(), tuple(SAMPLED)))
 def test_sampling_is_one_text_per_seed(drafter: str, case: str, tmp_path: Path) -> None:
     options = {"do_sample": True, **SAMPLED[case]}
     for seed in (0, 1):

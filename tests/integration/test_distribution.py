@@ -29,13 +29,19 @@ def sample(drafter: Drawing | str, acceptance: str, *, temperature: float = 1.0,
 
 
 @pytest.mark.parametrize(
-    ("widths", "chosen"), [((1, 1), False), ((2, 2), False), ((3, 1), True)], ids=["chain", "tree", "mixed"]
+    ("widths", "chosen"),
+    [
+        pytest.param((1, 1), False, id="chain", marks=pytest.mark.slow),
+        pytest.param((2, 2), False, id="tree"),
+        pytest.param((3, 1), True, id="mixed", marks=pytest.mark.slow),
+    ],
 )
 def test_drawn_drafts_keep_the_joint_distribution(widths: Sequence[int], chosen: bool) -> None:
     drafter = Drawing(bigrams(), widths, chosen=chosen)
     assert_joint(sample(drafter, "auto"), joint_of(five_token_target()[1], PROMPT, 3))
 
 
+@pytest.mark.slow
 def test_temperature_reaches_the_rule() -> None:
     texts = sample(Drawing(bigrams(), (2, 1)), "reject", temperature=1.6, texts=1500)
     model = five_token_target()[1]
@@ -44,6 +50,7 @@ def test_temperature_reaches_the_rule() -> None:
         assert_joint(texts, joint_of(model, PROMPT, 3, temperature=1.0))
 
 
+@pytest.mark.slow
 def test_processors_act_on_each_drafted_prefix() -> None:
     """A penalty on what the draft itself holds; rejected siblings must leave no trace."""
     engine = Engine(five_token_target()[0], None, Drawing(bigrams(), (2, 2)), max_rows=16)
@@ -56,12 +63,14 @@ def test_processors_act_on_each_drafted_prefix() -> None:
         assert_joint(texts, joint_of(model, PROMPT[:2], 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(1, 1), (2, 2)])
 def test_match_keeps_the_draws_of_plain_sampling(widths: Sequence[int]) -> None:
     plain = sample("none", "match", texts=300)
     assert sample(Drawing(bigrams(), widths), "match", texts=300) == plain
 
 
+@pytest.mark.slow
 def test_plain_sampling_has_the_models_distribution() -> None:
     assert_joint(sample("none", "auto"), joint_of(five_token_target()[1], PROMPT, 3))
 

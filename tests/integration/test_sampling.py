@@ -19,6 +19,7 @@ from specdec.registry import drafter_names, make_drafter
 from tests.fakes import Oracle, Spy
 from tests.joint import assert_joint, five_token_target, joint_of
 from tests.models import VOCAB, prompt_of, settings_of, target_of
+from tests.tiers import matrix
 
 SAMPLED = ("llama", "mistral", "gemma3")
 PROMPT = prompt_of(7)
@@ -59,8 +60,9 @@ def plain(family: str, case: str, seed: int) -> list[int]:
     return out.token_ids
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("drafter", [name for name in drafter_names() if name != "none"])
+@pytest.mark.parametrize(
+    ("drafter", "case"), matrix([name for name in drafter_names() if name != "none"], tuple(CASES))
+)
 def test_drafter_changes_no_draw(drafter: str, case: str, tmp_path: Path) -> None:
     for first, family in enumerate(SAMPLED):
         target = target_of(family)
@@ -110,8 +112,7 @@ def test_low_temperature_accepts_drafts() -> None:
         assert sum(s.new_tokens for s in stats) / sum(s.steps for s in stats) > 1.05
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
-@pytest.mark.parametrize("acceptance", ["auto", "reject"])
+@pytest.mark.parametrize(("drafter", "acceptance"), matrix(drafter_names(), ("auto", "reject")))
 def test_other_lossless_rules(drafter: str, acceptance: str, tmp_path: Path) -> None:
     """Drafts without a q keep the draws under ``auto``; everything else keeps the distribution."""
     target, model = five_token_target()

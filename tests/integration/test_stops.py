@@ -74,6 +74,7 @@ def test_eos_ids_of_config_and_generation_config() -> None:
     assert target_of(FAMILY).eos_ids == frozenset()
 
 
+@pytest.mark.slow
 def test_budget_at_every_offset(tmp_path: Path) -> None:
     text = greedy(FAMILY, PROMPT, NEW)
     target = target_of(FAMILY)
@@ -87,6 +88,7 @@ def test_budget_at_every_offset(tmp_path: Path) -> None:
             assert out.stats.new_tokens == budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", FAMILY])
 def test_context_ends_inside_a_block(family: str, tmp_path: Path) -> None:
     text = greedy(family, PROMPT, NEW)
@@ -135,29 +137,25 @@ def stops_in(text: str) -> list[str]:
     )
 
 
-def test_stop_strings_at_every_offset(tiny_engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steady", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_stop_strings_at_every_offset(tiny_engine: Engine, steady: bool) -> None:
     plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
     prompt = tiny_engine.encode(TEXT_PROMPT)
-    steady = Oracle([*prompt, *plain.token_ids], 4096, deepest=BLOCK - 1, steady=True)
-    scattered = Oracle([*prompt, *plain.token_ids], 4096, deepest=BLOCK)
+    engine = tiny_engine.with_drafter(Oracle([*prompt, *plain.token_ids], 4096, deepest=BLOCK - steady, steady=steady))
     offsets = set[int]()
     for stop in stops_in(plain.text):
         tokens, text = cut_by_hand(tiny_engine, plain.token_ids, stop)
-        for drafter in (steady, scattered):
-            lengths: list[int] = []
-
-            def note(step: Step, lengths: list[int] = lengths) -> None:
-                lengths.append(len(step.tokens))
-
-            out = tiny_engine.with_drafter(drafter).generate(TEXT_PROMPT, NEW, VARIED, stop=stop, on_step=note)
-            assert out.token_ids == tokens, stop
-            assert out.text == text
-            assert out.finish_reason == "stop"
-            assert sum(lengths) == len(tokens)
+        steps: list[Step] = []
+        out = engine.generate(TEXT_PROMPT, NEW, VARIED, stop=stop, on_step=steps.append)
+        assert out.token_ids == tokens, stop
+        assert out.text == text
+        assert out.finish_reason == "stop"
+        assert sum(len(step.tokens) for step in steps) == len(tokens)
         offsets.add(len(tokens) % BLOCK)
     assert offsets == set(range(BLOCK)), "some offset in a block was not met"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", drafter_names())
 def test_stop_strings_under_every_drafter(tiny_engine: Engine, drafter: str, tmp_path: Path) -> None:
     plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
@@ -169,6 +167,7 @@ def test_stop_strings_under_every_drafter(tiny_engine: Engine, drafter: str, tmp
             assert (out.token_ids, out.text, out.finish_reason) == (tokens, text, "stop")
 
 
+@pytest.mark.slow
 def test_stop_strings_as_transformers(tiny_engine: Engine) -> None:
     assert isinstance(tiny_engine.target, TransformersTarget)
     plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)

@@ -46,11 +46,12 @@ def test_chunks_add_up(tiny_engine: Engine, drafter: str, sampling: SamplingPara
     assert (len(chunks) < NEW) == (drafter != "none") or drafter == "lookahead"
 
 
-def test_stop_strings_are_never_shown(tiny_engine: Engine) -> None:
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (8, 16, 24))])
+def test_stop_strings_are_never_shown(tiny_engine: Engine, first: int) -> None:
     sampling = SamplingParams(temperature=1.0, seed=2)
     text = tiny_engine.generate(PROMPT, NEW, sampling).text
     engine = long_blocks(tiny_engine, sampling)
-    for at in range(0, len(text) - 12, 8):
+    for at in range(first, len(text) - 12, 32):
         for size in (1, 4, 11):
             stop = text[at : at + size]
             chunks = list(engine.stream(PROMPT, NEW, sampling, stop=stop))
@@ -88,6 +89,7 @@ def test_early_close(tiny_engine: Engine) -> None:
     assert model.config._attn_implementation == implementation
 
 
+@pytest.mark.slow
 def test_model_is_usable_between_chunks(tiny_engine: Engine) -> None:
     """Its own ``generate``, and another stream over the same target, do not disturb a stream."""
     assert isinstance(tiny_engine.target, TransformersTarget)

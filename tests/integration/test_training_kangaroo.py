@@ -115,6 +115,7 @@ def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], 
         start, row = start + len(text), row + len(text) - 1
 
 
+@pytest.mark.slow
 def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -> None:
     """The tally over given texts counts the very steps that decoding takes."""
     target = target_of("llama", torch.float32)

@@ -215,6 +215,7 @@ def test_plot(tmp_path: Path) -> None:
     assert (tmp_path / "tree.svg").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_command_says_expected_and_measured(tmp_path: Path) -> None:
     texts = [f"def f{number}(x):\n    return x + {number}\n" * 8 for number in range(300)]
     held = next(text for text in texts if int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 50 == 0)

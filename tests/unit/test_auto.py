@@ -36,7 +36,7 @@ def oracle(new: int, **options: object) -> Oracle:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_part_at_once_changes_no_token(family: str) -> None:
     """With rows that cost nothing all parts stay awake and all of their rows are verified."""
-    target = target_of(family, attention="split", optimize="auto")
+    target = target_of(family, attention="split", execution="auto")
     engine = Engine(target, None, "auto", max_rows=40, policy="cost", costs=curve_of(row=1e-9))
     for size in (1, 9, 40):
         prompt = prompt_of(size)

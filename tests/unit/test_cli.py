@@ -138,6 +138,7 @@ def test_an_interrupt_is_quiet(run: Run, monkeypatch: pytest.MonkeyPatch, place:
 # -------------------------------------------------------------------------------------------------------- generate
 
 
+@pytest.mark.slow
 def test_the_text_alone_is_on_stdout(run: Run, tiny_engine: Engine) -> None:
     expected = tiny_engine.generate(PROMPT, 24).text
     for arguments in ([], ["--no-stream"], ["--drafter", "prompt_lookup"], ["--dtype", "float32"]):
@@ -196,6 +197,7 @@ def test_stop_strings(run: Run, tiny_engine: Engine) -> None:
     assert outcome.err.endswith("; ended by stop\n")
 
 
+@pytest.mark.slow
 def test_the_prompt_may_come_from_a_file_or_stdin(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text(PROMPT)
@@ -376,6 +378,7 @@ def test_warnings_of_others_stay_as_they_are(
 # ------------------------------------------------------------------------------------------------- demo, and the rest
 
 
+@pytest.mark.slow
 def test_demo(run: Run) -> None:
     outcome = run("demo", "--max-new-tokens", "8")
     assert (outcome.status, outcome.err) == (0, "")
@@ -405,6 +408,7 @@ def test_a_race_tells_where_texts_differ(tiny_engine: Engine) -> None:
     assert two.first_difference(three) == 3
 
 
+@pytest.mark.slow
 def test_one_file_and_one_entry_point_make_a_drafter(run: Run, install: Install) -> None:
     source = Path(__file__).with_name("third_party_drafter.py").read_text()
     install("[specdec.drafters]\nshout = shout:Shout\n", shout=source)

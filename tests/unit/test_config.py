@@ -199,6 +199,7 @@ def test_drafter_file_spells_out_all_options_with_their_defaults(path: Path) -> 
     assert drafter == {f.name: getattr(config, f.name) for f in fields(kind.Config)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DRAFTER_FILES, ids=lambda path: path.stem)
 def test_drafter_file_opens_with_the_command_that_runs_it(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

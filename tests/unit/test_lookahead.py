@@ -1,80 +1,143 @@
-"""Lookahead: the pool, and sizes that follow from what rows cost. Its window is held to the text by the suites."""
+"""Lookahead: the window's lengths and shape, its n-grams, the pool's order, by hand and on a target without weights."""
 
 from __future__ import annotations
 
 import pytest
 
-from drafters.lookahead import SIZES, NgramPool, Window, rows_of, sizes_for, tokens_of
-from specdec.cost import CostCurve, roofline
+from drafters.lookahead import LookaheadConfig, NgramPool, Window
+from specdec import Draft, Engine
 from specdec.draft import DraftBuilder
-from specdec.engine import Engine
-from tests.fakes import Spy
-from tests.models import prompt_of, target_of
+from specdec.errors import ConfigError
+from specdec.registry import make_drafter
+from tests.fakes import Reciter, Spy
 
-MEASURED = (  # T(rows) / T(1) on one thread: a model of 7 M parameters, and one of 135 M
-    CostCurve(machine={}, rows=[1, 2, 4, 8, 16, 64], lengths=[1], seconds=[[1.0, 0.9, 1.0, 1.65, 3.1, 11.4]]),
-    CostCurve(machine={}, rows=[1, 2, 4, 8, 16, 64], lengths=[1], seconds=[[1.0, 1.02, 1.32, 2.29, 4.36, 16.0]]),
+
+def place(window: Window, verify: str = "all") -> tuple[Draft, list[int]]:
+    builder = DraftBuilder(0)
+    last = window.place(builder, verify)
+    return builder.build(read=last), last
+
+
+@pytest.mark.parametrize(("size", "ngram"), [(1, 2), (4, 2), (1, 3), (5, 3), (3, 5), (7, 5), (1, 6)])
+def test_window_fills_in_n_minus_2_steps_to_its_lengths(size: int, ngram: int) -> None:
+    """From W + N - 3 tokens to W - 1, W, ..., W; then it moves on by one column a step and keeps them."""
+    window = Window(size, ngram, list(range(100, 100 + size + ngram - 3)))
+    full = [size - 1, *[size] * (ngram - 2)]
+    for step in range(ngram + 3):
+        lengths = [len(level) for level in window.levels]
+        if step < ngram - 2:
+            assert lengths[0] == size + ngram - 3 - step
+            assert not window.full
+        else:
+            assert lengths == full
+            assert window.full
+        _, last = place(window)
+        grams = window.advance(0, [1000 * step + row for row in range(len(last))])
+        assert len(grams) == (size if step >= ngram - 2 else 0)
+        assert all(len(rest) == ngram - 1 for _, rest in grams)
+
+
+def test_a_window_by_hand() -> None:
+    """W = 3, N = 3. The root is 0; its column's level-1 token hangs under it, the others under their column's."""
+    window = Window(3, 3, [11, 12, 13])
+    draft, last = place(window)
+    assert (list(draft.tokens), list(draft.parents), last) == ([0, 11, 12, 13], [-1, 0, 1, 2], [1, 2, 3])
+    assert window.advance(0, [21, 22, 23]) == []
+    assert window.levels == [[12, 13], [21, 22, 23]]
+
+    draft, last = place(window)
+    assert list(draft.tokens) == [0, 12, 13, 21, 22, 23]
+    assert list(draft.parents) == [-1, 0, 1, 0, 1, 2]
+    assert draft.depths == [0, 1, 2, 1, 2, 3]  # so column c, level l stands at position n + c + l
+    assert last == [3, 4, 5]
+    assert window.advance(7, [31, 32, 33]) == [(7, (21, 31)), (12, (22, 32)), (13, (23, 33))]
+    assert window.levels == [[22, 23], [31, 32, 33]]
+
+
+def test_n_2_is_jacobi() -> None:
+    """Level 0 alone; the answer after the root counts, too."""
+    window = Window(3, 2, [11, 12])
+    draft, last = place(window)
+    assert (list(draft.tokens), last) == ([0, 11, 12], [0, 1, 2])
+    assert window.advance(0, [21, 22, 23]) == [(0, (21,)), (11, (22,)), (12, (23,))]
+    assert window.levels == [[22, 23]]
+
+
+@pytest.mark.parametrize(("verify", "candidates"), [("all", {1, 2, 3, 4, 5}), ("column", {3}), ("none", set())])
+def test_which_rows_of_the_window_may_be_accepted(verify: str, candidates: set[int]) -> None:
+    window = Window(3, 3, [11, 12, 13])
+    window.advance(0, [21, 22, 23])
+    draft, _ = place(window, verify)
+    assert set(range(1, len(draft))) - draft.probes == candidates
+    assert draft.scored_rows() == sorted({0, 3, 4, 5} | candidates) or draft.scored_rows() is None
+
+
+def test_pool_keeps_the_latest_g_and_gives_the_freshest_first() -> None:
+    pool = NgramPool(3, 2)
+    for rest in ((1, 2), (3, 4), (5, 6)):
+        pool.add(9, rest)
+    assert list(pool.of(9)) == [(5, 6), (3, 4)]  # (1, 2) went
+    pool.add(9, (3, 4))
+    assert list(pool.of(9)) == [(3, 4), (5, 6)]
+    pool.add(9, (7, 8))
+    assert list(pool.of(9)) == [(7, 8), (3, 4)]
+    assert list(pool.of(1)) == []
+
+
+def test_pool_reads_each_n_gram_of_the_text_once() -> None:
+    pool = NgramPool(3, 9)
+    pool.read([1, 2, 3, 4])
+    assert [list(pool.of(key)) for key in (1, 2, 3)] == [[(2, 3)], [(3, 4)], []]
+    pool.add(1, (8, 8))
+    pool.read([1, 2, 3, 4, 1, 2])
+    assert [list(pool.of(key)) for key in (1, 3, 4)] == [[(8, 8), (2, 3)], [(4, 1)], [(1, 2)]]  # (2, 3) is not fresh
+
+
+@pytest.mark.parametrize(("window", "ngram", "guesses"), [(4, 4, 3), (1, 4, 1), (5, 2, 5), (6, 3, 2)])
+def test_rows_of_a_step(window: int, ngram: int, guesses: int) -> None:
+    """At most 1 + (W-1) + W(N-2) + G(N-1), and no less than the window once that is full."""
+    drafts: list[Draft] = []
+    target = Reciter(lambda text: (7 * text[-1] + len(text)) % 100)
+    options = {"name": "lookahead", "window": window, "ngram": ngram, "guesses": guesses}
+    Engine(target, None, Spy(make_drafter(options, target), drafts.append)).generate([1, 2, 3], 40)
+    own = 1 + (window - 1) + window * (ngram - 2)
+    assert max(map(len, drafts)) <= own + guesses * (ngram - 1)
+    # Rows that spell the same are one; here no two of a window's do.
+    assert min(map(len, drafts[ngram - 2 : -ngram])) >= own - guesses
+
+
+def test_the_pool_is_proposed_beside_the_window() -> None:
+    drafts: list[Draft] = []
+    target = Reciter(lambda text: (text[-1] + 1) % 5)
+    options = {"name": "lookahead", "window": 1, "ngram": 4, "guesses": 1}
+    out = Engine(target, None, Spy(make_drafter(options, target), drafts.append)).generate([0, 1, 2, 3, 4, 0], 40)
+    assert list(drafts[0].tokens)[-3:] == [1, 2, 3]  # the prompt's own n-gram after token 0
+    assert out.stats.tokens_per_step > 3.5  # all three and the bonus token, step after step
+    off = {**options, "verify": False, "verify_window": "none"}
+    assert Engine(target, None, off).generate([0, 1, 2, 3, 4, 0], 40).stats.tokens_per_step == 1
+
+
+def test_a_small_room_costs_guesses_and_not_the_window() -> None:
+    drafts: list[Draft] = []
+    target = Reciter(lambda text: (text[-1] + 1) % 5)
+    options = {"name": "lookahead", "window": 3, "ngram": 3, "guesses": 4}
+    engine = Engine(target, None, Spy(make_drafter(options, target), drafts.append), max_rows=7)
+    engine.generate([0, 1, 2, 3, 4, 0], 20)
+    assert all(len(draft) <= 7 for draft in drafts)
+    assert any(draft.read for draft in drafts)
+    tight = Engine(target, None, Spy(make_drafter(options, target), drafts.append), max_rows=1)
+    assert tight.generate([0, 1], 6).stats.rows == [1] * 6
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"window": 0}, "lookahead.window is 0; it must be at least 1"),
+        ({"ngram": 1}, "lookahead.ngram is 1; it must be at least 2"),
+        ({"guesses": 0}, "lookahead.guesses is 0; it must be at least 1"),
+        ({"verify_window": "some"}, "lookahead.verify_window is 'some'; it must be all, column or none"),
+    ],
 )
-
-
-def test_the_scaling_law_is_the_papers() -> None:
-    assert rows_of(15, 5, 15) == 1 + 14 + 45 + 60
-    assert tokens_of(15, 5, 15) == pytest.approx(1.98, abs=0.01)  # the paper measures 1.96 on a 7 B model
-    assert tokens_of(1, 2, 1) == pytest.approx(1 + 0.425 / 3.106)
-    by_size = [tokens_of(*sizes) for sizes in SIZES]
-    assert by_size == sorted(by_size)
-
-
-def test_sizes_follow_from_what_rows_cost() -> None:
-    for dear in (*MEASURED, roofline("cpu")):
-        assert sizes_for(dear, 256, 128) == (1, 4, 1)
-    free = CostCurve(machine={}, rows=[1, 200], lengths=[1], seconds=[[1.0, 1.0]])
-    step = CostCurve(machine={}, rows=[1, 2, 200], lengths=[1], seconds=[[1.0, 2.0, 2.0]])  # but the second row is not
-    for cheap in (free, step, roofline("cuda")):
-        assert sizes_for(cheap, 256, 128) == (15, 5, 15)
-    slight = CostCurve(machine={}, rows=[1, 201], lengths=[1], seconds=[[1.0, 2.0]])
-    assert sizes_for(slight, 256, 128) not in (SIZES[0], SIZES[-1])
-
-
-def test_sizes_fit_the_engines_rows() -> None:
-    assert sizes_for(roofline("cuda"), 256, 60) == (7, 5, 7)
-    assert sizes_for(roofline("cuda"), 256, 2) == (1, 4, 1)
-
-
-def test_the_engine_hands_its_curve_on() -> None:
-    free = CostCurve(machine={}, rows=[1, 200], lengths=[1], seconds=[[1.0, 1.0]])
-    rows: list[list[int]] = []
-    for costs in (free, MEASURED[1]):
-        engine = Engine(target_of("llama"), costs=costs)
-        rows.append(
-            engine.with_drafter(Spy(engine.with_drafter("lookahead").drafter)).generate(prompt_of(9), 40).stats.rows
-        )
-    assert max(rows[0]) > 50
-    assert max(rows[1]) <= rows_of(1, 4, 1)
-
-
-def test_the_pool_forgets_what_was_not_used() -> None:
-    pool = NgramPool(ngram=3, guesses=2)
-    pool.read([1, 2, 3, 1, 4, 5, 1, 6])
-    assert list(pool.of(1)) == [(4, 5), (2, 3)]
-    pool.read([1, 2, 3, 1, 4, 5, 1, 6, 7])
-    assert list(pool.of(1)) == [(6, 7), (4, 5)]
-    pool.add(1, (4, 5))
-    assert list(pool.of(1)) == [(4, 5), (6, 7)]
-    assert list(pool.of(9)) == []
-
-
-def test_the_window_fills_and_slides() -> None:
-    """W = 2, N = 4: level 0 starts with three tokens, two steps add a level, then n-grams come out."""
-    window = Window(2, 4, [10, 11, 12])
-    assert window.advance(9, [20, 21, 22]) == []  # answers of 10, 11, 12: level 1 of columns 0, 1, 2
-    assert window.levels == [[11, 12], [20, 21, 22]]
-    assert window.advance(9, [30, 31, 32]) == []
-    assert window.levels == [[12], [21, 22], [31, 32]]
-    assert window.full
-    builder = DraftBuilder(9)
-    assert [builder.build().tokens[row] for row in window.place(builder, "all")] == [31, 32]
-    draft = builder.build()
-    assert (list(draft.tokens), list(draft.parents)) == ([9, 12, 21, 22, 31, 32], [-1, 0, 0, 1, 2, 3])
-    assert window.advance(9, [41, 42]) == [(9, (21, 31, 41)), (12, (22, 32, 42))]
-    assert window.levels == [[22], [31, 32], [41, 42]]
+def test_options_are_checked(values: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LookaheadConfig(**values)  # type: ignore[arg-type]

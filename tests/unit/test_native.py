@@ -165,6 +165,7 @@ def test_an_adapter_s_step_equals_the_whole_text(variant: str) -> None:
     torch.testing.assert_close(step.logits(torch.cat(rows), head), whole[[4, 7, 8, 10]], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("drafter", drafter_names())
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
@@ -253,6 +254,7 @@ def test_a_compiler_that_fails_is_warned_of(fresh: Path, monkeypatch: pytest.Mon
     assert not [path for path in fresh.iterdir() if path.suffix == ".so"]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_broken_library_is_built_anew(fresh: Path) -> None:
     compiler = shutil.which("cc")
@@ -263,6 +265,7 @@ def test_a_broken_library_is_built_anew(fresh: Path) -> None:
     assert path.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.library() is not None

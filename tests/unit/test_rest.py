@@ -108,6 +108,7 @@ def test_options_are_checked(values: dict[str, Any], words: str) -> None:
         RestConfig(**values)
 
 
+@pytest.mark.slow
 def test_the_two_commands_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the head of configs/drafter/rest.yaml says them, on a smaller library."""
     config = Path(__file__).parents[2] / "configs" / "drafter" / "rest.yaml"

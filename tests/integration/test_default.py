@@ -1,0 +1,92 @@
+"""The default configuration: ``Engine.from_pretrained(path, drafter)`` and nothing else, as a newcomer has it.
+
+Greedy texts in bfloat16 are only the same on any machine where no two logits are near, hence the models with a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specdec import Engine, SamplingParams
+from specdec.bench.shapes import write_rule
+from specdec.pretrained import place_of
+from specdec.registry import drafter_names
+from tests.models import new_model, prompt_of, reference, settings_of
+from tests.tiers import matrix
+
+# Family and dtype of the checkpoint; the dtype of the engine is the checkpoint's.
+CHECKPOINTS = (
+    ("llama", "float32"),
+    ("mistral", "bfloat16"),
+    ("gemma3", "float32"),
+    ("qwen2", "bfloat16"),
+    ("qwen3", "float32"),
+    ("llama", "bfloat16"),
+    ("mistral", "float32"),
+    ("neox", "float32"),
+)
+PROMPTS = (prompt_of(7), prompt_of(40))
+NEW = 40
+SAMPLING = SamplingParams(temperature=1.0, seed=3, acceptance="match")
+
+
+def add_tokenizer(folder: Path) -> None:
+    """The embedded model's, whatever the vocabulary: prompts are token ids, and no text is looked at."""
+    for path in Path(place_of("tiny")).glob("tokenizer*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+
+
+def model_of(family: str, dtype: str) -> PreTrainedModel:
+    model = new_model(family, getattr(torch, dtype))
+    if dtype == "bfloat16":
+        write_rule(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, str]], Engine]:
+    """``loaded(checkpoint)``: the engine, loaded once."""
+
+    @cache
+    def load(checkpoint: tuple[str, str]) -> Engine:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        model_of(*checkpoint).save_pretrained(folder)
+        add_tokenizer(folder)
+        return Engine.from_pretrained(folder)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("drafter", "checkpoint"),
+    matrix(drafter_names(), CHECKPOINTS, always=lambda drafter, checkpoint: drafter in ("none", "auto")),
+)
+def test_drafter_changes_no_token(
+    drafter: str, checkpoint: tuple[str, str], loaded: Callable[[tuple[str, str]], Engine], tmp_path: Path
+) -> None:
+    plain = loaded(checkpoint)
+    assert plain.target.dtype == getattr(torch, checkpoint[1])
+    known = settings_of(drafter, plain.target, tmp_path)[:2]
+    for config in tmp_path.glob("*/config.json"):
+        add_tokenizer(config.parent)
+    for settings in known:
+        engine = plain.with_drafter(settings)
+        for prompt in PROMPTS:
+            out = engine.generate(prompt, NEW)
+            assert out.token_ids == plain.generate(prompt, NEW).token_ids, settings
+            if checkpoint[1] == "float32":
+                sampled = engine.generate(prompt, NEW, SAMPLING)
+                assert sampled.token_ids == plain.generate(prompt, NEW, SAMPLING).token_ids, settings
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids="-".join)
+def test_text_is_that_of_generate(checkpoint: tuple[str, str], loaded: Callable[[tuple[str, str]], Engine]) -> None:
+    model = model_of(*checkpoint)
+    for prompt in PROMPTS:
+        assert loaded(checkpoint).generate(prompt, NEW).token_ids == reference(model, prompt, NEW)

@@ -1,0 +1,29 @@
+"""The full matrices, and the part of them that a newcomer waits for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from specdec.registry import drafter_names
+
+Always = Callable[..., bool]
+
+
+def matrix(drafters: Sequence[str], *axes: Sequence[Any], always: Always = lambda *case: False) -> list[Any]:
+    """Parameters (drafter, place on each axis), all but each drafter's own turn marked ``slow``.
+
+    Drafter number i of the registry has its turn at place i of every axis, modulo its length, so that the first tier
+    has every drafter once and, with enough of them, every place. ``always`` names cases that it has besides.
+    """
+    turn = {name: number for number, name in enumerate(drafter_names())}
+    cases = []
+    for drafter, *places in itertools.product(drafters, *map(range, map(len, axes))):
+        case = (drafter, *(axis[place] for axis, place in zip(axes, places, strict=True)))
+        own = all(place == turn[drafter] % len(axis) for axis, place in zip(axes, places, strict=True))
+        marks = () if own or always(*case) else (pytest.mark.slow,)
+        cases.append(pytest.param(*case, marks=marks))
+    return cases
