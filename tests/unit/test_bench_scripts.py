@@ -98,7 +98,7 @@ def test_peak_memory_is_of_a_process_each(monkeypatch: pytest.MonkeyPatch, capsy
         assert script.decode(command[-1], "tiny" if command[-1] == "specdec" else command[-3], "auto", 4, 2) > 0
         return SimpleNamespace(stdout=f"{100.0 + len(sides)}\n")
 
-    monkeypatch.setattr(script.subprocess, "run", process)
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=process))
     monkeypatch.setattr(sys, "argv", ["peak_memory.py", "--repeats", "1"])
     script.main()
     assert sides == ["transformers", "specdec"]
