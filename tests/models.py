@@ -103,7 +103,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
 def target_of(
     family: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa", execution: str = "transformers"
 ) -> TransformersTarget:
-    """The family's target, made once and, if run by its own modules, around the family's one model; do not change it."""
+    """The family's target, made once; run by its own modules, it is around the one model of the family."""
     return _target_of(family, dtype, attention, execution)
 
 
