@@ -23,7 +23,7 @@ enum { FEW = 6 };
 enum { FEW = 3 };
 #endif
 /* A strip is what rows in registers are multiplied with: one panel or two, side by side. */
-enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 256, TOGETHER = 8 };
+enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };
 enum { MOST_VECTORS = 128 / LANES };
 
 enum Kind { FULL, HALF, PAIRS }; /* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16 */
@@ -218,7 +218,10 @@ INLINE void multiply(const Task *t, const int rows, const int kind) {
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = accumulate(sums[r][v], weight[v], x + r * x_stride + i, kind);
+            for (int v = 0; v < VECTORS; v++) {
+                const float *input = x + r * x_stride + i;
+                sums[r][v] = accumulate(sums[r][v], weight[v], input, kind);
+            }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)

@@ -40,7 +40,7 @@ def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, halve
     torch.manual_seed(0)
     weight, bias = torch.randn(200, 530), torch.randn(200).to(dtype)
     weight = (weight.bfloat16() if halves else weight).to(dtype)
-    rows, residual = torch.randn(31, 530).to(dtype), torch.randn(31, 200).to(dtype)
+    rows, residual = torch.randn(130, 530).to(dtype), torch.randn(130, 200).to(dtype)
     product = PackedWeight(weight, bias)
     assert torch.equal(product.unpack(), weight)
     assert product.nbytes <= 256 * 530 * (2 if halves or dtype is torch.bfloat16 else 4)
@@ -50,7 +50,7 @@ def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, halve
     bound = 3 * float((theirs.double() - expected).abs().max())  # rounding, as much as torch's own
     torch.testing.assert_close(together.double(), expected, atol=bound, rtol=0)
     torch.testing.assert_close(onto.double(), expected + residual.double(), atol=bound, rtol=0)
-    for count in range(1, 31):
+    for count in (*range(1, 32), 33, 64, 100):
         assert torch.equal(product(rows[:count]), together[:count]), count
         assert torch.equal(product.add(rows[-count:], residual[-count:]), onto[-count:]), count
 
@@ -195,18 +195,39 @@ def test_what_is_no_number_spreads_as_in_the_model() -> None:
 
 
 @needs_compiler
-def test_threads_change_nothing() -> None:
-    target, prompt = native_target("qwen2"), models.prompt_of(11)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 11, 40])
+def test_threads_change_nothing(rows: int, dtype: torch.dtype) -> None:
+    """Nor do the rows beside a row, when threads part the rows of one strip of a weight."""
+    target, prompt = native_target("qwen2", dtype), models.prompt_of(40)
     before, found = torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             with target.active():
-                cache = target.new_cache(capacity=64, rows=16)
-                found.append(target.forward(Block(cache, prompt, device=target.device)).logits)
+                cache = target.new_cache(capacity=64, rows=40)
+                found.append(target.forward(Block(cache, prompt[:rows], device=target.device)).logits)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, dtype: torch.dtype) -> None:
+    """Over many blocks of rows, and a window that they leave; whole, by 13 and by one."""
+    target, tokens, found = native_target(family, dtype), models.prompt_of(70), []
+    for step in (70, 13, 1):
+        with target.active():
+            cache, logits = target.new_cache(capacity=80, rows=70), []
+            for begin in range(0, 70, step):
+                part = tokens[begin : begin + step]
+                logits.append(target.forward(Block(cache, part, device=target.device)).logits)
+                cache.commit(range(len(part)))
+        found.append(torch.cat(logits))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @needs_compiler
