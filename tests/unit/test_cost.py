@@ -126,8 +126,8 @@ def test_measured_within_the_context_and_kept_to_the_number() -> None:
     ("tick", "rows", "lengths"),
     [
         (1e-4, [1, 2, 4, 8, 16], [8, 64]),
-        (0.007, [1, 2, 4, 8, 16], [8]),  # one round of all takes a third of the second
-        (0.04, [1, 2], [8]),
+        (0.01, [1, 2, 4, 8], [8, 64]),  # half of the time is the first length's, and half of that its first round's
+        (0.02, [1, 2], [8]),
         (0.3, [1], [8]),  # one forward is too much already
         (5.0, [1], [8]),
     ],
