@@ -46,9 +46,8 @@ def test_the_engine_hands_its_curve_on() -> None:
     rows: list[list[int]] = []
     for costs in (free, MEASURED[1]):
         engine = Engine(target_of("llama"), costs=costs)
-        rows.append(
-            engine.with_drafter(Spy(engine.with_drafter("lookahead").drafter)).generate(prompt_of(9), 40).stats.rows
-        )
+        spied = Spy(engine.with_drafter("lookahead").drafter)
+        rows.append(engine.with_drafter(spied).generate(prompt_of(9), 40).stats.rows)
     assert max(rows[0]) > 50
     assert max(rows[1]) <= rows_of(1, 4, 1)
 
