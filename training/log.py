@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import CheckpointError, ConfigError, pip_line
-from specdec.files import replacing, write_text
+from specdec.files import replacing, whole_lines, write_text
 
 __all__ = ["TrainingLog", "plot"]
 
@@ -69,13 +69,7 @@ def _disk(path: Path) -> Iterator[None]:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log; a last one that was cut short by a kill is left out."""
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
+    return [json.loads(line) for line in whole_lines(path)]
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> bool:
