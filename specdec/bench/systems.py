@@ -127,27 +127,24 @@ class Drafted:
 
 
 class _Watched:
-    """A drafter that notes whether it ever drew from a distribution."""
+    """A drafter, and its session, that notes whether it ever drew from a distribution."""
+
+    drew = False
 
     def __init__(self, inner: Drafter) -> None:
         self._inner, self.name, self.taps = inner, inner.name, inner.taps
-        self.drew = False
 
-    def start(self, context: Context) -> _WatchedSession:
-        return _WatchedSession(self, self._inner.start(context))
-
-
-class _WatchedSession:
-    def __init__(self, drafter: _Watched, inner: DraftSession) -> None:
-        self._drafter, self._inner = drafter, inner
+    def start(self, context: Context) -> DraftSession:
+        self._session = self._inner.start(context)
+        return self
 
     def propose(self, room: int) -> Draft:
-        draft = self._inner.propose(room)
-        self._drafter.drew |= bool(draft.q)
+        draft = self._session.propose(room)
+        self.drew |= bool(draft.q)
         return draft
 
     def observe(self, seen: Observation) -> None:
-        self._inner.observe(seen)
+        self._session.observe(seen)
 
 
 class TransformersSystem:
