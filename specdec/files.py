@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -14,7 +15,16 @@ import platformdirs
 
 from specdec.errors import ConfigError
 
-__all__ = ["cache_folder", "read_text", "replacing", "write_json", "write_text"]
+__all__ = [
+    "cache_folder",
+    "digest_of",
+    "drop_unfinished",
+    "read_text",
+    "replacing",
+    "whole_lines",
+    "write_json",
+    "write_text",
+]
 
 
 def cache_folder() -> Path:
@@ -71,3 +81,24 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace a file by a value as JSON; OSError as ``replacing``."""
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that is appended to, less a last one that a kill cut short; none where there is no file."""
+    return _whole(path).decode("utf-8").split("\n")[:-1]
+
+
+def drop_unfinished(path: Path) -> None:
+    """Cut off a last line that a kill cut short."""
+    if path.exists():
+        os.truncate(path, len(_whole(path)))
+
+
+def _whole(path: Path) -> bytes:
+    data = path.read_bytes() if path.is_file() else b""
+    return data[: data.rfind(b"\n") + 1]

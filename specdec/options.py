@@ -43,24 +43,6 @@ class Given:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Option:
-    """One option: the dataclasses' fields that lead to it, and what the command line has to know of it."""
-
-    groups: tuple[str, ...]
-    name: str
-    commas: bool
-    annotation: Any
-
-    def store(self, value: Any, values: dict[str, Any]) -> None:
-        """Put what was given where the field is."""
-        if value is None or value == []:
-            return
-        for group in self.groups:
-            values = values.setdefault(group, {})
-        values[self.name] = [part.strip() for part in value.split(",") if part.strip()] if self.commas else value
-
-
 def with_options(
     kind: type[Any], *, without: Collection[str] = (), file: str | None = None, setting: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -73,8 +55,8 @@ def with_options(
     """
     import typer
 
-    known = list(_options(kind, without))
-    shared = {known_option.name: known_option.annotation for known_option in known}
+    known = {one.name: (groups, one, hint) for groups, one, hint in _options(kind, without)}
+    shared = {name: _annotation(one, hint) for name, (_, one, hint) in known.items()}
     if file is not None:
         about = typer.Option("--config", metavar="FILE", help=f"YAML with options, such as {file}.")
         shared["config"] = Annotated[Path | None, about]
@@ -88,8 +70,13 @@ def with_options(
         @functools.wraps(command)
         def with_given(**arguments: Any) -> None:
             values: dict[str, Any] = {}
-            for known_option in known:
-                known_option.store(arguments.pop(known_option.name), values)
+            for name, (groups, one, _) in known.items():
+                value = arguments.pop(name)
+                if value is None or value == []:
+                    continue
+                group = functools.reduce(lambda outer, inner: outer.setdefault(inner, {}), groups, values)
+                commas = one.metadata["commas"]
+                group[name] = [part.strip() for part in value.split(",") if part.strip()] if commas else value
             place, settings = arguments.pop("config", None), arguments.pop("settings", None)
             command(Given(file=place, settings=settings or (), values=values), **arguments)
 
@@ -101,17 +88,17 @@ def with_options(
     return decorate
 
 
-def _options(kind: type[Any], without: Collection[str], groups: tuple[str, ...] = ()) -> Iterator[_Option]:
-    """The options that a dataclass declares, in the order of their fields."""
+def _options(
+    kind: type[Any], without: Collection[str], groups: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """The fields that are options, in order: the dataclasses' fields that lead there, the field, and its type."""
     hints = get_type_hints(kind)
     for one in fields(kind):
         hint = hints[one.name]
-        if one.name in without:
-            continue
-        if is_dataclass(hint):
+        if one.name not in without and is_dataclass(hint):
             yield from _options(hint, without, (*groups, one.name))  # type: ignore[arg-type]
-        elif "help" in one.metadata:
-            yield _Option(groups, one.name, one.metadata["commas"], _annotation(one, hint))
+        elif one.name not in without and "help" in one.metadata:
+            yield groups, one, hint
 
 
 def _annotation(one: Any, hint: Any) -> Any:

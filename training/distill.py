@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,7 @@ from specdec.bench.questions import Question, build_prompt, read_questions
 from specdec.conversations import read_records, turns_of
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, PromptError
-from specdec.files import read_text, write_text
+from specdec.files import drop_unfinished, read_text, whole_lines, write_text
 from specdec.sampling import SamplingParams
 from specdec.text import check_stops
 
@@ -168,11 +167,10 @@ def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
         ConfigError: it is another run's.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
-    text = partial.read_bytes() if partial.exists() else b""
-    whole = text[: text.rfind(b"\n") + 1]
-    lines = [json.loads(line) for line in whole.decode("utf-8").split("\n") if line]
+    drop_unfinished(partial)
+    lines = [json.loads(line) for line in whole_lines(partial)]
     if not lines:
-        partial.write_text(json.dumps(header) + "\n", encoding="utf-8")
+        write_text(partial, json.dumps(header) + "\n")
         return []
     if (before := lines[0]) != header:
         key = next(key for key in sorted({*before, *header}) if before.get(key) != header.get(key))
@@ -180,8 +178,6 @@ def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{str(partial)!r} is of a run with {key} {before.get(key)!r}, this one has {header.get(key)!r}; give the "
             "same options to go on with it, another --out, or delete it"
         )
-    if len(whole) < len(text):
-        os.truncate(partial, len(whole))
     return lines[1:]
 
 

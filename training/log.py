@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import CheckpointError, ConfigError, pip_line
-from specdec.files import replacing, write_text
+from specdec.files import replacing, whole_lines, write_text
 
-__all__ = ["TrainingLog", "plot"]
+__all__ = ["TrainingLog", "draw_curves", "plot", "read_log"]
 
 
 class TrainingLog:
@@ -69,31 +69,47 @@ def _disk(path: Path) -> Iterator[None]:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log; a last one that was cut short by a kill is left out."""
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
+    return [json.loads(line) for line in whole_lines(path)]
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> bool:
     """Draw loss and evaluation over steps; False where matplotlib is not installed."""
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    scores = [(line["step"], line["tokens_per_step"]) for line in lines if "tokens_per_step" in line]
+    labels = ("step", "training loss, nats per token", "held-out tokens per step")
+    return draw_curves(path, losses, scores, labels=labels)
+
+
+def draw_curves(
+    path: Path,
+    left: Sequence[tuple[float, float]],
+    right: Sequence[tuple[float, float]],
+    *,
+    labels: tuple[str, str, str],
+    mark: tuple[float, float] | None = None,
+) -> bool:
+    """Draw two curves over one axis, points (x, y) each; False where matplotlib is not installed.
+
+    Args:
+        path: the picture's; its suffix says of what kind it is.
+        left, right: the points; without points on the right there is no right axis.
+        labels: of the axes: below, left, right.
+        mark: a point of the left curve to show.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    axes.plot(*zip(*losses, strict=True) if losses else ((), ()), color="tab:blue", linewidth=1)
-    axes.set(xlabel="step", ylabel="training loss, nats per token")
-    scores = [(line["step"], line["tokens_per_step"]) for line in lines if "tokens_per_step" in line]
-    if scores:
-        right = axes.twinx()
-        right.plot(*zip(*scores, strict=True), color="tab:orange", marker="o")
-        right.set_ylabel("held-out tokens per step")
+    axes.plot(*(zip(*left, strict=True) if left else ((), ())), color="tab:blue")
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    if mark is not None:
+        axes.plot(*mark, "o", color="tab:blue")
+    if right:
+        other = axes.twinx()
+        other.plot(*zip(*right, strict=True), color="tab:orange", marker="o", markersize=3)
+        other.set_ylabel(labels[2])
     with replacing(path) as new:
         figure.savefig(new, dpi=120)
     return True

@@ -14,10 +14,11 @@ from drafters.medusa import Medusa, MedusaConfig, check_fit, embedded_heads
 from drafters.medusa_heads import MedusaHeads
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, pip_line
-from specdec.files import replacing, write_text
+from specdec.files import write_text
 from specdec.sampling import SamplingParams
 from training.acceptance import Written, greedy_texts
 from training.data import Sample, Skips, TextConfig, read_samples
+from training.log import draw_curves
 from training.tree_search import Size, Speed, decode, search
 
 __all__ = ["plot", "report", "write_tree"]
@@ -125,19 +126,6 @@ def write_tree(path: Path, tree: list[list[int]], options: Mapping[str, Any], re
 
 def plot(sizes: Sequence[Size], chosen: Size, path: Path) -> bool:
     """Draw expected tokens per second and per step over nodes; False where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    nodes = [size.nodes for size in sizes]
-    axes.plot(nodes, [size.speed for size in sizes], color="tab:blue")
-    axes.plot([chosen.nodes], [chosen.speed], "o", color="tab:blue")
-    axes.set(xlabel="nodes", ylabel="expected tokens per second")
-    right = axes.twinx()
-    right.plot(nodes, [size.tokens for size in sizes], color="tab:orange")
-    right.set_ylabel("expected tokens per step")
-    with replacing(path) as new:
-        figure.savefig(new)
-    return True
+    speeds, tokens = [(s.nodes, s.speed) for s in sizes], [(s.nodes, s.tokens) for s in sizes]
+    labels = ("nodes", "expected tokens per second", "expected tokens per step")
+    return draw_curves(path, speeds, tokens, labels=labels, mark=(chosen.nodes, chosen.speed))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections import Counter
 from http import HTTPStatus
@@ -13,7 +12,7 @@ from urllib.request import Request, urlopen
 
 from specdec.bench.questions import group_of, read_questions, spec_bench_path
 from specdec.errors import ConfigError
-from specdec.files import write_text
+from specdec.files import digest_of, write_text
 
 __all__ = ["SPEC_BENCH_URL", "download_spec_bench"]
 
@@ -51,11 +50,11 @@ def download_spec_bench(
             part.unlink()  # or every later try would go on with it
             raise
         part.replace(path)
-        write_text(note, _digest(path) + "\n")
+        write_text(note, digest_of(path) + "\n")
     if sha256 is None and note.is_file():
         sha256 = note.read_text(encoding="ascii").strip()
     _check(path, sha256, repr(str(path)), "delete it and fetch it again")
-    return path, _digest(path)
+    return path, digest_of(path)
 
 
 def _fetch(url: str, part: Path, timeout: float) -> None:
@@ -82,13 +81,9 @@ def _fetch(url: str, part: Path, timeout: float) -> None:
         raise ConnectionError(f"the connection ended after {got} of {announced} bytes")
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _check(path: Path, sha256: str | None, what: str, remedy: str) -> None:
     """Raises ConfigError where the file at ``path``, called ``what``, is not the one that is wanted."""
-    digest = _digest(path)
+    digest = digest_of(path)
     if sha256 is not None and digest != sha256.lower():
         raise ConfigError(f"{what} has the SHA-256 {digest}, not {sha256}; {remedy}")
     groups = Counter(group_of(question.category) for question in read_questions(path))

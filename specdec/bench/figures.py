@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_figures", "new_figure", "require_bench_extra"]
+__all__ = ["draw_figures", "new_figure", "require_bench_extra", "sign", "tidy"]
 
 # Okabe and Ito's colours, told apart by most colour-blind eyes, and three more; then markers tell.
 _COLOURS = (
@@ -68,7 +68,7 @@ def draw_figures(metrics: Metrics, manifest: Mapping[str, Any], caption: str) ->
     }
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
     for figure in figures.values():
-        figure.supxlabel(caption, fontsize=6.5, color="#666666", x=0.01, ha="left")
+        sign(figure, caption)
     return figures
 
 
@@ -83,7 +83,13 @@ def _styles(systems: Sequence[str]) -> dict[str, Style]:
     return styles | {BASELINE: {"color": _PLAIN, "marker": "o"}}
 
 
-def _tidy(axes: Axes, title: str, x: str = "", y: str = "") -> None:
+def sign(figure: Figure, caption: str) -> None:
+    """Say at the foot of a figure how it was made."""
+    figure.supxlabel(caption, fontsize=6.5, color="#666666", x=0.01, ha="left")
+
+
+def tidy(axes: Axes, title: str, x: str = "", y: str = "") -> None:
+    """Titles on the left, labels, and no more lines than are needed."""
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
@@ -116,7 +122,7 @@ def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
         axes.axvline(1, color=_PLAIN, lw=1, zorder=0)
         axes.set_yticks(range(len(systems)), systems)
         axes.grid(axis="x", color="#E5E5E5", lw=0.7)
-        _tidy(axes, group.replace("_", " "))
+        tidy(axes, group.replace("_", " "))
         if place + columns >= len(groups):
             axes.set_xlabel("speed, plain decoding = 1", fontsize=8)
             axes.tick_params(labelbottom=True)
@@ -139,7 +145,7 @@ def _ctar(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | N
     axes.set_ylim(bottom=0)
     axes.set_xticks(depth)
     axes.grid(color="#E5E5E5", lw=0.7)
-    _tidy(axes, "How far steps reach: CTAR(w)", "w, draft tokens", "% of steps that accept at least w")
+    tidy(axes, "How far steps reach: CTAR(w)", "w, draft tokens", "% of steps that accept at least w")
     figure.legend(loc="outside right center", fontsize=8, frameon=False)
     return figure
 
@@ -160,7 +166,7 @@ def _histogram(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figur
             shares[min(length, longest) - 1] += 100 * count / row.steps
         axes.bar(range(1, longest + 1), shares, color=styles[system]["color"])
         axes.set_xticks(range(1, longest + 1), [*map(str, range(1, longest)), f"{longest}+"])
-        _tidy(axes, system)
+        tidy(axes, system)
         axes.title.set_fontsize(9)
         axes.tick_params(labelsize=7, labelbottom=True)
     for axes in list(panels.flat)[len(rows) :]:
@@ -193,7 +199,7 @@ def _shares(overall: Mapping[str, Row]) -> Figure | None:
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
-    _tidy(axes, "Where the time goes", "% of the wall clock")
+    tidy(axes, "Where the time goes", "% of the wall clock")
     figure.legend(loc="outside right center", fontsize=8, frameon=False)
     return figure
 
@@ -224,6 +230,6 @@ def _cost(overall: Mapping[str, Row], styles: Mapping[str, Style], cost: Mapping
     axes.set_ylim(bottom=0)
     axes.grid(color="#E5E5E5", lw=0.7)
     title = f"Cost of a step by its rows, at {cost['context']} tokens of context"
-    _tidy(axes, title, "rows of a step", "plain steps of time (filled) or tokens (hollow)")
+    tidy(axes, title, "rows of a step", "plain steps of time (filled) or tokens (hollow)")
     figure.legend(loc="outside right center", fontsize=8, frameon=False)
     return figure

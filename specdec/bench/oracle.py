@@ -25,7 +25,7 @@ from specdec.sampling import SamplingParams
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Oracle", "OraclePoint", "draw_oracle", "expected_tokens", "sweep_oracle"]
+__all__ = ["Oracle", "OraclePoint", "draw_oracle", "sweep_oracle"]
 
 
 class Oracle(DrafterBase):
@@ -77,11 +77,6 @@ class OracleSession:
 
     def observe(self, seen: Observation) -> None:
         pass
-
-
-def expected_tokens(accuracy: float, depth: int) -> float:
-    """Tokens per step, the bonus token counted: 1 + a + a^2 + ... + a^depth."""
-    return sum(accuracy**length for length in range(depth + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +174,7 @@ def _row_costs(engine: Engine, text: Sequence[int], depths: Sequence[int]) -> di
 
 def draw_oracle(points: Sequence[OraclePoint], title: str, caption: str) -> Figure:
     """Speedup against tokens per step, a line per depth; dashed where every token saved is time saved."""
-    from specdec.bench.figures import new_figure
+    from specdec.bench.figures import new_figure, sign, tidy
 
     figure = new_figure(5.6, 4.2)
     axes = figure.subplots()
@@ -192,12 +187,8 @@ def draw_oracle(points: Sequence[OraclePoint], title: str, caption: str) -> Figu
         for point in mine:
             place = (point.tokens_per_step, point.speedup)
             axes.annotate(f"{point.accuracy:g}", place, xytext=(4, -10), textcoords="offset points", fontsize=7)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel("tokens per step", fontsize=9)
-    axes.set_ylabel("speed, plain decoding = 1", fontsize=9)
-    axes.tick_params(labelsize=8)
     axes.grid(color="#E5E5E5", lw=0.7)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, title, "tokens per step", "speed, plain decoding = 1")
     axes.legend(fontsize=8, frameon=False)
-    figure.supxlabel(caption, fontsize=6.5, color="#666666", x=0.01, ha="left")
+    sign(figure, caption)
     return figure

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from specdec.bench.questions import QuestionId
 from specdec.errors import ConfigError
-from specdec.files import write_json
+from specdec.files import drop_unfinished, whole_lines, write_json
 
 __all__ = ["Key", "Record", "RunFolder", "Turn", "repeats_of"]
 
@@ -123,41 +123,22 @@ class RunFolder:
         Raises:
             ConfigError: a broken line that is not the last.
         """
-        found: dict[Key, Record] = {}
-        for record in self._read():
-            found[record.key] = record
-        return list(found.values())
+        return list({record.key: record for record in self._read()}.values())
 
     def _read(self) -> Iterator[Record]:
-        if not self.answers.is_file():
-            return
-        lines = self.answers.read_bytes().split(b"\n")
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+        for number, line in enumerate(whole_lines(self.answers), 1):
             try:
                 yield Record.of(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
-                if number == len(lines):  # no newline after it: the run was killed while it wrote
-                    return
                 raise ConfigError(
                     f"{str(self.answers)!r}, line {number}: no answer record: {error}; delete the line, and the run "
                     "answers that question again"
                 ) from error
 
-    def repair(self) -> None:
-        """Cut off a last line that was not finished."""
-        if not self.answers.is_file():
-            return
-        data = self.answers.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with self.answers.open("r+b") as file:
-                file.truncate(whole)
-
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the folder: two runs in one would mix their lines. The system lets go of it when the process dies.
+        """Hold the folder, and drop a line that was not finished: two runs in one would mix their lines. The system
+        lets go of it when the process dies.
 
         Raises:
             ConfigError: another process holds it.
@@ -171,6 +152,7 @@ class RunFolder:
                 f"another run is writing to {str(self.path)!r}; wait for it, stop it, or choose another --out"
             ) from error
         try:
+            drop_unfinished(self.answers)
             yield
         finally:
             lock.release()

@@ -13,10 +13,11 @@ from typing import Any
 from specdec.bench.audit import Audit
 from specdec.bench.environment import caption
 from specdec.bench.figures import draw_figures, require_bench_extra
-from specdec.bench.metrics import DEPTH, OVERALL, Interval, Metrics, Row, measure
+from specdec.bench.metrics import DEPTH, OVERALL, Metrics, Row, measure
 from specdec.bench.plan import BASELINE
 from specdec.bench.records import Record, RunFolder
 from specdec.bench.spec_bench import write_answers
+from specdec.bench.tables import figures_of
 from specdec.bench.trace import traces
 from specdec.files import replacing, write_json, write_text
 
@@ -78,37 +79,16 @@ def caption_of(manifest: Mapping[str, Any]) -> str:
 
 def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit | None) -> str:
     """The table for a README, and how it was made."""
-    lines = [
-        "| system | tokens/step | rows/step | tokens/s | x plain (95 %) | x transformers | repeats | text |",
-        "|---|--:|--:|--:|--:|--:|--:|---|",
-    ]
+    shown = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers", "repeats")
+    lines = [f"| system | {' | '.join(shown)} | text |", f"|---|{'--:|' * len(shown)}---|"]
     for system, groups in metrics.rows.items():
-        row = groups[OVERALL]
+        figures = figures_of(groups[OVERALL])
+        name = f"`{system}`" + (" (lossy)" if manifest["systems"][system]["lossy"] else "")
         verdict = str(audit.systems[system]) if audit is not None else ""
-        cells = [
-            f"`{system}`" + (" (lossy)" if manifest["systems"][system]["lossy"] else ""),
-            _number(row.tokens_per_step),
-            _number(row.rows_per_step, 1),
-            _number(row.tokens_per_second, 0),
-            _span(row.speedup),
-            _number(row.speedup_rival),
-            "" if row.repeats is None else f"{row.repeats:.0%}",
-            verdict,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join([name, *(figures[column] for column in shown), verdict]) + " |")
     command = manifest["runs"][0]["command"]
     lines += ["", caption_of(manifest) + (f" | `{command}`" if command else ""), ""]
     return "\n".join(lines)
-
-
-def _number(value: Interval | float | None, digits: int = 2) -> str:
-    if isinstance(value, Interval):
-        value = value.value
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _span(value: Interval | None) -> str:
-    return "" if value is None else f"{value.value:.2f} ({value.low:.2f}-{value.high:.2f})"
 
 
 def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any]) -> dict[str, bytes]:
@@ -163,26 +143,13 @@ def _page(
 def _table(metrics: Metrics, manifest: Mapping[str, Any], group: str) -> dict[str, Any]:
     rows = []
     for system, groups in metrics.rows.items():
-        row = groups[group]
-        spec = row.spec_bench
+        figures = figures_of(groups[group])
         rows.append(
             {
                 "system": system,
                 "lossy": manifest["systems"][system]["lossy"],
                 "plain": system == BASELINE,
-                "cells": [
-                    f"{row.answered}" + (f" ({row.failed} failed)" if row.failed else ""),
-                    _number(row.tokens_per_step),
-                    _number(row.rows_per_step, 1),
-                    _number(row.tokens_per_second, 0),
-                    _number(row.decode_tokens_per_second, 0),
-                    _span(row.speedup),
-                    _number(row.decode_speedup),
-                    _span(row.speedup_rival),
-                    _number(spec.get("speedup")),
-                    "" if row.repeats is None else f"{row.repeats:.0%}",
-                    "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.0f}",
-                ],
+                "cells": [text for name, text in figures.items() if name != "x transformers"],
             }
         )
     return {"group": group, "rows": rows}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.systems import Output, System, check_specs, make_systems
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.files import digest_of
 from specdec.load import load
 from specdec.model import TransformersTarget
 
@@ -66,7 +66,7 @@ class Runner:
         environment = describe_environment(self._target.device)
         self.manifest: dict[str, Any] = {
             "plan": plan.options(),
-            "questions": {"file": path.name, "sha256": _sha256(path), "asked": len(self.questions)},
+            "questions": {"file": path.name, "sha256": digest_of(path), "asked": len(self.questions)},
             "model": describe_model(plan.model, self._target),
             "systems": {system.label: _describe(system) for system in self.systems},
             "left_out": left_out,
@@ -119,7 +119,6 @@ class Runner:
             ConfigError: another process is writing to the folder.
         """
         with self.folder.writing():
-            self.folder.repair()
             if self.todo:
                 self._warm_up()
             self.folder.write_manifest(_plain(self.manifest))
@@ -228,7 +227,3 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Values as they come back from JSON; what JSON does not know is kept as its text."""
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

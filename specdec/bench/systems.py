@@ -126,27 +126,21 @@ class Drafted:
 
 
 class _Watched(DrafterWrapper):
-    """A drafter that notes whether it ever drew from a distribution."""
+    """A drafter, and its session, that notes whether it ever drew from a distribution."""
 
-    def __init__(self, inner: Drafter) -> None:
-        super().__init__(inner)
-        self.drew = False
+    drew = False
 
-    def start(self, context: Context) -> _WatchedSession:
-        return _WatchedSession(self, self.inner.start(context))
-
-
-class _WatchedSession:
-    def __init__(self, drafter: _Watched, inner: DraftSession) -> None:
-        self._drafter, self._inner = drafter, inner
+    def start(self, context: Context) -> DraftSession:
+        self._session = self.inner.start(context)
+        return self
 
     def propose(self, room: int) -> Draft:
-        draft = self._inner.propose(room)
-        self._drafter.drew |= bool(draft.q)
+        draft = self._session.propose(room)
+        self.drew |= bool(draft.q)
         return draft
 
     def observe(self, seen: Observation) -> None:
-        self._inner.observe(seen)
+        self._session.observe(seen)
 
 
 class TransformersSystem:

@@ -8,35 +8,52 @@ from rich.table import Table
 
 from specdec.bench.audit import Audit
 from specdec.bench.compare import Comparison
-from specdec.bench.metrics import OVERALL, Interval, Metrics
+from specdec.bench.metrics import OVERALL, Interval, Metrics, Row
 
-__all__ = ["comparison_table", "metrics_table", "print_verdicts"]
+__all__ = ["comparison_table", "figures_of", "metrics_table", "print_verdicts"]
+
+
+def figures_of(row: Row) -> dict[str, str]:
+    """A row's figures as text, with what a reader sees above them; empty where there is none."""
+    spec = row.spec_bench
+    return {
+        "answers": f"{row.answered}" + (f" ({row.failed} failed)" if row.failed else ""),
+        "tokens/step": _number(row.tokens_per_step),
+        "rows/step": _number(row.rows_per_step, 1),
+        "tokens/s": _number(row.tokens_per_second, 0),
+        "decoding tokens/s": _number(row.decode_tokens_per_second, 0),
+        "x plain (95 %)": _span(row.speedup),
+        "decoding x plain": _number(row.decode_speedup),
+        "x transformers (95 %)": _span(row.speedup_rival),
+        "Spec-Bench's own count": _number(spec.get("speedup")),
+        "repeats": "" if row.repeats is None else f"{row.repeats:.0%}",
+        "peak MiB": "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.0f}",
+        "x transformers": _number(row.speedup_rival),
+    }
+
+
+def _number(value: Interval | float | None, digits: int = 2) -> str:
+    if isinstance(value, Interval):
+        value = value.value
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _span(value: Interval | None) -> str:
+    return "" if value is None else f"{value.value:.2f} ({value.low:.2f}-{value.high:.2f})"
 
 
 def metrics_table(metrics: Metrics, found: Audit) -> Table:
     """A row per system, over all questions; it fits 80 columns."""
+    shown = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers")
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("system", no_wrap=True)
     for title in ("tokens\n/step", "rows\n/step", "tokens\n/s", "x plain\n(95 %)", "x trans-\nformers"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("text", no_wrap=True)
-
-    def number(value: Interval | None, digits: int = 2) -> str:
-        return "" if value is None else f"{value.value:.{digits}f}"
-
     for system, groups in metrics.rows.items():
-        row = groups[OVERALL]
-        speedup = row.speedup
-        verdict = found.systems[system]
-        table.add_row(
-            escape(system),
-            number(row.tokens_per_step),
-            "" if row.rows_per_step is None else f"{row.rows_per_step:.1f}",
-            number(row.tokens_per_second, 0),
-            "" if speedup is None else f"{speedup.value:.2f} ({speedup.low:.2f}-{speedup.high:.2f})",
-            number(row.speedup_rival),
-            f"[bold red]{verdict.brief}[/]" if verdict.bugs else verdict.brief,
-        )
+        figures, verdict = figures_of(groups[OVERALL]), found.systems[system]
+        text = f"[bold red]{verdict.brief}[/]" if verdict.bugs else verdict.brief
+        table.add_row(escape(system), *(figures[name] for name in shown), text)
     return table
 
 
