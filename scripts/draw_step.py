@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drafters.token_recycling import TokenRecycling
+from drafters.token_recycling import TokenRecycling, TokenRecyclingConfig
 from specdec import Context, Draft, Engine, Observation, SamplingParams
 from specdec.bench.figures import new_figure
 from specdec.draft import ancestors
@@ -50,10 +50,10 @@ class RecordedStep:
 
 
 class Recorder(TokenRecycling):
-    """Token recycling that keeps its steps."""
+    """Token recycling that keeps its steps; its rows are fixed, so that they are the same on every machine."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(TokenRecyclingConfig(rows=7))
         self.steps: list[RecordedStep] = []
 
     def start(self, context: Context) -> Any:
@@ -196,7 +196,7 @@ class Tables:
         return Sampler(SAMPLED, self._step.tokens, logits.shape[-1], logits.device)
 
     def _code(self, token: int) -> str:
-        return f"`{self.text(token)}`"
+        return "`" + self.text(token).replace("|", "\\|") + "`"  # a bar would end the table's cell
 
     def _path_to(self, row: int) -> list[int]:
         """The tokens from the root down to a row."""
