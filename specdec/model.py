@@ -182,9 +182,10 @@ class TransformersTarget:
         """Raises TargetError where the model was changed since its runner read it; called before every generation."""
         changed = self.runner.changed()
         if changed is not None:
+            lenient = ", or use execution='transformers', which follows edits of weights and hooks"
             raise TargetError(
                 f"{self.name} was changed after its {self.runner.name} layers were made, which would not follow: "
-                f"{changed}; make a new engine of it, or use execution='transformers', which runs the model as it is"
+                f"{changed}; make a new engine of it{'' if self.runner.borrows else lenient}"
             )
 
     def plain_model(self) -> PreTrainedModel:

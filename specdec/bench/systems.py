@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from specdec.bench.environment import synchronize
 from specdec.bench.plan import ALL, BASELINE, Plan, label_of
 from specdec.draft import Draft
-from specdec.drafter import Context, Drafter, DrafterWrapper, DraftSession, Observation
+from specdec.drafter import Context, DrafterWrapper, DraftSession, Observation
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, unknown
 from specdec.model import TransformersTarget

@@ -190,13 +190,21 @@ class Snapshot:
 
     Identities and version counters are compared, which takes microseconds a layer. What bypasses them (writing through
     ``.data`` or NumPy) is not seen.
+
+    Args:
+        holders: of which the runner holds the children, such as the list of layers.
+        modules: of which it has read the weights, too.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, holders: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
+        self._held = [(holder, [*map(id, holder._modules.values())]) for holder in holders]
         self._seen = [(module, tuple(_state(module))) for module in modules]
 
     def changed(self) -> str | None:
         """What was changed, or None."""
+        for holder, children in self._held:
+            if [*map(id, holder._modules.values())] != children:
+                return f"the modules of a {type(holder).__name__} are not those of before"
         for module, state in self._seen:
             if (special := why_special(module)) is not None:
                 return f"a {type(module).__name__} {special}"

@@ -127,7 +127,7 @@ class LayerByLayer(LayerRunner):
     Args:
         name: ``transformers`` or ``fused``.
         layers: called one after the other.
-        modules: what was read of the model; none where its own modules run everything.
+        holders, modules: of the model, see :class:`Snapshot`; no modules where its own run everything.
     """
 
     def __init__(
@@ -139,13 +139,14 @@ class LayerByLayer(LayerRunner):
         norm: nn.Module,
         head: nn.Module,
         rotary: Rotary,
+        holders: Sequence[nn.Module],
         modules: Sequence[nn.Module] = (),
     ) -> None:
         self.name, self._layers, self._rotary = name, tuple(layers), rotary
         self.borrows = any(isinstance(layer, ModuleLayer) for layer in layers)
         fused = name == "fused" and is_known_norm(norm)
         self.embed, self.norm, self.head = embedding, FusedNorm(norm) if fused else norm, head
-        self._snapshot = Snapshot([*modules, norm] if fused else modules)
+        self._snapshot = Snapshot(holders, [*modules, norm] if fused else modules)
 
     def run(
         self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int]

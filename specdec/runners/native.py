@@ -179,6 +179,7 @@ class NativeRunner(LayerRunner):
         *,
         norm: nn.Module,
         rotary: Rotary,
+        holders: Sequence[nn.Module],
         owned: bool,
     ) -> None:
         self._rotary = rotary
@@ -193,7 +194,7 @@ class NativeRunner(LayerRunner):
         read = [module for layer in layers for module in layer.module.modules()]
         if head is not None:
             read.append(head.head.module)
-        self._snapshot = Snapshot([*read, norm] if known_norm else read)
+        self._snapshot = Snapshot(holders, [*read, norm] if known_norm else read)
 
     def run(
         self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int]

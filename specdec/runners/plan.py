@@ -84,6 +84,7 @@ class RunnerMaker:
     ) -> None:
         self.model, self.layers, self.norm, self.owned = model, layers, norm, owned
         self.rotary = Rotary(decoder.rotary_emb, config)
+        self._holders = [model, decoder, layers]  # in which the layers, the embedding, the last norm and the head hang
         self._kinds = getattr(config, "layer_types", None) if self.rotary.by_kind else None
         arguments = inspect.signature(layers[0].forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in arguments else "past_key_values"
@@ -124,7 +125,9 @@ class RunnerMaker:
         if name == "native":
             known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
             head = KnownHead.of(self.model, self.model.get_output_embeddings(), self.model.get_input_embeddings())
-            return NativeRunner(self.model, known, head, norm=self.norm, rotary=self.rotary, owned=self.owned)
+            return NativeRunner(
+                self.model, known, head, norm=self.norm, rotary=self.rotary, holders=self._holders, owned=self.owned
+            )
         layers: list[Any] = [self.module_layer(number) for number in range(len(self.layers))]
         modules: list[nn.Module] = []
         if name == "fused":
@@ -144,6 +147,7 @@ class RunnerMaker:
             norm=self.norm,
             head=self.model.get_output_embeddings(),
             rotary=self.rotary,
+            holders=self._holders,
             modules=modules,
         )
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.bench.cost import weight_bytes
 from specdec.bench.oracle import Oracle, OraclePoint, draw_oracle, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.errors import ConfigError

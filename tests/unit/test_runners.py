@@ -293,11 +293,31 @@ def put_a_module(model: Any) -> None:
     model.model.layers[1].mlp.up_proj = nn.Linear(64, 96, bias=False)
 
 
+def put_a_layer(model: Any) -> None:
+    model.model.layers[1] = native_model(seed=2).model.layers[1]
+
+
+def put_a_head(model: Any) -> None:
+    model.lm_head = nn.Linear(64, models.VOCAB, bias=False)
+
+
+def put_an_embedding(model: Any) -> None:
+    model.model.embed_tokens = nn.Embedding(models.VOCAB, 64)
+
+
+def put_a_norm(model: Any) -> None:
+    model.model.norm = LlamaRMSNorm(64)
+    edit_the_last_norm(model)
+
+
+HELD = [put_a_layer, put_a_head, put_an_embedding, put_a_norm]
+
+
 def hook_a_layer(model: Any) -> None:
     hooked(model.model.layers[1])
 
 
-EDITS = [edit_a_norm, edit_the_last_norm, load_another_state, put_a_parameter, put_a_module, hook_a_layer]
+EDITS = [edit_a_norm, edit_the_last_norm, load_another_state, put_a_parameter, put_a_module, hook_a_layer, *HELD]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -311,7 +331,7 @@ def test_an_edit_after_the_engine_was_built_is_followed_or_refused(execution: st
     edit(model)
     expected = models.reference(model, prompt, 40)
     assert expected != before
-    if execution == "transformers":
+    if execution == "transformers" and edit not in HELD:
         assert engine.generate(prompt, 40).token_ids == expected
         return
     with pytest.raises(TargetError, match=f"was changed after its {execution} layers were made, which would not fol"):
