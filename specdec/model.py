@@ -34,7 +34,7 @@ from specdec.runners import EXECUTIONS
 from specdec.runners.linear import PackedLinear, TiedEmbedding
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
 from specdec.runners.runner import LayerRunner
-from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, shadow_call, tokens_for
+from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
 from specdec.target import FINAL, TargetOutput
 
 __all__ = ["TransformersTarget", "time_runners"]
@@ -96,9 +96,10 @@ class TransformersTarget:
         maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
         self.runner: LayerRunner = maker.make("transformers")
         tokens = tokens_for(min(self.vocab_size, embedding.weight.shape[0]))
+        expected = own_logits(model, self, tokens)
         try:
             self.specs = self._read_specs(maker, tokens[0])
-            self._reference = Reference(model, self, self.specs, tokens)
+            self._reference = Reference(expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
             raise TargetError(

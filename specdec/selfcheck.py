@@ -23,7 +23,7 @@ from specdec.errors import NumericalError, TargetError, first_line
 from specdec.runners.layers import ModuleLayer
 from specdec.target import Target
 
-__all__ = ["ProbeLayer", "Reference", "ShadowLayer", "note_layer", "shadow_call", "tokens_for"]
+__all__ = ["ProbeLayer", "Reference", "ShadowLayer", "note_layer", "own_logits", "shadow_call", "tokens_for"]
 
 # Relative; transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -71,14 +71,16 @@ def own_logits(model: Any, target: Target, tokens: Sequence[int]) -> torch.Tenso
 class Reference:
     """What the model itself says of a few tokens, and how far rounding alone may take a runner from it.
 
-    Raises:
-        TargetError: its modules, called layer by layer, differ from its own forward by more than rounding.
-        NumericalError: its own logits are NaN or infinite.
+    Args:
+        expected: what :func:`own_logits` gave for the tokens.
+        target: whose forward is checked, with the runner that it has when it is.
+        specs: what its layers cache.
     """
 
-    def __init__(self, model: Any, target: Target, specs: Sequence[LayerSpec], tokens: Sequence[int]) -> None:
-        self._target, self._specs, self._tokens = target, specs, tokens
-        self._expected = own_logits(model, target, tokens)
+    def __init__(
+        self, expected: torch.Tensor, target: Target, specs: Sequence[LayerSpec], tokens: Sequence[int]
+    ) -> None:
+        self._target, self._specs, self._tokens, self._expected = target, specs, tokens, expected
         self._full = _ROUNDING.get(target.dtype)
         self._shadow: torch.Tensor | None = None
         self._rounding = 0.0
@@ -87,6 +89,9 @@ class Reference:
         """Hold the model's modules, called layer by layer, against its own forward.
 
         ``shadowed``: a context manager in which the target runs the same modules in float32; None where it cannot.
+
+        Raises:
+            TargetError: they differ by more than rounding.
         """
         walked = self._logits(self._specs)
         if self._full is None and shadowed is not None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from specdec.lowering import LoweredLayer
 
 from specdec import Engine
 from specdec.bench.audit import Audit, audit, rounding_bound
@@ -173,10 +172,9 @@ def test_an_option_younger_than_the_run_stood_at_its_default(make: Make) -> None
         make(drafters=["none"], execution="transformers")
 
 
-def test_layers_are_lowered_unless_told_otherwise() -> None:
-    for execution, count in (("auto", 16), ("transformers", 0)):
-        target = target_of(load(Plan(execution=execution)))
-        assert sum(isinstance(layer, LoweredLayer) for layer in target._layers) == count
+@pytest.mark.parametrize("execution", ["transformers", "fused"])
+def test_the_plan_says_what_runs_the_layers(execution: str) -> None:
+    assert target_of(load(Plan(execution=execution))).runner.name == execution
 
 
 @pytest.mark.slow
@@ -383,7 +381,7 @@ def test_a_tie_is_rounding(tiny_engine: Engine) -> None:
     """Two tokens with one embedding row have one logit; either is right, and a third is not."""
     target = target_of(tiny_engine)
     prompt = tiny_engine.encode("import os\nimport")
-    weight = target.lm_head.weight
+    weight = target.model.get_output_embeddings().weight
     with torch.inference_mode():
         ids = torch.tensor([prompt])
         best = int(target.model(ids, attention_mask=torch.ones_like(ids)).logits[0, -1].argmax())

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec import Engine, SamplingParams
 from specdec.bench.shapes import write_rule
-from specdec.pretrained import place_of
+from specdec.pretrained import model_source
 from specdec.registry import drafter_names
 from tests.models import new_model, prompt_of, reference, settings_of
 from tests.tiers import matrix
@@ -38,7 +38,7 @@ SAMPLING = SamplingParams(temperature=1.0, seed=3, acceptance="match")
 
 def add_tokenizer(folder: Path) -> None:
     """The embedded model's, whatever the vocabulary: prompts are token ids, and no text is looked at."""
-    for path in Path(place_of("tiny")).glob("tokenizer*"):
+    for path in Path(model_source("tiny")).glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
 
 

@@ -184,7 +184,7 @@ def test_the_command_s_policy_and_stop_strings_count(
     load = Engine.from_pretrained
 
     def noting(*arguments: Any, **options: Any) -> Engine:
-        policies.append(options["budget"])
+        policies.append(options["policy"])
         return load(*arguments, **options)
 
     monkeypatch.setattr(Engine, "from_pretrained", noting)

@@ -65,7 +65,7 @@ def test_layers_of_one_spec_share_a_tensor() -> None:
     cache = KVCache([FULL, RING, FULL], capacity=10, rows=2)
     assert len(cache.groups) == 2
     assert cache.group_of[0] is cache.group_of[2]
-    assert [cache.place_of[layer] for layer in range(3)] == [0, 0, 1]
+    assert [cache.index_in_group[layer] for layer in range(3)] == [0, 0, 1]
     write(cache, 2, [5], 0)
     assert cache.group_of[0].keys[1, 0, 0, 0, 0] == 5
     assert cache.nbytes == 8 * 3 * (2 * 12 + 5)

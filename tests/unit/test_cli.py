@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
-from specdec.lowering import choice
 
 import specdec
 from specdec import Chunk, Engine, Generation, SamplingParams, Step, cli, show
 from specdec.config import RunConfig
 from specdec.errors import ConfigError
+from specdec.model import TransformersTarget
+from specdec.native.library import library
+from specdec.runners import plan
 from tests.unit.conftest import Install
 
 PROMPT = "import os\nimport sys\nimport os\nimport"
@@ -151,11 +153,25 @@ def test_the_text_alone_is_on_stdout(run: Run, tiny_engine: Engine) -> None:
 
 
 def test_json(run: Run, tiny_engine: Engine) -> None:
-    options = ["--drafter", "lookahead", "--set", "lookahead.window=3", "--max-new-tokens", "24"]
+    options = [
+        "--drafter",
+        "lookahead",
+        "--set",
+        "lookahead.window=3",
+        "--set",
+        "lookahead.ngram=5",
+        "--set",
+        "lookahead.guesses=3",
+        "--max-new-tokens",
+        "24",
+        "--policy",
+        "off",
+    ]
     outcome = run("generate", PROMPT, "--json", *options)
     assert (outcome.status, outcome.err) == (0, "")
     found = json.loads(outcome.out)
-    expected = tiny_engine.with_drafter({"name": "lookahead", "window": 3}).generate(PROMPT, 24)
+    drafter = {"name": "lookahead", "window": 3, "ngram": 5, "guesses": 3}
+    expected = tiny_engine.with_drafter(drafter, policy="off").generate(PROMPT, 24)
     assert found["text"] == expected.text
     assert found["token_ids"] == expected.token_ids
     assert (found["finish_reason"], found["lossy"], found["drafter"]) == ("length", False, "lookahead")
@@ -345,18 +361,19 @@ def test_every_option_of_every_drafter_has_a_meaning(run: Run) -> None:
             assert option["help"], f"{drafter['name']}.{option['name']} is not in its Config's Attributes"
 
 
+@pytest.mark.skipif(library() is None, reason="no C compiler works here")
 def test_a_warning_of_ours_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a kernel file that is broken: what is wrong and what is done, and no line of our source."""
-    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(choice, "_measure", lambda weights: {})
+    """On a file of times that is broken: what is wrong and what is done, and no line of our source."""
+    monkeypatch.setattr(plan, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(TransformersTarget, "_seconds", lambda target, runner: [1.0, 1.0])
     assert run("generate", PROMPT, "--max-new-tokens", "1").status == 0
-    (stored,) = tmp_path.iterdir()
+    (stored,) = (tmp_path / "runners").iterdir()
     stored.write_text("{")
     warnings.simplefilter("default")
     outcome = run("generate", PROMPT, "--max-new-tokens", "1")
     assert outcome.status == 0
     first, statistics = outcome.err.splitlines()
-    assert re.fullmatch(rf"warning: {re.escape(str(stored))} cannot be read \(.*\); measuring anew", first)
+    assert re.fullmatch(rf"warning: {re.escape(str(stored))} cannot be used \(.*\); timing layers anew", first)
     assert statistics.startswith("none: 1 token")
 
 

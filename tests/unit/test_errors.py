@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import specdec
-from specdec import Context, Draft, Engine, Observation, SamplingParams, TransformersTarget
+from specdec import Context, Draft, Engine, SamplingParams, TransformersTarget
 from specdec.draft import Entry
 from specdec.errors import (
     CheckpointError,
@@ -30,7 +30,7 @@ from specdec.errors import (
     unknown,
 )
 from specdec.pretrained import refuse_unfit
-from tests.fakes import Oracle
+from tests.fakes import Oracle, Scripted
 from tests.models import VOCAB, greedy, new_model, prompt_of, target_of
 
 PROMPT = prompt_of(7)
@@ -204,7 +204,7 @@ def poisoned() -> TransformersTarget:
     """A target whose logits have been NaN for one token since it was loaded."""
     target = TransformersTarget(new_model("llama"))
     with torch.no_grad():
-        target.lm_head.weight[9] = NAN
+        target.model.get_output_embeddings().weight[9] = NAN
     return target
 
 
@@ -252,26 +252,6 @@ def test_model_of_nan_is_refused_at_load() -> None:
 
 
 # -- Drafts that break the rules ---------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """A drafter whose every draft is what the function says."""
-
-    name = "scripted"
-    taps: frozenset[int] = frozenset()
-
-    def __init__(self, draft: Callable[[Context, int], Draft]) -> None:
-        self.draft = draft
-
-    def start(self, context: Context) -> Scripted:
-        self.context = context
-        return self
-
-    def propose(self, room: int) -> Draft:
-        return self.draft(self.context, room)
-
-    def observe(self, seen: Observation) -> None:
-        pass
 
 
 @pytest.mark.parametrize(

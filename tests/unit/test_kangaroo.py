@@ -24,7 +24,7 @@ from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig, KangarooSession
 from specdec import Engine, SamplingParams
 from specdec.draft import Draft
-from specdec.drafter import Context, Observation
+from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
 from specdec.sampling import Noise
@@ -168,7 +168,7 @@ def test_alternatives_of_the_last_guess_are_siblings(
         assert len(drafter.session.propose(3)) == 3  # the room bounds the siblings, too
 
 
-class Overruled:
+class Overruled(DrafterBase):
     """Lets a session draft, and proposes something else: the text itself, as another part of a union might."""
 
     def __init__(self, drafter: Watched, text: list[int]) -> None:
