@@ -46,6 +46,7 @@ def test_text_is_that_of_generate_and_nothing_is_compiled_twice(family: str, tmp
     assert {key[0] for key in target._static._graphs} <= {1, 2, 4, 8, 16, 32}
 
 
+@pytest.mark.slow
 def test_the_compiler_s_graphs_are_right() -> None:
     """AOT autograd's functional graphs, as the default compiler gets them: the cache must still be written in place."""
     model, prompt = models.new_model("llama"), models.prompt_of(11)
