@@ -140,6 +140,7 @@ def small(tmp_path: Path) -> list[str]:
     return ["--questions", str(questions), "--drafters", "none,lookahead", "--max-new-tokens", "8", "--threads", "1"]
 
 
+@pytest.mark.slow
 def test_bench_then_audit_then_compare(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "run")
     assert cli.main(["bench", *small, "--systems", "", "--repeats", "1", "--out", out]) == 0

@@ -125,6 +125,7 @@ def kill_after(count: int) -> Callable[[str, bool], None]:
     return on_system
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_without_losing_or_redoing_an_answer(make: Make) -> None:
     with pytest.raises(Killed):
         make(kill_after(4), repeats=2).run()
@@ -145,6 +146,7 @@ def test_a_killed_run_goes_on_without_losing_or_redoing_an_answer(make: Make) ->
     assert len(keys(folder)) == 12
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder_are_refused(make: Make) -> None:
     runner = make()
     with runner.folder.writing(), pytest.raises(ConfigError, match="another run is writing to"):
@@ -351,6 +353,7 @@ def test_a_wrong_token_is_a_bug_of_the_system(make: Make, tiny_engine: Engine) -
     assert str(found.systems["prompt_lookup"]) == "identical"
 
 
+@pytest.mark.slow
 def test_the_fresh_logits_tell_who_is_wrong(make: Make, tiny_engine: Engine) -> None:
     """Where plain decoding itself is off, all others differ from it, and it is the culprit."""
     folder = make().run()
@@ -446,6 +449,7 @@ def test_the_seed_s_noise_decides_who_is_wrong(make: Make, tiny_engine: Engine) 
     assert (bug.culprit, bug.position, bug.expected) == ("lookahead", place, turn.token_ids[place])
 
 
+@pytest.mark.slow
 def test_lossy_answers_are_labelled_and_not_failed(make: Make, tiny_engine: Engine) -> None:
     options: dict[str, Any] = {"temperature": 0.8, "acceptance": "typical", "allow_lossy": True}
     folder = make(**options).run()
@@ -455,6 +459,7 @@ def test_lossy_answers_are_labelled_and_not_failed(make: Make, tiny_engine: Engi
     assert str(found.systems["lookahead"]).startswith("not compared: lossy")
 
 
+@pytest.mark.slow
 def test_missing_answers_are_an_error(make: Make, tiny_engine: Engine) -> None:
     folder = make().run()
     lines = folder.answers.read_text().splitlines(keepends=True)

@@ -102,6 +102,7 @@ def test_same_seed_same_text() -> None:
     assert plain("llama", "plain", 3) == plain("llama", "plain", 3)
 
 
+@pytest.mark.slow
 def test_low_temperature_accepts_drafts() -> None:
     """The registered drafters' equality above is not for want of accepted drafts."""
     for drafter in ("prompt_lookup", "lookahead"):

@@ -63,6 +63,7 @@ def test_ablation_is_a_plan_whose_rows_all_reach_the_table() -> None:
 # -- The engine's benchmark --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_engine_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     figure, out = tmp_path / "oracle.png", tmp_path / "figures.json"
     arguments = (
@@ -89,6 +90,7 @@ def test_engine_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "differs" not in shown
 
 
+@pytest.mark.slow
 def test_peak_memory_is_of_a_process_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The processes are played here; what they would do runs as well."""
     script, sides = load("peak_memory"), list[str]()

@@ -199,6 +199,7 @@ def test_options_reach_the_sampling(run: Run, tiny_engine: Engine) -> None:
     assert outcome.out != tiny_engine.generate(PROMPT, 16).text
 
 
+@pytest.mark.slow
 def test_lossy_says_so(run: Run) -> None:
     options = ["--acceptance", "typical", "--allow-lossy", "--temperature", "1", "--max-new-tokens", "4"]
     assert "none (lossy: not the target's distribution): 4 tokens" in run("generate", PROMPT, *options).err
@@ -410,6 +411,7 @@ def test_demo(run: Run) -> None:
     assert [rows[name][-1] for name in heads[1:]] == ["identical"] * 3
 
 
+@pytest.mark.slow
 def test_demo_takes_drafters(run: Run) -> None:
     outcome = run("demo", "--max-new-tokens", "4", "--drafters", "jacobi", "--temperature", "0.8")
     assert re.findall(r"^--- (\w+) ---$", outcome.out, re.M) == ["none", "jacobi"]
