@@ -119,7 +119,7 @@ def _speed(found: Answers, label: str, ids: Sequence[QuestionId]) -> Any:
 
 def _tokens_per_step(found: Answers, label: str, ids: Sequence[QuestionId]) -> Any:
     tokens = np.array([float(found[label, q][0].tokens) for q in ids])
-    steps = np.array([float(sum(len(turn.accept_lengths) for turn in found[label, q][0].turns)) for q in ids])
+    steps = np.array([float(found[label, q][0].steps) for q in ids])
     draw = _draws(len(ids))
     return tokens[draw].sum(1) / np.maximum(steps[draw].sum(1), 1)
 

@@ -171,8 +171,7 @@ def _count_steps(row: Row, first: Sequence[Record]) -> None:
     turns = [turn for record in first for turn in record.turns]
     lengths = [length for turn in turns for length in turn.accept_lengths]
     row.tokens, row.steps = sum(len(turn.token_ids) for turn in turns), len(lengths)
-    steps = [sum(len(turn.accept_lengths) for turn in record.turns) for record in first]
-    row.tokens_per_step = ratio_interval([record.tokens for record in first], steps)
+    row.tokens_per_step = ratio_interval([record.tokens for record in first], [record.steps for record in first])
     if lengths:
         row.ctar = [sum(length > w for length in lengths) / len(lengths) for w in range(1, DEPTH + 1)]
         reached = [1.0, *row.ctar]

@@ -71,6 +71,11 @@ class Record:
         """New tokens of all turns."""
         return sum(len(turn.token_ids) for turn in self.turns)
 
+    @property
+    def steps(self) -> int:
+        """Decoding steps of all turns."""
+        return sum(len(turn.accept_lengths) for turn in self.turns)
+
     def seconds(self, phase: str) -> float:
         """Of all turns."""
         return sum(turn.seconds.get(phase, 0.0) for turn in self.turns)

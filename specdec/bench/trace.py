@@ -52,15 +52,14 @@ def traces(records: Sequence[Record], systems: Sequence[str], per_group: int = 1
 
 def _trace(record: Record) -> Trace:
     pieces: list[Piece] = []
-    steps = tokens = 0
+    before = 0
     for number, turn in enumerate(record.turns):
         if number:
             pieces.append(Piece(f"\n--- turn {number + 1} ---\n", 0, "the next question"))
-        pieces += _pieces(record.system, turn, steps)
-        steps += len(turn.accept_lengths)
-        tokens += len(turn.token_ids)
-    mean = tokens / steps if steps else 0.0
-    return Trace(record.system, f"{tokens} tokens in {steps} steps, {mean:.2f} per step", pieces)
+        pieces += _pieces(record.system, turn, before)
+        before += len(turn.accept_lengths)
+    mean = record.tokens / max(record.steps, 1)
+    return Trace(record.system, f"{record.tokens} tokens in {record.steps} steps, {mean:.2f} per step", pieces)
 
 
 def _pieces(system: str, turn: Turn, before: int) -> list[Piece]:
