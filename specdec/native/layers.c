@@ -202,19 +202,22 @@ INLINE void multiply(const Task *t, const int rows, const int kind) {
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) sums[r][v] = (floats){0};
     for (int64_t i = 0; i < steps; i++) {
-        floats weight[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) {
-            const int one = v * LANES / PANEL, at = v * LANES % PANEL;
-            weight[v] = load(panel[one], i * PANEL + at, kind == HALF);
-            if (kind == HALF && wide) *(floats *)(wide + (one * STRETCH + i) * PANEL + at) = weight[v];
-        }
         if (soon) /* into the second cache: the first has no room for it */
 #pragma GCC unroll 2
             for (int at = 0; at < PANEL * bytes; at += 64) {
                 __builtin_prefetch(soon + i * PANEL * bytes + at, 0, 2);
                 if (soon_apart) __builtin_prefetch(soon + soon_apart + i * PANEL * bytes + at, 0, 2);
             }
+        floats weight[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            const int one = v * LANES / PANEL, at = v * LANES % PANEL;
+            weight[v] = load(panel[one], i * PANEL + at, kind == HALF);
+#if LANES == 16 /* gcc would load it anew for every row; there are registers enough to keep it */
+            if (kind != HALF) __asm__("" : "+v"(weight[v]));
+#endif
+            if (kind == HALF && wide) *(floats *)(wide + (one * STRETCH + i) * PANEL + at) = weight[v];
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -259,16 +262,16 @@ static void multiply_strip(const Product *p, const float *x, float *y, int64_t y
                          .x_stride = p->inputs, .y_stride = y_stride};
             if (g - begin < panels) task.soon = soon + (g - begin) * apart;
             if (panels > 1 && end - begin == 1) task.soon_apart = apart;
-            if (p->kind == FULL) multiply_any(&task, count, FULL);
-            else if (p->kind == PAIRS) multiply_any(&task, count, PAIRS);
-            else if (g == begin) {
-                if (end - begin > 1) task.wide = wide;
-                multiply_any(&task, count, HALF);
-            } else {
+            int64_t kind = p->kind;
+            if (kind == HALF && g == begin && end - begin > 1) task.wide = wide;
+            if (kind == HALF && g > begin) {
+                kind = FULL;
                 task.weight = (const char *)wide;
                 task.apart = sizeof wide / panels;
-                multiply_any(&task, count, FULL);
             }
+            if (kind == FULL) multiply_any(&task, count, FULL);
+            else if (kind == HALF) multiply_any(&task, count, HALF);
+            else multiply_any(&task, count, PAIRS);
         }
     }
     if (p->bias && begin < end)
