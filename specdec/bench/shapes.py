@@ -72,7 +72,7 @@ def write_rule(model: Any, seed: int = 0) -> None:
     ys = min(64, layers[0].self_attn.head_dim, (width - 1) // (2 * len(layers) + 2))
     xs = min(vocabulary // ys, width - 1 - ys * (len(layers) + 1), config.intermediate_size)
     codes = _orthonormal(width, 1 + xs + ys * (len(layers) + 1), embedding.device).T
-    always, x, fetched = codes[0], codes[1 : 1 + xs], codes[1 + xs :].view(len(layers) + 1, ys, width)
+    always, x, fetched = codes[0], codes[1 : 1 + xs], codes[1 + xs :].reshape(len(layers) + 1, ys, width)
     number = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(seed)).to(embedding.device)
     own_x, own_y = number % xs, number // xs % ys
     embedding.copy_(_LOUD * (always + x[own_x] + fetched[0, own_y]))
