@@ -27,7 +27,18 @@ from specdec.files import cache_folder, write_json
 from specdec.machine import processor
 from specdec.target import Target
 
-__all__ = ["LENGTHS", "ROWS", "CostCurve", "cost_curve", "describe", "measure", "roofline", "stored_at"]
+__all__ = [
+    "LENGTHS",
+    "ROWS",
+    "CostCurve",
+    "cost_curve",
+    "describe",
+    "kept_curve",
+    "measure",
+    "new_curve",
+    "roofline",
+    "stored_at",
+]
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
@@ -153,15 +164,14 @@ def roofline(device: torch.device | str) -> CostCurve:
 
 def describe(target: Target) -> dict[str, Any]:
     """What a measurement holds for: machine, versions, the model's shape and how it is run; never its weights."""
-    model = getattr(target, "model", None)
-    weights = () if model is None else model.parameters()
+    config = getattr(target, "config", None)
+    inner = [value for name in ("intermediate_size", "num_key_value_heads") if (value := getattr(config, name, None))]
     return {
         "device": processor(target.device),
         "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
         "torch": torch.__version__,
         "model": getattr(target, "name", type(target).__name__),
-        "parameters": sum(weight.numel() for weight in weights),
-        "shape": [target.num_layers, target.hidden_size, target.vocab_size],
+        "shape": [target.num_layers, target.hidden_size, target.vocab_size, *inner],
         "dtype": str(target.dtype).removeprefix("torch."),
         **getattr(target, "options", {}),
     }
@@ -188,27 +198,41 @@ def cost_curve(
     path = stored_at(machine) if file is None else Path(file)
     if file is not None and not path.exists():
         raise ConfigError(f"there is no cost file {str(path)!r}; make it with `specdec tune --out {path}`")
-    if path.exists():
-        try:
-            curve = CostCurve.load(path)
-        except ConfigError as error:
-            warnings.warn(f"{error}; measuring anew", SpecdecWarning, stacklevel=2)
-        else:
-            other = [key for key, value in machine.items() if curve.machine.get(key) != value]
-            if not other:
-                return curve
-            told = ", ".join(f"{key} {curve.machine.get(key)!r} and not {machine[key]!r}" for key in other)
-            warnings.warn(f"the cost file {path} was made for {told}; measuring anew", SpecdecWarning, stacklevel=2)
+    if (kept := kept_curve(machine, path)) is not None:
+        return kept
+    return new_curve(target, None if file is not None else path, progress)  # a user's own file is not overwritten
+
+
+def new_curve(target: Target, path: Path | None = None, progress: Callable[[float], None] | None = None) -> CostCurve:
+    """The target's curve, measured in about a second; kept at ``path``, with a warning where that cannot be."""
     curve = measure(target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress)
-    if file is None:  # a user's own file is not overwritten
-        try:
+    try:
+        if path is not None:
             curve.save(path)
-        except OSError as error:
-            warnings.warn(
-                f"cannot keep the cost curve in {path}: {error}; it will be measured again",
-                SpecdecWarning,
-                stacklevel=2,
-            )
+    except OSError as error:
+        message = f"cannot keep the cost curve in {path}: {error}; it will be measured again"
+        warnings.warn(message, SpecdecWarning, stacklevel=3)
+    return curve
+
+
+def kept_curve(machine: Mapping[str, Any], path: Path | None = None) -> CostCurve | None:
+    """The curve that is kept for such a machine and model, at ``path`` or in its own place; None where there is none.
+
+    One that is broken, or of another machine or model, is passed over with a warning.
+    """
+    path = path or stored_at(machine)
+    try:
+        curve = CostCurve.load(path) if path.exists() else None
+    except ConfigError as error:
+        warnings.warn(f"{error}; measuring anew", SpecdecWarning, stacklevel=3)
+        return None
+    if curve is None:
+        return None
+    other = [key for key, value in machine.items() if curve.machine.get(key) != value]
+    if other:
+        told = ", ".join(f"{key} {curve.machine.get(key)!r} and not {machine[key]!r}" for key in other)
+        warnings.warn(f"the cost file {path} was made for {told}; measuring anew", SpecdecWarning, stacklevel=3)
+        return None
     return curve
 
 

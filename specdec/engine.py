@@ -129,6 +129,7 @@ class Engine:
             execution=execution,
             attention=attention,
             trust_remote_code=trust_remote_code,
+            progress=progress,
         )
         place = model_source(path)
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from specdec.attention import check_backend, layer_attention
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
-from specdec.cost import describe, measure
+from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
 from specdec.draft import Entry
 from specdec.errors import ConfigError, TargetError, first_line
 from specdec.files import cache_folder
@@ -40,7 +40,6 @@ from specdec.target import FINAL, TargetOutput
 __all__ = ["TransformersTarget", "time_runners"]
 
 _ATTENTION, _PROBE = "specdec", "specdec_probe"
-_TIMED_AFTER, _TIMED_SECONDS = 64, 0.4  # tokens before the timed steps; about how long a runner is timed
 
 
 class TransformersTarget:
@@ -55,6 +54,7 @@ class TransformersTarget:
         owned: nobody else holds the model. Its weights may be laid out anew then, so that none is held twice: the
             model still computes, saves and copies what it did, but packed weights are slow for itself, and cannot be
             changed. ``plain_model`` gives one as it was.
+        progress: told the share that is done where steps have to be timed, once for this machine and model.
 
     A model that is not owned is never changed; ``fused`` and ``native`` hold copies of its linears' weights beside it.
     Runners other than ``transformers`` have read the model once: weights, modules or hooks that are changed later are
@@ -68,7 +68,13 @@ class TransformersTarget:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, execution: str = "auto", attention: str = "auto", owned: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        execution: str = "auto",
+        attention: str = "auto",
+        owned: bool = False,
+        progress: Callable[[float], None] | None = None,
     ) -> None:
         self.backend = check_backend(attention)
         check_execution(execution)
@@ -110,11 +116,10 @@ class TransformersTarget:
             execution,
             attention,
             differs=self._differs,
-            seconds=self._seconds,
-            machine=describe(self),
+            kept=self._kept_seconds,
+            seconds=partial(self._seconds, progress),
         )
-        self.runner = self.plan.runner
-        self.options["runner"] = self.runner.name
+        self._use(self.plan.runner)
         del self._reference
 
     @classmethod
@@ -128,6 +133,7 @@ class TransformersTarget:
         execution: str = "auto",
         attention: str = "auto",
         trust_remote_code: bool = False,
+        progress: Callable[[float], None] | None = None,
     ) -> TransformersTarget:
         """Load a checkpoint: ``"tiny"`` (the embedded model), a folder, or a hub id. Safetensors only.
 
@@ -137,7 +143,7 @@ class TransformersTarget:
         """
         check_execution(execution)
         model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
-        return cls(model, execution=execution, attention=attention, owned=True)
+        return cls(model, execution=execution, attention=attention, owned=True, progress=progress)
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache(self.specs, capacity=capacity, rows=rows)
@@ -279,13 +285,27 @@ class TransformersTarget:
         finally:
             self.runner = former
 
-    def _differs(self, runner: LayerRunner) -> str | None:
+    def _use(self, runner: LayerRunner) -> None:
         self.runner = runner
+        self.options["runner"] = runner.name
+
+    def _differs(self, runner: LayerRunner) -> str | None:
+        self._use(runner)
         return self._reference.differs()
 
-    def _seconds(self, runner: LayerRunner) -> list[float]:
-        self.runner = runner
-        return list(measure(self, rows=TIMED_ROWS, lengths=(_TIMED_AFTER,), seconds=_TIMED_SECONDS).seconds[0])
+    def _kept_seconds(self, name: str) -> list[float] | None:
+        curve = kept_curve({**describe(self), "runner": name})
+        return None if curve is None else _timed(curve)
+
+    def _seconds(self, progress: Callable[[float], None] | None, runner: LayerRunner) -> list[float]:
+        self._use(runner)
+        return _timed(new_curve(self, stored_at(describe(self)), progress))
+
+
+def _timed(curve: CostCurve) -> list[float]:
+    """Seconds of steps of ``TIMED_ROWS`` rows."""
+    seconds = curve.at(0, TIMED_ROWS[-1])
+    return [seconds[rows] for rows in TIMED_ROWS]
 
 
 class _Lent:
@@ -335,6 +355,6 @@ def time_runners(path: str | Path, **options: Any) -> dict[str, dict[str, float]
         except (ConfigError, TargetError) as error:
             found[name] = str(error)
             continue
-        curve = measure(target, rows=TIMED_ROWS, lengths=(_TIMED_AFTER,), seconds=5 * _TIMED_SECONDS)
+        curve = measure(target, rows=TIMED_ROWS, lengths=(256,), seconds=2.0)
         found[name] = {str(rows): seconds for rows, seconds in zip(curve.rows, curve.seconds[0], strict=True)}
     return found

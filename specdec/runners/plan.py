@@ -2,29 +2,25 @@
 
 ``auto`` takes ``native`` wherever the library runs the model, unless whole decoding steps are slower with it than
 ``fused`` by more than noise can make them; on a tie native wins, as it rounds a row alike whatever rows are beside it.
-Both are timed once per machine, model, dtype and number of threads, and the figures are kept. A model that specdec was
-handed is run by its own modules unless a runner is named, as the others hold its weights a second time.
+Both are timed once per machine, model, dtype and number of threads, and their curves are kept (:mod:`specdec.cost`). A
+model that specdec was handed is run by its own modules unless a runner is named, as the others hold its weights a
+second time.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
-import json
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from specdec.errors import ConfigError, SpecdecWarning, TargetError, unknown
-from specdec.files import cache_folder, write_json
 from specdec.pages import FilePages
 from specdec.rotary import Rotary
 from specdec.runners import EXECUTIONS
@@ -172,15 +168,15 @@ def choose_runner(
     attention: str,
     *,
     differs: Callable[[LayerRunner], str | None],
+    kept: Callable[[str], list[float] | None],
     seconds: Callable[[LayerRunner], list[float]],
-    machine: Mapping[str, Any],
 ) -> Plan:
     """Make the runner that ``execution`` asks for.
 
     Args:
         differs: how a runner's logits differ from the model's own, or None.
-        seconds: of whole steps of ``TIMED_ROWS`` rows.
-        machine: what such times hold for.
+        kept: seconds of whole steps of ``TIMED_ROWS`` rows by a runner's name, where they are known.
+        seconds: the same by a runner, measured now and kept.
 
     Raises:
         ConfigError: a runner that was named cannot run this model; the message says why.
@@ -197,15 +193,15 @@ def choose_runner(
     if not maker.owned:
         reason = "the model was handed in, and is left as it is; name execution= to have a copy of its weights packed"
         return Plan(maker.make("transformers"), reason, {})
-    return _choose(maker, attention, differs, seconds, machine)
+    return _choose(maker, attention, differs, kept, seconds)
 
 
 def _choose(
     maker: RunnerMaker,
     attention: str,
     differs: Callable[[LayerRunner], str | None],
+    kept: Callable[[str], list[float] | None],
     seconds: Callable[[LayerRunner], list[float]],
-    machine: Mapping[str, Any],
 ) -> Plan:
     others = {name: reason for name in ("native", "fused") if (reason := maker.why_not(name, attention)) is not None}
 
@@ -221,18 +217,14 @@ def _choose(
 
     size = sum(weight.nbytes for weight in maker.layers.parameters())
     if "native" not in others:
-        kept = _Kept(machine)
-        known: Times = kept.read()
-        if not known and _SMALL <= size <= _LARGE:
-            fused = attempt("fused")
-            known = {} if fused is None else {"fused": seconds(fused)}
-            if any(len(times) < len(TIMED_ROWS) for times in known.values()):
-                known = {}  # steps take so long that the machine cannot be compared with itself in the time there is
+        timed = _SMALL <= size <= _LARGE
+        known = {name: times for name in ("fused", "native") if timed and (times := kept(name)) is not None}
+        if timed and "fused" not in known and (fused := attempt("fused")) is not None:
+            known["fused"] = seconds(fused)
         native = None if _slower(known) else attempt("native")
         if native is not None:
             if "fused" in known and "native" not in known:
-                known = {**known, "native": seconds(native)}
-                kept.write(known)
+                known["native"] = seconds(native)
             if not _slower(known):
                 return Plan(native, _told(known), others)
             maker.unpack()
@@ -247,42 +239,12 @@ def _choose(
 
 def _slower(times: Times) -> bool:
     """Whether native steps are slower than fused ones, and not only by noise."""
-    return "native" in times and sum(times["native"]) > _MARGIN * sum(times["fused"])
+    return len(times) == 2 and sum(times["native"]) > _MARGIN * sum(times["fused"])
 
 
 def _told(times: Times) -> str:
-    if "native" not in times:
+    if len(times) < 2:
         return "all layers run in one call"
     steps = (f"{1e3 * n:.2f} ms against {1e3 * f:.2f}" for n, f in zip(times["native"], times["fused"], strict=True))
     rows = " and ".join(map(str, TIMED_ROWS))
     return f"whole steps of {rows} rows took {' and '.join(steps)} fused"
-
-
-class _Kept:
-    """The times of one machine and model, on disk."""
-
-    def __init__(self, machine: Mapping[str, Any]) -> None:
-        self._machine = json.loads(json.dumps(machine))
-        digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()
-        self._path: Path = cache_folder() / "runners" / f"{digest[:16]}.json"
-
-    def read(self) -> Times:
-        """What is known; nothing where there is no file, or a warning that says why the file is passed over."""
-        try:
-            content: Any = json.loads(self._path.read_text(encoding="utf-8"))
-            if content["machine"] != self._machine:
-                raise ValueError("it is of another machine or model")
-            times = {name: [float(value) for value in content["seconds"][name]] for name in ("fused", "native")}
-            if any(len(found) != len(TIMED_ROWS) or min(found) <= 0 for found in times.values()):
-                raise ValueError("it holds no times")
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            message = f"{self._path} cannot be used ({type(error).__name__}: {error}); timing layers anew"
-            warnings.warn(message, SpecdecWarning, stacklevel=6)
-            return {}
-        return times
-
-    def write(self, times: Times) -> None:
-        with suppress(OSError):  # it costs a measurement next time
-            write_json(self._path, {"machine": self._machine, "seconds": dict(times)})

@@ -18,12 +18,10 @@ import pytest
 from rich.console import Console
 
 import specdec
-from specdec import Chunk, Engine, Generation, SamplingParams, Step, cli, show
+from specdec import Chunk, Engine, Generation, SamplingParams, Step, cli, cost, show
 from specdec.config import RunConfig
 from specdec.errors import ConfigError
-from specdec.model import TransformersTarget
 from specdec.native.library import library
-from specdec.runners import plan
 from tests.unit.conftest import Install
 
 PROMPT = "import os\nimport sys\nimport os\nimport"
@@ -365,16 +363,15 @@ def test_every_option_of_every_drafter_has_a_meaning(run: Run) -> None:
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
 def test_a_warning_of_ours_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file of times that is broken: what is wrong and what is done, and no line of our source."""
-    monkeypatch.setattr(plan, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(TransformersTarget, "_seconds", lambda target, runner: [1.0, 1.0])
+    monkeypatch.setattr(cost, "cache_folder", lambda: tmp_path)
     assert run("generate", PROMPT, "--max-new-tokens", "1").status == 0
-    (stored,) = (tmp_path / "runners").iterdir()
+    stored = min((tmp_path / "cost").iterdir())
     stored.write_text("{")
     warnings.simplefilter("default")
     outcome = run("generate", PROMPT, "--max-new-tokens", "1")
     assert outcome.status == 0
     first, statistics = outcome.err.splitlines()
-    assert re.fullmatch(rf"warning: {re.escape(str(stored))} cannot be used \(.*\); timing layers anew", first)
+    assert re.fullmatch(rf"warning: {re.escape(str(stored))} is no cost curve .*; measuring anew", first)
     assert statistics.startswith("none: 1 token")
 
 

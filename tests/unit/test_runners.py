@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,8 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec import Engine, TransformersTarget
+from specdec import Engine, TransformersTarget, cost
+from specdec.cost import CostCurve
 from specdec.errors import ConfigError, SpecdecWarning, TargetError
 from specdec.native.library import library
 from specdec.runners import plan
@@ -397,20 +397,21 @@ def test_native_layers_that_differ_are_not_taken(dtype: torch.dtype, monkeypatch
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and models large enough to be timed."""
-    monkeypatch.setattr(plan, "cache_folder", lambda: tmp_path / "specdec")
+    monkeypatch.setattr(cost, "cache_folder", lambda: tmp_path / "specdec")
     monkeypatch.setattr(plan, "_SMALL", 0)
-    return tmp_path / "specdec" / "runners"
+    return tmp_path / "specdec" / "cost"
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, **seconds: list[float]) -> list[str]:
-    """Steps take these times; returns the names of the runners that are timed."""
+    """Steps of 1 and 8 rows take these times; returns the names of the runners that are timed."""
     asked: list[str] = []
 
-    def answer(target: TransformersTarget, runner: Any) -> list[float]:
-        asked.append(runner.name)
-        return seconds[runner.name]
+    def measure(target: TransformersTarget, **_: Any) -> CostCurve:
+        asked.append(target.runner.name)
+        times = [seconds[target.runner.name]]
+        return CostCurve(machine=cost.describe(target), rows=[1, 8], lengths=[256], seconds=times)
 
-    monkeypatch.setattr(TransformersTarget, "_seconds", answer)
+    monkeypatch.setattr(cost, "measure", measure)
     return asked
 
 
@@ -443,43 +444,21 @@ def test_dtype_threads_and_shapes_are_timed_apart(folder: Path, monkeypatch: pyt
     finally:
         torch.set_num_threads(threads)
     assert len(asked) == 2 * 4
-    assert len(list(folder.iterdir())) == 4
+    assert len(list(folder.iterdir())) == 2 * 4
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: "",
-        lambda text: text[:-9],
-        lambda text: "[]",
-        lambda text: text.replace('"fused"', '"other"'),
-        lambda text: text.replace("1.0", "-1.0"),
-        lambda text: json.dumps({**json.loads(text), "machine": {"device": "Abacus 9000"}}),
-    ],
-    ids=["empty", "cut", "list", "name", "negative", "another machine"],
-)
-def test_a_file_that_says_nothing_of_this_machine_is_passed_over(
-    damage: Callable[[str], str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_file_of_times_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = timed(monkeypatch, fused=[1.0, 1.0], native=[2.0, 2.0])
     TransformersTarget(native_model(), owned=True)
-    (path,) = folder.iterdir()
-    good = path.read_text()
-    path.write_text(damage(good))
-    with pytest.warns(SpecdecWarning, match=r"cannot be used .*; timing layers anew"):
+    kept = {path: path.read_text() for path in folder.iterdir()}
+    for path in kept:
+        path.write_text("{")
+    with pytest.warns(SpecdecWarning, match=r"is no cost curve .*; measuring anew"):
         target = TransformersTarget(native_model(), owned=True)
     assert target.runner.name == "fused"
-    assert len(asked) == 4
-    assert path.read_text() == good
-
-
-@needs_compiler
-def test_a_folder_that_cannot_be_written_costs_only_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, fused=[1.0, 1.0], native=[1.0, 1.0])
-    folder.parent.write_text("a file, where a folder should be")
-    with pytest.warns(SpecdecWarning, match="cannot be used"):
-        assert TransformersTarget(native_model(), owned=True).runner.name == "native"
+    assert asked == ["fused", "native"] * 2
+    assert {path: path.read_text() for path in folder.iterdir()} == kept
 
 
 @needs_compiler
@@ -494,13 +473,11 @@ def test_small_and_large_models_are_not_timed(folder: Path, monkeypatch: pytest.
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_steps_are_really_timed(folder: Path) -> None:
     assert TransformersTarget(native_model(), owned=True).runner.name in ("native", "fused")
-    (path,) = folder.iterdir()
-    assert {name: len(times) for name, times in json.loads(path.read_text())["seconds"].items()} == {
-        "fused": 2,
-        "native": 2,
-    }
+    curves = [CostCurve.load(path) for path in folder.iterdir()]
+    assert sorted(curve.machine["runner"] for curve in curves) == ["fused", "native"]
 
 
 # What the model is lent.
