@@ -189,6 +189,17 @@ typedef struct {
     int64_t x_stride, y_stride, apart, soon_apart, steps;
 } Task;
 
+/* Ask for step i of what is needed soon: into the second cache, as the first has no room for it. */
+INLINE void ask(const char *first, int64_t apart, int64_t i, const int bytes) {
+    if (!first) return;
+    const char *soon = first + i * PANEL * bytes;
+#pragma GCC unroll 2
+    for (int at = 0; at < PANEL * bytes; at += 64) {
+        __builtin_prefetch(soon + at, 0, 2);
+        if (apart) __builtin_prefetch(soon + at + apart, 0, 2);
+    }
+}
+
 /* y [rows, STRIP] += x [rows, steps] times the weight. */
 INLINE void multiply(const Task *t, const int rows, const int kind) {
     const int bytes = kind == HALF ? 2 : 4;
@@ -202,22 +213,17 @@ INLINE void multiply(const Task *t, const int rows, const int kind) {
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) sums[r][v] = (floats){0};
     for (int64_t i = 0; i < steps; i++) {
-        if (soon) /* into the second cache: the first has no room for it */
-#pragma GCC unroll 2
-            for (int at = 0; at < PANEL * bytes; at += 64) {
-                __builtin_prefetch(soon + i * PANEL * bytes + at, 0, 2);
-                if (soon_apart) __builtin_prefetch(soon + soon_apart + i * PANEL * bytes + at, 0, 2);
-            }
+        /* A compiler reads nothing past this, so that with registers enough the weights are read before it, and kept;
+         * otherwise after it, and read anew for every row. */
+        if (LANES < 16) ask(soon, soon_apart, i, bytes);
         floats weight[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
             const int one = v * LANES / PANEL, at = v * LANES % PANEL;
             weight[v] = load(panel[one], i * PANEL + at, kind == HALF);
-#if LANES == 16 /* gcc would load it anew for every row; there are registers enough to keep it */
-            if (kind != HALF) __asm__("" : "+v"(weight[v]));
-#endif
             if (kind == HALF && wide) *(floats *)(wide + (one * STRETCH + i) * PANEL + at) = weight[v];
         }
+        if (LANES == 16) ask(soon, soon_apart, i, bytes);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
