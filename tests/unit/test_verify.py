@@ -248,6 +248,7 @@ def test_match_draws_the_targets_noise() -> None:
     assert_joint(found, joint(p))
 
 
+@pytest.mark.slow
 def test_real_noise_rejects_as_the_enumerated_one() -> None:
     """``reject`` with the real coins on a tree drawn with the real noise: chi-square over the seeds."""
     p, q = table(3, 31), table(3, 32)
