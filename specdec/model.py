@@ -11,7 +11,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,6 @@ class TransformersTarget:
         self._softcap = getattr(config, "final_logit_softcapping", None)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self.vocab_size = int(head.weight.shape[0])
         self.hidden_size = int(config.hidden_size)
         self.num_layers = len(self.layers)
         self.context_length = context_length_of(config)
@@ -101,8 +100,9 @@ class TransformersTarget:
         self.options: dict[str, Any] = {"attention": attention}
         maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
         self.runner: LayerRunner = maker.make("transformers")
-        tokens = tokens_for(min(self.vocab_size, embedding.weight.shape[0]))
+        tokens = tokens_for(embedding.num_embeddings)
         expected = own_logits(model, self, tokens)
+        self.vocab_size = int(expected.shape[-1])
         try:
             self.specs = self._read_specs(maker, tokens[0])
             self._reference = Reference(expected, self, self.specs, tokens)
@@ -119,7 +119,7 @@ class TransformersTarget:
             kept=self._kept_seconds,
             seconds=partial(self._seconds, progress),
         )
-        self._use(self.plan.runner)
+        self.runner, self.options["runner"] = self.plan.runner, self.plan.runner.name
         del self._reference
 
     @classmethod
@@ -257,12 +257,9 @@ class TransformersTarget:
         """What each layer caches, as seen by an attention function that only looks."""
         specs: list[LayerSpec] = []
         layers = [maker.module_layer(n, ProbeLayer, use_cache=False, note=specs.append) for n in range(self.num_layers)]
-        former, self.runner = self.runner, maker.of_layers("transformers", list(layers), [])
-        try:
-            with self._lent.to(_PROBE), torch.inference_mode():
-                self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
-        finally:
-            self.runner = former
+        runner = maker.of_layers("transformers", list(layers), [])
+        with self._using(runner), self._lent.to(_PROBE), torch.inference_mode():
+            self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
         return specs
 
     def _has_shadow(self) -> bool:
@@ -270,36 +267,35 @@ class TransformersTarget:
         weights = list(self.model.parameters())
         return all(weight.is_floating_point() and not weight.is_meta for weight in weights)
 
-    @contextmanager
-    def _shadow(self, maker: RunnerMaker) -> Iterator[None]:
+    def _shadow(self, maker: RunnerMaker) -> AbstractContextManager[None]:
         """While inside, the model's own modules run with weights in float32, one layer at a time."""
-        former = self.runner
         runner = maker.of_layers(
             "transformers", [maker.module_layer(n, ShadowLayer) for n in range(self.num_layers)], []
         )
         runner.embed = partial(shadow_call, runner.embed)  # type: ignore[arg-type]
         runner.norm, runner.head = partial(shadow_call, runner.norm), partial(shadow_call, runner.head)  # type: ignore[arg-type]
-        self.runner = runner
+        return self._using(runner)
+
+    @contextmanager
+    def _using(self, runner: LayerRunner) -> Iterator[None]:
+        """While inside, this runner runs the layers; afterwards it is not held any more."""
+        former, self.runner, self.options["runner"] = self.runner, runner, runner.name
         try:
             yield
         finally:
-            self.runner = former
-
-    def _use(self, runner: LayerRunner) -> None:
-        self.runner = runner
-        self.options["runner"] = runner.name
+            self.runner, self.options["runner"] = former, former.name
 
     def _differs(self, runner: LayerRunner) -> str | None:
-        self._use(runner)
-        return self._reference.differs()
+        with self._using(runner):
+            return self._reference.differs()
 
     def _kept_seconds(self, name: str) -> list[float] | None:
         curve = kept_curve({**describe(self), "runner": name})
         return None if curve is None else _timed(curve)
 
     def _seconds(self, progress: Callable[[float], None] | None, runner: LayerRunner) -> list[float]:
-        self._use(runner)
-        return _timed(new_curve(self, stored_at(describe(self)), progress))
+        with self._using(runner):
+            return _timed(new_curve(self, stored_at(describe(self)), progress))
 
 
 def _timed(curve: CostCurve) -> list[float]:

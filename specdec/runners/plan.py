@@ -221,6 +221,7 @@ def _choose(
         known = {name: times for name in ("fused", "native") if timed and (times := kept(name)) is not None}
         if timed and "fused" not in known and (fused := attempt("fused")) is not None:
             known["fused"] = seconds(fused)
+            del fused  # and with it the weights that are about to be packed
         native = None if _slower(known) else attempt("native")
         if native is not None:
             if "fused" in known and "native" not in known:
