@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.cost import COST_ROWS, measure_cost
 from specdec.bench.environment import MemoryMeter, describe_environment, describe_model
 from specdec.bench.plan import Plan
 from specdec.bench.questions import Question, build_prompt, find_questions, group_of, read_questions, select
 from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.systems import Output, System, check_specs, make_systems
+from specdec.cost import measure
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.files import digest_of
@@ -22,6 +23,8 @@ from specdec.load import load
 from specdec.model import TransformersTarget
 
 __all__ = ["Runner"]
+
+COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 # Options that two parts of one run may have of their own: it may grow when it goes on.
 _FREE = ("model", "questions", "drafters", "systems", "categories", "limit", "repeats")
@@ -185,18 +188,12 @@ class Runner:
 
     def _cost(self) -> dict[str, Any]:
         """Cost of a forward by rows, at a typical context of this run."""
-        target = self._target
-        assert isinstance(target, TransformersTarget)
-        texts = [
-            [*record.turns[-1].prompt_ids, *record.turns[-1].token_ids[: len(record.turns[-1].token_ids) // 2]]
-            for record in self.folder.records()
-            if record.turns
-        ]
-        if not texts:
+        last = [record.turns[-1] for record in self.folder.records() if record.turns]
+        if not last:
             return {}
-        texts.sort(key=len)
-        text = texts[len(texts) // 2][: target.context_length - max(COST_ROWS)]
-        return {"context": len(text), "seconds": {str(n): s for n, s in measure_cost(target, text).items()}}
+        typical = statistics.median_high(len(turn.prompt_ids) + len(turn.token_ids) // 2 for turn in last)
+        curve = measure(self.engine.target, rows=COST_ROWS, lengths=[typical])
+        return {"context": curve.lengths[0], "seconds": dict(zip(map(str, curve.rows), curve.seconds[0], strict=True))}
 
 
 def _pieces(tokenizer: Any, output: Output) -> list[str]:
