@@ -17,6 +17,7 @@ from PIL import Image
 
 from specdec import Engine, cli
 from specdec.bench.audit import audit
+from specdec.bench.metrics import measure
 from specdec.bench.plan import Plan
 from specdec.bench.records import RunFolder
 from specdec.bench.report import write_report
@@ -50,7 +51,8 @@ def run(tiny_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> RunFol
     folder.write_manifest(manifest)
     record = folder.records()[-1]
     folder.append(dataclasses.replace(record, turns=[], error="RuntimeError: <broken>"))
-    write_report(folder, audit(folder.records(), manifest["systems"], target, SamplingParams()))
+    found = audit(folder.records(), manifest["systems"], target, SamplingParams())
+    write_report(folder, found, measure(folder.records(), list(manifest["systems"])))
     return folder
 
 
