@@ -30,12 +30,13 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from drafters.stdlib_corpus import read_files
 from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.bench.cost import measure_cost
 from specdec.bench.environment import MemoryMeter, caption, describe_environment, synchronize
+from specdec.bench.figures import new_figure, sign, tidy
 from specdec.bench.metrics import repeat_share
-from specdec.bench.oracle import OraclePoint, draw_oracle, sweep_oracle
+from specdec.bench.oracle import OraclePoint, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.config import ModelOptions
+from specdec.cost import measure
 from specdec.load import load as load_model
 from specdec.runners import EXECUTIONS
 
@@ -128,8 +129,8 @@ def overhead(engine: Engine, prompt: list[int], budget: int) -> float:
     ratios = []
     for _ in range(5):
         out = engine.with_drafter("none").generate(prompt, budget)
-        middle = [*prompt, *out.token_ids[: len(out.token_ids) // 2]]  # attention at the mean context
-        bare = measure_cost(engine.target, middle, (1,), repeats=min(200, budget))[1]
+        middle = len(prompt) + len(out.token_ids) // 2  # attention at the mean context
+        bare = measure(engine.target, rows=(1,), lengths=(middle,)).seconds[0][0]
         ratios.append(out.stats.seconds.decode / out.stats.steps / bare)
     return statistics.median(ratios)
 
@@ -274,6 +275,26 @@ def run_oracle(
     return points
 
 
+def draw_oracle(points: list[OraclePoint], title: str, caption: str) -> Any:
+    """Speedup against tokens per step, a line per depth; dashed where every token saved is time saved."""
+    figure = new_figure(5.6, 4.2)
+    axes = figure.subplots()
+    most = max(point.tokens_per_step for point in points)
+    axes.plot([1, most], [1, most], color="#777777", lw=1, ls="--", label="nothing lost")
+    for depth, colour in zip(dict.fromkeys(p.depth for p in points), ("#0072B2", "#D55E00", "#009E73"), strict=False):
+        mine = [point for point in points if point.depth == depth]
+        x, y = [point.tokens_per_step for point in mine], [point.speedup for point in mine]
+        axes.plot(x, y, color=colour, marker="o", ms=5, label=f"depth {depth}")
+        for point in mine:
+            place = (point.tokens_per_step, point.speedup)
+            axes.annotate(f"{point.accuracy:g}", place, xytext=(4, -10), textcoords="offset points", fontsize=7)
+    axes.grid(color="#E5E5E5", lw=0.7)
+    tidy(axes, title, "tokens per step", "speed, plain decoding = 1")
+    axes.legend(fontsize=8, frameon=False)
+    sign(figure, caption)
+    return figure
+
+
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
@@ -301,8 +322,10 @@ def main() -> None:
             report["oracle"][title] = [asdict(p) | {"kept": p.kept, "engine_share": p.engine_share} for p in points]
     report["overhead"] = overhead(engine, prompts[0], args.max_new_tokens)
     console.print(f"engine overhead: a plain step takes {report['overhead']:.3f} x the bare walk of one row")
-    seconds = measure_cost(target, prompts[0], (1, 2, 4, 8, 16, 32, 64), repeats=50)
-    report["cost"] = {rows: taken / seconds[1] for rows, taken in seconds.items()}
+    curve = measure(target, rows=(1, 2, 4, 8, 16, 32, 64), lengths=(len(prompts[0]),))
+    report["cost"] = {
+        rows: taken / curve.seconds[0][0] for rows, taken in zip(curve.rows, curve.seconds[0], strict=True)
+    }
     shown = ", ".join(f"{rows}: {cost:.2f}" for rows, cost in report["cost"].items())
     console.print(f"rows -> cost in plain steps: {shown}")
     console.print(json.dumps(about))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,11 +28,11 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from specdec import Engine, TransformersTarget
 from specdec.attention import BACKENDS
-from specdec.bench.cost import measure_bandwidth, measure_cost, weight_bytes
-from specdec.bench.environment import MemoryMeter, caption, describe_environment
+from specdec.bench.environment import MemoryMeter, caption, describe_environment, synchronize
 from specdec.bench.oracle import sweep_oracle
-from specdec.bench.shapes import SHAPES, random_model, random_prompt
+from specdec.bench.shapes import SHAPES, random_model, random_prompt, weight_bytes
 from specdec.config import DTYPES, EXECUTIONS
+from specdec.cost import measure
 from specdec.files import write_text
 
 LOOKAHEAD = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
@@ -73,6 +74,27 @@ class Report:
 # -- Parts -------------------------------------------------------------------------------------------------------------
 
 
+def measure_bandwidth(device: torch.device, nbytes: int, repeats: int = 20) -> dict[str, float]:
+    """Bytes per second of a device's memory: of copying a tensor of ``nbytes``, of summing it, and the better one."""
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    sink = torch.empty_like(source)
+    best: dict[str, float] = {}
+    works: tuple[tuple[str, Callable[[], object], int], ...] = (
+        ("copy", lambda: sink.copy_(source), 2 * nbytes),
+        ("read", lambda: source.sum(), nbytes),
+    )
+    for name, work, moved in works:
+        times = []
+        for _ in range(repeats + 2):
+            synchronize(device)
+            began = time.perf_counter()
+            work()
+            synchronize(device)
+            times.append(time.perf_counter() - began)
+        best[name] = moved / min(times[2:])
+    return {**best, "bytes_per_second": max(best.values())}
+
+
 def plain(engine: Engine, prompt: list[int], new: int, repeats: int, speed: float) -> Figures:
     """Plain decoding against the time that reading the weights takes; the keys and values come on top."""
     target: Any = engine.target
@@ -93,10 +115,14 @@ def plain(engine: Engine, prompt: list[int], new: int, repeats: int, speed: floa
     }
 
 
-def cost(target: TransformersTarget, context: int, rows: list[int], backend: str, repeats: int) -> Figures:
+def cost(target: TransformersTarget, context: int, rows: list[int], backend: str) -> Figures:
     """T(rows) after ``context`` tokens, in seconds and in forwards of one row."""
-    text = random_prompt(target.vocab_size, context)
-    seconds = measure_cost(target, text, sorted({1, *rows}), repeats=repeats, backend=backend)
+    former, target.backend = target.backend, backend
+    try:
+        curve = measure(target, rows=sorted({1, *rows}), lengths=[context], seconds=math.inf)
+    finally:
+        target.backend = former
+    seconds = dict(zip(curve.rows, curve.seconds[0], strict=True))
     return {
         "context": context,
         "backend": backend,
@@ -155,7 +181,7 @@ def bench_shape(report: Report, shape: str, args: argparse.Namespace) -> None:
             report.run(
                 found,
                 f"rows, {context} tokens, {backend}",
-                lambda t=target, c=context, b=backend: cost(t, c, args.rows, b, 10 * args.repeats),
+                lambda t=target, c=context, b=backend: cost(t, c, args.rows, b),
             )
     report.run(found, "oracle", lambda: oracle(engine, prompt, args.max_new_tokens, args.repeats))
     report.run(found, "lookahead", lambda: lookahead(engine, prompt, args.max_new_tokens, args.repeats))

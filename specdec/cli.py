@@ -98,7 +98,7 @@ def _print_error(error: Exception) -> None:
     message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
     if message:  # without a command there is help, and nothing to add to it
         text = Text.assemble(("error:", "bold red"), " ", " ".join(message.split()))
-        _stderr().print(text, soft_wrap=True)
+        Console(stderr=True).print(text, soft_wrap=True)
 
 
 def _warner(former: Callable[..., None]) -> Callable[..., None]:
@@ -108,17 +108,11 @@ def _warner(former: Callable[..., None]) -> Callable[..., None]:
         if not issubclass(category, SpecdecWarning):
             former(message, category, *rest)
             return
-        _stderr().print(Text.assemble(("warning:", "yellow"), " ", " ".join(str(message).split())), soft_wrap=True)
+        Console(stderr=True).print(
+            Text.assemble(("warning:", "yellow"), " ", " ".join(str(message).split())), soft_wrap=True
+        )
 
     return show_warning
-
-
-def _stdout() -> Console:
-    return Console()
-
-
-def _stderr() -> Console:
-    return Console(stderr=True)
 
 
 def _decode(engine: Engine, run: RunConfig, prompt: Prompt, on_chunk: Callable[[Chunk], None]) -> Generation:
@@ -126,10 +120,6 @@ def _decode(engine: Engine, run: RunConfig, prompt: Prompt, on_chunk: Callable[[
     for chunk in decoding.chunks():
         on_chunk(chunk)
     return decoding.result()
-
-
-def _ignore(chunk: Chunk) -> None:
-    pass
 
 
 def _print_version(wanted: bool) -> None:
@@ -165,16 +155,16 @@ def generate(
     config = resolve(RunConfig, given)
     text = _read_prompt(prompt, prompt_file)
     engine = load_run(config)
-    painter = show.StepPainter(_stdout())
+    painter = show.StepPainter(Console())
     live = stream and not as_json
-    generation = _decode(engine, config, text, painter if live else _ignore)
+    generation = _decode(engine, config, text, painter if live else lambda chunk: None)
     if as_json:
         typer.echo(json.dumps(show.to_json(generation, engine.drafter.name)))
         return
     if not live:
         painter.write(generation.text)
     painter.end()
-    _stderr().print(show.statistics(generation, engine.drafter.name), soft_wrap=True)
+    Console(stderr=True).print(show.statistics(generation, engine.drafter.name), soft_wrap=True)
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:
@@ -207,7 +197,7 @@ def chat(
 
     config = resolve(RunConfig, given)
     engine = load_run(config)
-    painter, errors = show.StepPainter(_stdout()), _stderr()
+    painter, errors = show.StepPainter(Console()), Console(stderr=True)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     interactive = sys.stdin.isatty()
@@ -267,7 +257,7 @@ def drafters(
     if as_json:
         typer.echo(json.dumps([asdict(drafter) for drafter in found], indent=2))
     else:
-        _stdout().print(show.drafter_list(found))
+        Console().print(show.drafter_list(found))
 
 
 def demo(
@@ -293,17 +283,16 @@ def demo(
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     engine = load(ModelOptions(threads=threads))
     race = Race(engine, chosen, max_new_tokens=max_new_tokens, sampling=sampling)
-    console, errors = _stdout(), _stderr()
+    console, errors = Console(), Console(stderr=True)
     painter = show.StepPainter(console)
     painter.write(f"{PROMPT}\n", "dim")
     for name in race.engines:
         painter.write(f"\n--- {name} ---\n", "bold")
         race.show(name, painter)
         painter.write("\n")
-    rounds = race.rounds()
-    for result in track(
-        rounds, "Timing", auto_refresh=False, console=errors, transient=True, disable=not errors.is_terminal
-    ):
+    again = race.results * ROUNDS  # in turn, so that a busy moment of the machine is shared by all
+    hidden = not errors.is_terminal
+    for result in track(again, "Timing", auto_refresh=False, console=errors, transient=True, disable=hidden):
         race.time(result)
     painter.write("\n")
     note = f"temperature {temperature:g}, one seed; tokens/s: the median of {ROUNDS} runs, taken in turn"

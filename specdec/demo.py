@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from statistics import median
@@ -81,10 +81,6 @@ class Race:
         for chunk in decoding.chunks():
             on_chunk(chunk)
         self.results.append(Result(drafter, decoding.result()))
-
-    def rounds(self) -> Sequence[Result]:
-        """Every drafter's repetitions, in turn, so that a busy moment of the machine is shared by all."""
-        return self.results * ROUNDS
 
     def time(self, result: Result) -> None:
         """One repetition, without showing it."""

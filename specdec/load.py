@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers.utils import logging
 
 from specdec.config import ModelOptions, RunConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError, first_line
 from specdec.registry import parse_drafter
 
-__all__ = ["load", "load_run", "model_arguments", "prepare", "quiet_transformers"]
+__all__ = ["load", "load_run", "model_arguments", "prepare"]
 
 
 def load(options: ModelOptions, drafter: str | Mapping[str, Any] = "none", policy: str = "acceptance") -> Engine:
@@ -51,18 +52,11 @@ def prepare(options: ModelOptions) -> None:
     threads = options.threads or (1 if options.model == "tiny" else None)
     if threads is not None:
         torch.set_num_threads(threads)
-    quiet_transformers()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"device {options.device!r} cannot be used: {first_line(error)}; leave it out, or name one of here"
         ) from error
-
-
-def quiet_transformers() -> None:
-    """No progress bars and no remarks of transformers between our lines."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -210,11 +211,8 @@ def _first_divergence(
 def _judge(
     record: Record, number: int, mine: Turn, base: Turn, target: TransformersTarget, sampling: SamplingParams
 ) -> Divergence:
-    pairs = zip(mine.token_ids, base.token_ids, strict=False)
-    shortest = min(len(mine.token_ids), len(base.token_ids))
-    position = next((place for place, (a, b) in enumerate(pairs) if a != b), shortest)
-    found = mine.token_ids[position] if position < len(mine.token_ids) else None
-    expected = base.token_ids[position] if position < len(base.token_ids) else None
+    both = enumerate(zip_longest(mine.token_ids, base.token_ids))
+    position, (found, expected) = next((place, pair) for place, pair in both if pair[0] != pair[1])
     gap = between = bound = None
     verdict = BUG
     culprit: str | None = record.system

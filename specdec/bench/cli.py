@@ -48,7 +48,10 @@ def bench(
     report.
     """
     if download:
-        _download(sha256)
+        from specdec.bench.download import download_spec_bench
+
+        path, digest = download_spec_bench(sha256)
+        typer.echo(f"{path}\nsha256 {digest}\nuse it with --questions spec_bench")
         return
     plan = resolve(Plan, given, where="bench")
     from specdec.bench.figures import require_bench_extra
@@ -122,20 +125,12 @@ def compare(
     typer.echo(f"{moved} of {len(found.changes)} figures moved beyond noise")
 
 
-def _download(sha256: str | None) -> None:
-    from specdec.bench.download import download_spec_bench
-
-    path, digest = download_spec_bench(sha256)
-    typer.echo(f"{path}\nsha256 {digest}\nuse it with --questions spec_bench")
-
-
 def _run(plan: Plan, folder: Path, command: str, *, cost: bool = True) -> tuple[RunFolder, Audit]:
     """Do a run with a progress bar, then audit it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from specdec.bench.audit import audit as audit_records
     from specdec.bench.runner import Runner
-    from specdec.model import TransformersTarget
 
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description:24.24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -153,9 +148,7 @@ def _run(plan: Plan, folder: Path, command: str, *, cost: bool = True) -> tuple[
         errors.print(f"going on with {folder}: {runner.resumed} answers are there, {len(runner.todo)} to do")
     with progress:
         run = runner.run()
-    target = runner.engine.target
-    assert isinstance(target, TransformersTarget)
-    return run, audit_records(run.records(), run.manifest()["systems"], target, plan.sampling())
+    return run, audit_records(run.records(), run.manifest()["systems"], runner.target, plan.sampling())
 
 
 def _audit_folder(path: Path) -> Audit:

@@ -7,14 +7,12 @@ ratio of the two runs' speedups is bootstrapped over the questions, drawn togeth
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from specdec.bench.metrics import OVERALL, Interval, bootstrap
+from specdec.bench.metrics import OVERALL, Interval, ratio_interval, speed_of
 from specdec.bench.plan import BASELINE
 from specdec.bench.questions import QuestionId, group_of
 from specdec.bench.records import Record, RunFolder, repeats_of
@@ -82,56 +80,47 @@ def _changes(label: str, a: Answers, b: Answers) -> list[Change]:
     groups: dict[str, list[QuestionId]] = {OVERALL: shared}
     for question in shared:
         groups.setdefault(group_of(a[label, question][0].category), []).append(question)
+    figures = {"tokens/s": _speed} if label == BASELINE else {"x plain": _speedup, "tokens/step": _tokens_per_step}
     changes = []
     for group, ids in groups.items():
-        if not ids:
-            continue
-        if label == BASELINE:
-            speeds = [_speed(found, label, ids) for found in (a, b)]
-            changes.append(_change(label, group, "tokens/s", *speeds))
-            continue
-        speeds = [_speed(found, label, ids) / _speed(found, BASELINE, ids) for found in (a, b)]
-        changes.append(_change(label, group, "x plain", *speeds))
-        steps = [_tokens_per_step(found, label, ids) for found in (a, b)]
-        changes.append(_change(label, group, "tokens/step", *steps))
+        for name, figure in figures.items():
+            (top, bottom), (new_top, new_bottom) = (figure(found, label, ids) for found in (a, b))
+            ratio = ratio_interval([*new_top, *bottom], [*new_bottom, *top], 99.0)
+            if ratio is not None:
+                before, after = _quotient(top, bottom), _quotient(new_top, new_bottom)
+                changes.append(Change(label, group, name, before, after, ratio))
     return changes
 
 
-def _change(label: str, group: str, figure: str, before: Any, after: Any) -> Change:
-    """From [1 + samples] values whose first is the estimate."""
-    ratio = after / before
-    low, high = np.percentile(ratio[1:], [0.5, 99.5])
-    interval = Interval(float(ratio[0]), float(low), float(high))
-    return Change(label, group, figure, float(before[0]), float(after[0]), interval)
+Sums = list[list[float]]
+"""Of figures by question; a figure is the product of some sums by that of others."""
 
 
-def _draws(count: int) -> Any:
-    """[1 + samples, count] question numbers: all of them once, then the bootstrap's."""
-    return np.concatenate([np.arange(count)[None], bootstrap(count)])
+def _quotient(tops: Sums, bottoms: Sums) -> float:
+    return math.prod(map(sum, tops)) / math.prod(map(sum, bottoms))
 
 
-def _speed(found: Answers, label: str, ids: Sequence[QuestionId]) -> Any:
-    tokens = np.array([float(found[label, q][0].tokens) for q in ids])
-    seconds = np.array([statistics.median(r.seconds("wall") for r in found[label, q]) for q in ids])
-    draw = _draws(len(ids))
-    return tokens[draw].sum(1) / seconds[draw].sum(1)
+def _speed(found: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
+    tokens, seconds = speed_of([found[label, q] for q in ids])
+    return [tokens], [seconds]
 
 
-def _tokens_per_step(found: Answers, label: str, ids: Sequence[QuestionId]) -> Any:
-    tokens = np.array([float(found[label, q][0].tokens) for q in ids])
-    steps = np.array([float(found[label, q][0].steps) for q in ids])
-    draw = _draws(len(ids))
-    return tokens[draw].sum(1) / np.maximum(steps[draw].sum(1), 1)
+def _speedup(found: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
+    (tokens, seconds), (plain, base) = (_speed(found, name, ids) for name in (label, BASELINE))
+    return [*tokens, *base], [*seconds, *plain]
+
+
+def _tokens_per_step(found: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
+    first = [found[label, q][0] for q in ids]
+    return [[float(record.tokens) for record in first]], [[float(record.steps) for record in first]]
 
 
 def _notes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     notes = []
-    for name in sorted(a["plan"].keys() & b["plan"].keys() - {"drafters", "systems", "model", "questions"}):
-        if a["plan"][name] != b["plan"][name]:
-            notes.append(f"{name}: {a['plan'][name]!r} and {b['plan'][name]!r}")
-    for name in sorted(a["environment"].keys() & b["environment"].keys()):
-        if a["environment"][name] != b["environment"][name]:
-            notes.append(f"{name}: {a['environment'][name]!r} and {b['environment'][name]!r}")
+    for part, told_elsewhere in (("plan", {"drafters", "systems", "model", "questions"}), ("environment", set())):
+        for name in sorted(a[part].keys() & b[part].keys() - told_elsewhere):
+            if a[part][name] != b[part][name]:
+                notes.append(f"{name}: {a[part][name]!r} and {b[part][name]!r}")
     for label in a["systems"].keys() & b["systems"].keys():
         if a["systems"][label]["options"] != b["systems"][label]["options"]:
             notes.append(f"options of {label}: {a['systems'][label]['options']} and {b['systems'][label]['options']}")

@@ -19,15 +19,24 @@ from specdec.bench.plan import BASELINE
 from specdec.bench.questions import QuestionId, group_of
 from specdec.bench.records import Record, repeats_of
 
-__all__ = ["DEPTH", "OVERALL", "Interval", "Metrics", "Row", "bootstrap", "measure", "ratio_interval", "repeat_share"]
+__all__ = [
+    "DEPTH",
+    "OVERALL",
+    "Interval",
+    "Metrics",
+    "Row",
+    "bootstrap",
+    "measure",
+    "ratio_interval",
+    "repeat_share",
+    "speed_of",
+]
 
 OVERALL = "overall"
 DEPTH = 8
 """How deep acceptance is reported: CTAR(1..8)."""
 RIVAL = "transformers"
 _SAMPLES = 2000
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +112,27 @@ def bootstrap(count: int, seed: int = 0, samples: int = _SAMPLES) -> NDArray[np.
     return np.random.default_rng(seed).integers(0, count, (samples, count))
 
 
-def ratio_interval(top: Sequence[float], bottom: Sequence[float], seed: int = 0) -> Interval | None:
-    """Sum of ``top`` by sum of ``bottom`` over questions; None without questions or with nothing below."""
-    a, b = np.asarray(top, dtype=np.float64), np.asarray(bottom, dtype=np.float64)
-    if not len(a) or b.sum() == 0:
-        return None
-    return _interval(a.sum() / b.sum(), *((x[bootstrap(len(a), seed)]).sum(1) for x in (a, b)))
-
-
-def speedup_interval(
-    mine: tuple[Sequence[float], Sequence[float]], base: tuple[Sequence[float], Sequence[float]], seed: int = 0
+def ratio_interval(
+    tops: Sequence[Sequence[float]], bottoms: Sequence[Sequence[float]], level: float = 95.0, seed: int = 0
 ) -> Interval | None:
-    """Speed by speed, each (tokens, seconds) over the same questions, which are resampled together."""
-    (t1, s1), (t0, s0) = ((np.asarray(t, dtype=np.float64), np.asarray(s, dtype=np.float64)) for t, s in (mine, base))
-    if not len(t1) or not (s1.sum() and t0.sum() and s0.sum()):
+    """Product of the sums of ``tops`` by that of ``bottoms``; each list has a figure per question.
+
+    The questions of all lists are drawn together. ``level`` is the interval's, in percent. None without questions, or
+    where a sum below is nothing.
+    """
+    above, below = (np.asarray(lists, dtype=np.float64) for lists in (tops, bottoms))  # [lists, questions]
+    if not above.size or not below.sum(1).all():
         return None
-    draw = bootstrap(len(t1), seed)
-    value = t1.sum() / s1.sum() / (t0.sum() / s0.sum())
-    return _interval(value, t1[draw].sum(1) * s0[draw].sum(1), s1[draw].sum(1) * t0[draw].sum(1))
+    draw = bootstrap(above.shape[1], seed)
+    top, bottom = (values[:, draw].sum(2).prod(0) for values in (above, below))  # [samples]
+    low, high = np.percentile(top[bottom > 0] / bottom[bottom > 0], [50 - level / 2, 50 + level / 2])
+    return Interval(float(above.sum(1).prod() / below.sum(1).prod()), float(low), float(high))
 
 
-def _interval(value: Any, top: Floats, bottom: Floats) -> Interval:
-    low, high = np.percentile(top[bottom > 0] / bottom[bottom > 0], [2.5, 97.5])
-    return Interval(float(value), float(low), float(high))
+def speed_of(answers: Sequence[Sequence[Record]], *, prefill: bool = True) -> tuple[list[float], list[float]]:
+    """By question: tokens of the first repeat, and the median seconds of all, with the prefill or without it."""
+    seconds = [_median(repeats, "wall") - (0.0 if prefill else _median(repeats, "prefill")) for repeats in answers]
+    return [float(repeats[0].tokens) for repeats in answers], seconds
 
 
 def measure(records: Sequence[Record], systems: Sequence[str], rival: str = RIVAL) -> Metrics:
@@ -150,20 +157,20 @@ def _row(answers: Answers, system: str, ids: Sequence[QuestionId], rival: str, f
     row = Row(answered=sum(map(len, mine)), failed=failed)
     if not mine:
         return row
-    first = [repeats[0] for repeats in mine]
-    _count_steps(row, first)
-    wall = [_median(repeats, "wall") for repeats in mine]
-    decode = [_median(repeats, "wall") - _median(repeats, "prefill") for repeats in mine]
-    row.tokens_per_second = ratio_interval([record.tokens for record in first], wall)
-    row.decode_tokens_per_second = row.tokens / sum(decode) if sum(decode) > 0 else None
-    row.step_seconds = sum(decode) / row.steps if row.steps else None
+    _count_steps(row, [repeats[0] for repeats in mine])
+    tokens, wall = speed_of(mine)
+    decode = sum(speed_of(mine, prefill=False)[1])
+    row.tokens_per_second = ratio_interval([tokens], [wall])
+    row.decode_tokens_per_second = row.tokens / decode if decode > 0 else None
+    row.step_seconds = decode / row.steps if row.steps else None
     row.speedup = _speedup(answers, system, BASELINE, ids, prefill=True)
     row.decode_speedup = _speedup(answers, system, BASELINE, ids, prefill=False)
     row.speedup_rival = _speedup(answers, system, rival, ids, prefill=True)
     row.shares = _shares([record for repeats in mine for record in repeats])
     memory = [turn.peak_memory for repeats in mine for r in repeats for turn in r.turns if turn.peak_memory is not None]
     row.peak_memory = max(memory, default=None)
-    row.spec_bench = _spec_bench(answers, system, ids, row)
+    plain = [answers[BASELINE, q][0] for q in ids if (BASELINE, q) in answers]
+    row.spec_bench = _spec_bench(row, [repeats[0] for repeats in mine], plain)
     return row
 
 
@@ -171,7 +178,7 @@ def _count_steps(row: Row, first: Sequence[Record]) -> None:
     turns = [turn for record in first for turn in record.turns]
     lengths = [length for turn in turns for length in turn.accept_lengths]
     row.tokens, row.steps = sum(len(turn.token_ids) for turn in turns), len(lengths)
-    row.tokens_per_step = ratio_interval([record.tokens for record in first], [record.steps for record in first])
+    row.tokens_per_step = ratio_interval([[r.tokens for r in first]], [[r.steps for r in first]])
     if lengths:
         row.ctar = [sum(length > w for length in lengths) / len(lengths) for w in range(1, DEPTH + 1)]
         reached = [1.0, *row.ctar]
@@ -188,14 +195,10 @@ def _median(repeats: Sequence[Record], phase: str) -> float:
 
 def _speedup(answers: Answers, system: str, base: str, ids: Sequence[QuestionId], *, prefill: bool) -> Interval | None:
     both = [q for q in ids if (system, q) in answers and (base, q) in answers]
-
-    def speed(name: str) -> tuple[list[float], list[float]]:
-        seconds = [_median(answers[name, q], "wall") for q in both]
-        if not prefill:
-            seconds = [s - _median(answers[name, q], "prefill") for s, q in zip(seconds, both, strict=True)]
-        return [float(answers[name, q][0].tokens) for q in both], seconds
-
-    return speedup_interval(speed(system), speed(base))
+    (mine, taken), (plain, base_taken) = (
+        speed_of([answers[name, q] for q in both], prefill=prefill) for name in (system, base)
+    )
+    return ratio_interval([mine, base_taken], [taken, plain])
 
 
 def _shares(records: Sequence[Record]) -> dict[str, float]:
@@ -211,21 +214,16 @@ def _shares(records: Sequence[Record]) -> dict[str, float]:
     return known
 
 
-def _spec_bench(answers: Answers, system: str, ids: Sequence[QuestionId], row: Row) -> dict[str, float]:
+def _spec_bench(row: Row, first: Sequence[Record], plain: Sequence[Record]) -> dict[str, float]:
     """As Spec-Bench's ``speed.py`` counts: one run's times, and the baseline's tokens from its text."""
-
-    def speed(record: Record, tokens: int) -> float:
-        return tokens / record.seconds("wall")
-
-    mine = [speed(answers[system, q][0], answers[system, q][0].tokens) for q in ids if (system, q) in answers]
-    plain = [answers[BASELINE, q][0] for q in ids if (BASELINE, q) in answers]
-    base = [speed(record, sum(turn.retokenized - 1 for turn in record.turns)) for record in plain]
-    found = {"tokens_per_second": statistics.mean(mine)}
+    mine = statistics.mean(record.tokens / record.seconds("wall") for record in first)
+    found = {"tokens_per_second": mine}
     if row.steps:
         found["mean_accepted_tokens"] = row.tokens / row.steps
+    base = [sum(turn.retokenized - 1 for turn in record.turns) / record.seconds("wall") for record in plain]
     if base and statistics.mean(base) > 0:
         found["baseline_tokens_per_second"] = statistics.mean(base)
-        found["speedup"] = statistics.mean(mine) / statistics.mean(base)
+        found["speedup"] = mine / statistics.mean(base)
     return found
 
 

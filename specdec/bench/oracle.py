@@ -11,21 +11,16 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from specdec.bench.cost import measure_cost
+from specdec.cost import measure
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.model import TransformersTarget
 from specdec.results import Generation
 from specdec.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["Oracle", "OraclePoint", "draw_oracle", "sweep_oracle"]
+__all__ = ["Oracle", "OraclePoint", "sweep_oracle"]
 
 
 class Oracle(DrafterBase):
@@ -136,8 +131,9 @@ def sweep_oracle(
     }
     taken: dict[tuple[Setting, int], list[float]] = {}
     outs: dict[tuple[Setting, int], Generation] = {}
-    middle = [*prompts[0], *answers[tuple(prompts[0])][: max_new_tokens // 2]]  # a typical context
-    costs: list[dict[int, float]] = []
+    middle = len(prompts[0]) + len(answers[tuple(prompts[0])]) // 2  # a typical context
+    rows = sorted({1, *(depth + 1 for depth in depths)})
+    costs: list[list[float]] = []
     for repeat in range(-1, repeats):
         for place, prompt in enumerate(prompts):
             for setting, system in engines.items():
@@ -145,7 +141,7 @@ def sweep_oracle(
                 if repeat >= 0:
                     taken.setdefault((setting, place), []).append(out.stats.seconds.decode)
             on_round()
-        costs.append(_row_costs(engine, middle, depths))
+        costs.append(measure(engine.target, rows=rows, lengths=[middle]).steps(middle, rows[-1]))
     seconds = {s: sum(statistics.median(taken[s, place]) for place in range(len(prompts))) for s in engines}
     points = []
     for setting in settings:
@@ -158,37 +154,8 @@ def sweep_oracle(
                 tokens_per_step=sum(out.stats.new_tokens for out in mine) / steps,
                 rows_per_step=sum(sum(out.stats.rows) for out in mine) / steps,
                 speedup=seconds[_PLAIN] / seconds[setting],
-                row_cost=statistics.median(cost[setting[0]] for cost in costs),
+                row_cost=statistics.median(cost[setting[0] + 1] for cost in costs),
                 same=all(out.token_ids == answers[tuple(p)] for out, p in zip(mine, prompts, strict=True)),
             )
         )
     return points
-
-
-def _row_costs(engine: Engine, text: Sequence[int], depths: Sequence[int]) -> dict[int, float]:
-    """Depth -> a bare forward of so many rows and the root, in forwards of one row."""
-    assert isinstance(engine.target, TransformersTarget)
-    seconds = measure_cost(engine.target, text, sorted({1, *(depth + 1 for depth in depths)}), repeats=10)
-    return {depth: seconds[depth + 1] / seconds[1] for depth in depths}
-
-
-def draw_oracle(points: Sequence[OraclePoint], title: str, caption: str) -> Figure:
-    """Speedup against tokens per step, a line per depth; dashed where every token saved is time saved."""
-    from specdec.bench.figures import new_figure, sign, tidy
-
-    figure = new_figure(5.6, 4.2)
-    axes = figure.subplots()
-    most = max(point.tokens_per_step for point in points)
-    axes.plot([1, most], [1, most], color="#777777", lw=1, ls="--", label="nothing lost")
-    for depth, colour in zip(dict.fromkeys(p.depth for p in points), ("#0072B2", "#D55E00", "#009E73"), strict=False):
-        mine = [point for point in points if point.depth == depth]
-        x, y = [point.tokens_per_step for point in mine], [point.speedup for point in mine]
-        axes.plot(x, y, color=colour, marker="o", ms=5, label=f"depth {depth}")
-        for point in mine:
-            place = (point.tokens_per_step, point.speedup)
-            axes.annotate(f"{point.accuracy:g}", place, xytext=(4, -10), textcoords="offset points", fontsize=7)
-    axes.grid(color="#E5E5E5", lw=0.7)
-    tidy(axes, title, "tokens per step", "speed, plain decoding = 1")
-    axes.legend(fontsize=8, frameon=False)
-    sign(figure, caption)
-    return figure

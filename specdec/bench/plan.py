@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from specdec.bench.questions import FORMATS
@@ -86,10 +86,6 @@ class Plan(ModelOptions):
             acceptance="auto" if greedy else self.acceptance,
             allow_lossy=self.allow_lossy,
         )
-
-    def options(self) -> dict[str, Any]:
-        """All options as plain values."""
-        return asdict(self)
 
 
 def label_of(spec: Spec) -> str:

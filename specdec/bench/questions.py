@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,13 +154,7 @@ def _text(line: dict[str, Any], key: str) -> str:
 
 
 def _prompts(path: Path, text: str) -> list[Question]:
-    parts: list[list[str]] = [[]]
-    for line in text.splitlines(keepends=True):
-        if line.strip() == "---":
-            parts.append([])
-        else:
-            parts[-1].append(line)
-    whole = [prompt for part in parts if (prompt := "".join(part)).strip()]
+    whole = [prompt for prompt in re.split(r"(?m)^[^\S\n]*---[^\S\n]*(?:\n|\Z)", text) if prompt.strip()]
     return [Question(id=n, category=path.stem, turns=(prompt,), format="plain") for n, prompt in enumerate(whole, 1)]
 
 

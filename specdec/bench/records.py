@@ -94,14 +94,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-
-    @property
-    def answers(self) -> Path:
-        return self.path / "answers.jsonl"
-
-    @property
-    def manifest_path(self) -> Path:
-        return self.path / "manifest.json"
+        self.answers, self.manifest_path = self.path / "answers.jsonl", self.path / "manifest.json"
 
     def manifest(self) -> dict[str, Any]:
         """What the run is.
@@ -128,17 +121,17 @@ class RunFolder:
         Raises:
             ConfigError: a broken line that is not the last.
         """
-        return list({record.key: record for record in self._read()}.values())
-
-    def _read(self) -> Iterator[Record]:
+        found: dict[Key, Record] = {}
         for number, line in enumerate(whole_lines(self.answers), 1):
             try:
-                yield Record.of(json.loads(line))
+                record = Record.of(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"{str(self.answers)!r}, line {number}: no answer record: {error}; delete the line, and the run "
                     "answers that question again"
                 ) from error
+            found[record.key] = record
+        return list(found.values())
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -149,18 +142,15 @@ class RunFolder:
             ConfigError: another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path / ".lock")
         try:
-            lock.acquire(timeout=0)
+            lock = FileLock(self.path / ".lock").acquire(timeout=0)
         except Timeout as error:
             raise ConfigError(
                 f"another run is writing to {str(self.path)!r}; wait for it, stop it, or choose another --out"
             ) from error
-        try:
+        with lock:
             drop_unfinished(self.answers)
             yield
-        finally:
-            lock.release()
 
     def append(self, record: Record) -> None:
         """Add a record for good."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from specdec.bench.audit import Audit
 from specdec.bench.environment import caption
 from specdec.bench.figures import draw_figures, require_bench_extra
-from specdec.bench.metrics import DEPTH, OVERALL, Metrics, Row, measure
+from specdec.bench.metrics import DEPTH, OVERALL, Metrics
 from specdec.bench.plan import BASELINE
 from specdec.bench.records import Record, RunFolder
 from specdec.bench.spec_bench import write_answers
@@ -43,7 +41,7 @@ _FIGURES = {
 }
 
 
-def write_report(folder: RunFolder, audit: Audit | None, metrics: Metrics | None = None) -> Path:
+def write_report(folder: RunFolder, audit: Audit, metrics: Metrics) -> Path:
     """Write ``report.html``, ``report.md``, ``metrics.json``, ``audit.json``, ``figures/`` and ``spec_bench/``.
 
     Returns the HTML file.
@@ -53,17 +51,12 @@ def write_report(folder: RunFolder, audit: Audit | None, metrics: Metrics | None
     """
     require_bench_extra()
     manifest, records = folder.manifest(), folder.records()
-    systems = list(manifest["systems"])
-    metrics = metrics or measure(records, systems)
     write_json(folder.path / "metrics.json", metrics.to_json())
-    if audit is not None:
-        write_json(folder.path / "audit.json", audit.to_json())
+    write_json(folder.path / "audit.json", audit.to_json())
     write_answers(records, folder.path / "spec_bench", manifest["model"]["name"])
     write_text(folder.path / "report.md", markdown(metrics, manifest, audit))
-    images = _images(folder, metrics, manifest)
-    page = _page(metrics, manifest, audit, records, images)
     path = folder.path / "report.html"
-    write_text(path, page)
+    write_text(path, _page(metrics, manifest, audit, records, _images(folder, metrics, manifest)))
     return path
 
 
@@ -77,15 +70,15 @@ def caption_of(manifest: Mapping[str, Any]) -> str:
     )
 
 
-def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit | None) -> str:
+def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str:
     """The table for a README, and how it was made."""
     shown = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers", "repeats")
     lines = [f"| system | {' | '.join(shown)} | text |", f"|---|{'--:|' * len(shown)}---|"]
     for system, groups in metrics.rows.items():
         figures = figures_of(groups[OVERALL])
         name = f"`{system}`" + (" (lossy)" if manifest["systems"][system]["lossy"] else "")
-        verdict = str(audit.systems[system]) if audit is not None else ""
-        lines.append("| " + " | ".join([name, *(figures[column] for column in shown), verdict]) + " |")
+        cells = [name, *(figures[column] for column in shown), str(audit.systems[system])]
+        lines.append("| " + " | ".join(cells) + " |")
     command = manifest["runs"][0]["command"]
     lines += ["", caption_of(manifest) + (f" | `{command}`" if command else ""), ""]
     return "\n".join(lines)
@@ -107,31 +100,35 @@ def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any]) ->
 def _page(
     metrics: Metrics,
     manifest: Mapping[str, Any],
-    audit: Audit | None,
+    audit: Audit,
     records: Sequence[Record],
     images: Mapping[str, bytes],
 ) -> str:
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    source = files("specdec.bench").joinpath("templates", "report.html.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        loader=PackageLoader("specdec.bench"),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     figures = [
         {"name": name, "title": title, "about": about, "data": base64.b64encode(images[name]).decode("ascii")}
         for name, (title, about) in _FIGURES.items()
         if name in images
     ]
     errors = [record for record in records if record.error is not None]
-    return environment.from_string(source).render(
+    return environment.get_template("report.html.j2").render(
         caption=caption_of(manifest),
         command=manifest["runs"][0]["command"],
         manifest=json.dumps(manifest, indent=2),
         left_out=manifest["left_out"],
         tables=[_table(metrics, manifest, group) for group in [OVERALL, *metrics.groups]],
         positions=_positions(metrics),
-        verdicts=[] if audit is None else [(s, str(v), bool(v.bugs)) for s, v in audit.systems.items()],
-        divergences=[] if audit is None else [str(d) for v in audit.systems.values() for d in v.divergences][:50],
-        passed=audit is None or audit.passed,
-        audited=audit is not None,
+        verdicts=[(system, str(verdict), bool(verdict.bugs)) for system, verdict in audit.systems.items()],
+        divergences=[str(found) for verdict in audit.systems.values() for found in verdict.divergences][:50],
+        passed=audit.passed,
         figures=figures,
         traces=traces(records, list(metrics.rows)),
         errors=errors[:50],
@@ -157,12 +154,12 @@ def _table(metrics: Metrics, manifest: Mapping[str, Any], group: str) -> dict[st
 
 def _positions(metrics: Metrics) -> dict[str, Any]:
     """CTAR and acceptance by position, overall."""
+
+    def shown(shares: Sequence[float | None]) -> list[str]:
+        return ["" if share is None else f"{share:.0%}" for share in shares]
+
     rows = {system: groups[OVERALL] for system, groups in metrics.rows.items() if groups[OVERALL].ctar}
-
-    def shares(row: Row, name: str) -> list[str]:
-        return ["" if value is None else f"{value:.0%}" for value in asdict(row)[name]]
-
     return {
         "depth": list(range(1, DEPTH + 1)),
-        "rows": [(system, shares(row, "ctar"), shares(row, "acceptance")) for system, row in rows.items()],
+        "rows": [(system, shown(row.ctar), shown(row.acceptance)) for system, row in rows.items()],
     }

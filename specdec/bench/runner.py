@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.cost import COST_ROWS, measure_cost
 from specdec.bench.environment import MemoryMeter, describe_environment, describe_model
 from specdec.bench.plan import Plan
 from specdec.bench.questions import Question, build_prompt, find_questions, group_of, read_questions, select
 from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.systems import Output, System, check_specs, make_systems
+from specdec.cost import measure
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.files import digest_of
@@ -22,6 +24,8 @@ from specdec.load import load
 from specdec.model import TransformersTarget
 
 __all__ = ["Runner"]
+
+COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 # Options that two parts of one run may have of their own: it may grow when it goes on.
 _FREE = ("model", "questions", "drafters", "systems", "categories", "limit", "repeats")
@@ -59,15 +63,15 @@ class Runner:
         self._on_system, self._measure_cost = on_system, cost
         check_specs(plan)  # before a large model is loaded for nothing
         self.engine = engine or load(plan)
-        self._target = self.engine.target
-        assert isinstance(self._target, TransformersTarget)
-        self._memory = MemoryMeter(self._target.device)
+        assert isinstance(self.engine.target, TransformersTarget)
+        self.target = self.engine.target
+        self._memory = MemoryMeter(self.target.device)
         self.systems, left_out = make_systems(plan, self.engine)
-        environment = describe_environment(self._target.device)
+        environment = describe_environment(self.target.device)
         self.manifest: dict[str, Any] = {
-            "plan": plan.options(),
+            "plan": asdict(plan),
             "questions": {"file": path.name, "sha256": digest_of(path), "asked": len(self.questions)},
-            "model": describe_model(plan.model, self._target),
+            "model": describe_model(plan.model, self.target),
             "systems": {system.label: _describe(system) for system in self.systems},
             "left_out": left_out,
             "environment": environment,
@@ -84,7 +88,7 @@ class Runner:
     def _join(self, old: dict[str, Any]) -> None:
         """Go on with the run in the folder, if it is this one."""
         new = self.manifest
-        before = Plan().options() | old["plan"]  # an option younger than the run stood at its default
+        before = asdict(Plan()) | old["plan"]  # an option younger than the run stood at its default
         pairs = {f"plan.{name}": (before[name], now) for name, now in new["plan"].items() if name not in _FREE}
         pairs["questions"] = (old["questions"]["sha256"], new["questions"]["sha256"])
         pairs["model"] = (old["model"]["fingerprint"], new["model"]["fingerprint"])
@@ -171,13 +175,9 @@ class Runner:
         tokenizer: Any = self.engine.tokenizer
         text = tokenizer.decode(output.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Turn(
+            **asdict(output),
             prompt_ids=prompt,
-            token_ids=output.token_ids,
             text=text,
-            finish_reason=output.finish_reason,
-            accept_lengths=output.accept_lengths,
-            rows=output.rows,
-            seconds=output.seconds,
             retokenized=len(tokenizer(text.strip())["input_ids"]),
             peak_memory=memory,
             pieces=_pieces(tokenizer, output) if trace else [],
@@ -185,18 +185,12 @@ class Runner:
 
     def _cost(self) -> dict[str, Any]:
         """Cost of a forward by rows, at a typical context of this run."""
-        target = self._target
-        assert isinstance(target, TransformersTarget)
-        texts = [
-            [*record.turns[-1].prompt_ids, *record.turns[-1].token_ids[: len(record.turns[-1].token_ids) // 2]]
-            for record in self.folder.records()
-            if record.turns
-        ]
-        if not texts:
+        last = [record.turns[-1] for record in self.folder.records() if record.turns]
+        if not last:
             return {}
-        texts.sort(key=len)
-        text = texts[len(texts) // 2][: target.context_length - max(COST_ROWS)]
-        return {"context": len(text), "seconds": {str(n): s for n, s in measure_cost(target, text).items()}}
+        typical = statistics.median_high(len(turn.prompt_ids) + len(turn.token_ids) // 2 for turn in last)
+        curve = measure(self.target, rows=COST_ROWS, lengths=[typical])
+        return {"context": curve.lengths[0], "seconds": dict(zip(map(str, curve.rows), curve.seconds[0], strict=True))}
 
 
 def _pieces(tokenizer: Any, output: Output) -> list[str]:
@@ -215,12 +209,8 @@ def _pieces(tokenizer: Any, output: Output) -> list[str]:
 
 
 def _describe(system: System) -> dict[str, Any]:
-    return {
-        "ours": system.ours,
-        "lossy": system.lossy,
-        "comparable": system.comparable,
-        "options": dict(system.options),
-    }
+    known = {name: getattr(system, name) for name in ("ours", "lossy", "comparable")}
+    return {**known, "options": dict(system.options)}
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from specdec.errors import ConfigError, unknown
 
-__all__ = ["BACK", "SHAPES", "random_model", "random_prompt", "write_rule"]
+__all__ = ["BACK", "SHAPES", "random_model", "random_prompt", "weight_bytes", "write_rule"]
 
 SHAPES = {
     "toy": LlamaConfig(
@@ -115,6 +115,13 @@ def _look_back(
 def _orthonormal(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     basis: torch.Tensor = torch.linalg.qr(torch.randn(rows, columns, device=device))[0]
     return basis
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of the weights that a forward of one row reads: all but an embedding that is not the head too."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = sum(int(weight.nbytes) for weight in model.parameters())
+    return total if embedding is head else total - int(embedding.nbytes)
 
 
 def random_prompt(vocab_size: int, length: int, seed: int = 0) -> list[int]:

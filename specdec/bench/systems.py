@@ -7,15 +7,13 @@ class has ``build(label, engine, plan, options)``, and its instances are a :clas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar, Protocol
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.bench.environment import synchronize
@@ -25,6 +23,7 @@ from specdec.drafter import Context, DrafterWrapper, DraftSession, Observation
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, unknown
 from specdec.model import TransformersTarget
+from specdec.pretrained import load_model
 from specdec.registry import drafter_names, make_drafter, parse_drafter
 
 __all__ = ["GROUP", "Drafted", "Output", "System", "TransformersSystem", "check_specs", "make_systems"]
@@ -115,12 +114,11 @@ class Drafted:
             synchronize(target.device)
         ended = perf_counter()
         stats = decoding.stats
-        phases = {name: getattr(stats.seconds, name) for name in ("draft", "target", "verify", "other")}
         return Output(
             decoding.tokens[len(prompt) :],
             stats.acceptance_lengths,
             stats.rows,
-            {"wall": ended - began, "prefill": filled - began, **phases},
+            {**asdict(stats.seconds), "wall": ended - began, "prefill": filled - began},
             decoding.finish_reason or "",
         )
 
@@ -167,7 +165,7 @@ class TransformersSystem:
 
     def arguments(self) -> dict[str, Any]:
         """Further arguments of ``generate``."""
-        return {}
+        return dict(self.options)
 
     def warm_up(self, prompt: list[int], budget: int) -> None:
         self.answer(prompt, budget)
@@ -240,9 +238,6 @@ class TransformersLookup(TransformersSystem):
 
     Options: ClassVar[dict[str, Any]] = {"prompt_lookup_num_tokens": 10}
 
-    def arguments(self) -> dict[str, Any]:
-        return dict(self.options)
-
 
 class TransformersAssisted(TransformersSystem):
     """Transformers' assisted generation: ``assistant`` is a smaller model with the same tokenizer."""
@@ -255,19 +250,18 @@ class TransformersAssisted(TransformersSystem):
         if not isinstance(path, str):
             raise ConfigError(f"{label} needs a draft model; give --set {label}.assistant=PATH")
         try:
-            assistant: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self._model.dtype, use_safetensors=True)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(
-                f"cannot load the assistant {path!r} of {label}: {reason}; give a folder or a hub id"
-            ) from error
+            assistant: Any = load_model(
+                path, dtype=self._model.dtype, device=self._target.device, device_map=None, trust_remote_code=False
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot load the assistant {path!r} of {label}: {error}") from error
         sizes = [m.config.get_text_config().vocab_size for m in (assistant, self._model)]
         if sizes[0] != sizes[1]:
             raise ConfigError(
                 f"the assistant {path!r} of {label} has {sizes[0]} tokens, and the model {sizes[1]}; "
                 "give one with the same tokenizer"
             )
-        self._assistant = assistant.to(self._target.device).eval()
+        self._assistant = assistant.eval()
 
     def arguments(self) -> dict[str, Any]:
         return {"assistant_model": self._assistant}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.bench.questions import group_of
+from specdec.bench.questions import QuestionId, group_of
 from specdec.bench.records import Record, Turn
 
 __all__ = ["Piece", "Trace", "traces"]
@@ -31,22 +31,15 @@ class Trace:
     pieces: list[Piece]
 
 
-def traces(records: Sequence[Record], systems: Sequence[str], per_group: int = 1) -> dict[str, list[Trace]]:
-    """Title -> a trace per system, of the first questions of each group."""
-    chosen: dict[str, list[str]] = {}
+def traces(records: Sequence[Record], systems: Sequence[str]) -> dict[str, list[Trace]]:
+    """Title -> a trace per system, of the first question of each group."""
+    chosen: dict[str, QuestionId] = {}
     for record in records:
-        known = chosen.setdefault(group_of(record.category), [])
-        if str(record.question_id) not in known and len(known) < per_group:
-            known.append(str(record.question_id))
+        chosen.setdefault(group_of(record.category), record.question_id)
     found: dict[str, list[Trace]] = {}
-    for group, ids in chosen.items():
-        for question in ids:
-            answers = {
-                record.system: record
-                for record in records
-                if str(record.question_id) == question and record.repeat == 0 and record.turns
-            }
-            found[f"{group}, question {question}"] = [_trace(answers[s]) for s in systems if s in answers]
+    for group, question in chosen.items():
+        answers = {r.system: r for r in records if r.question_id == question and r.repeat == 0 and r.turns}
+        found[f"{group}, question {question}"] = [_trace(answers[s]) for s in systems if s in answers]
     return found
 
 

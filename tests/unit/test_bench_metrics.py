@@ -116,7 +116,7 @@ def test_bootstrap_is_seeded_and_covers() -> None:
     assert (bootstrap(5, seed=3) != bootstrap(5, seed=4)).any()
     # The interval of a mean is about two standard errors to each side.
     values = np.random.default_rng(0).normal(10, 1, 400)
-    found = ratio_interval(list(values), [1.0] * 400)
+    found = ratio_interval([list(values)], [[1.0] * 400])
     assert found is not None
     assert found.low < found.value < found.high
     assert found.high - found.low == pytest.approx(4 * values.std() / 20, rel=0.15)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.bench.cost import weight_bytes
+from specdec.bench.oracle import OraclePoint
 from specdec.bench.plan import Plan, label_of
-from specdec.bench.shapes import random_model
+from specdec.bench.shapes import random_model, weight_bytes
 from tests.models import new_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -150,14 +150,14 @@ def test_gpu_benchmark_runs_every_part(gpu_bench: ModuleType, tmp_path: Path) ->
 def test_gpu_benchmark_outlives_a_part_that_fails(
     gpu_bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = gpu_bench.measure_cost
+    measure = gpu_bench.measure
 
-    def sometimes(*args: Any, backend: str, **options: Any) -> Any:
-        if backend == "split":
+    def sometimes(target: Any, **options: Any) -> Any:
+        if target.backend == "split":
             raise RuntimeError("no kernel\nfor this")
-        return measure(*args, backend=backend, **options)
+        return measure(target, **options)
 
-    monkeypatch.setattr(gpu_bench, "measure_cost", sometimes)
+    monkeypatch.setattr(gpu_bench, "measure", sometimes)
     values, page = run_quick(gpu_bench, tmp_path)
     assert values["shapes"]["toy"]["rows, 32 tokens, split"] == {"error": "RuntimeError: no kernel for this"}
     assert "- rows, 32 tokens, split failed: RuntimeError: no kernel for this" in page
@@ -221,3 +221,15 @@ def test_weights_that_a_step_reads() -> None:
     assert weight_bytes(model) == whole - 256 * 64 * 4
     tied = new_model("llama", tie_word_embeddings=True)
     assert weight_bytes(tied) == sum(weight.nbytes for weight in tied.parameters())
+
+
+def test_oracle_s_figure_has_a_line_per_depth() -> None:
+    pytest.importorskip("matplotlib")
+    common: dict[str, Any] = {"rows_per_step": 5.0, "row_cost": 1.2, "same": True}
+    points = [
+        OraclePoint(depth=depth, accuracy=a, tokens_per_step=1 + depth * a, speedup=1 + a, **common)
+        for depth in (4, 8)
+        for a in (0.5, 1.0)
+    ]
+    (axes,) = load("bench_engine").draw_oracle(points, "title", "caption").axes
+    assert [line.get_label() for line in axes.lines] == ["nothing lost", "depth 4", "depth 8"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.bench.oracle import Oracle, OraclePoint, draw_oracle, sweep_oracle
+from specdec.bench.oracle import Oracle, OraclePoint, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.errors import ConfigError
 
@@ -97,15 +97,3 @@ def test_point_takes_the_speedup_apart() -> None:
     )
     assert point.kept == pytest.approx(0.8)  # of the five tokens, the worth of four
     assert point.engine_share == pytest.approx(0.96)  # of which rows cost 1.2 explains all but 4 %
-
-
-def test_figure_has_a_line_per_depth() -> None:
-    pytest.importorskip("matplotlib")
-    common: dict[str, Any] = {"rows_per_step": 5.0, "row_cost": 1.2, "same": True}
-    points = [
-        OraclePoint(depth=depth, accuracy=a, tokens_per_step=1 + depth * a, speedup=1 + a, **common)
-        for depth in (4, 8)
-        for a in (0.5, 1.0)
-    ]
-    (axes,) = draw_oracle(points, "title", "caption").axes
-    assert [line.get_label() for line in axes.lines] == ["nothing lost", "depth 4", "depth 8"]

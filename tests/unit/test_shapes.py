@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec import Engine, TransformersTarget
-from specdec.bench.cost import weight_bytes
-from specdec.bench.shapes import BACK, SHAPES, random_model, random_prompt, write_rule
+from specdec.bench.shapes import BACK, SHAPES, random_model, random_prompt, weight_bytes, write_rule
 from specdec.errors import ConfigError
 from tests.models import new_model, reference
 
