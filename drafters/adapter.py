@@ -20,7 +20,7 @@ from torch import nn
 
 from drafters.fingerprint import fingerprint
 from drafters.weights import CONFIG, mismatches, save_weights
-from specdec.config import parse
+from specdec.config import check_positive, parse
 from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
 
@@ -65,9 +65,8 @@ class AdapterConfig:
     target: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma", "branch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"adapter.{name} is {getattr(self, name)}; it must be at least 1")
+        names = ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma", "branch")
+        check_positive("adapter.", **{name: getattr(self, name) for name in names})
         if self.variant not in VARIANTS:
             raise ConfigError(f"adapter.variant is {self.variant!r}; it must be one of {', '.join(VARIANTS)}")
         if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:

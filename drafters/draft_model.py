@@ -16,6 +16,7 @@ import torch
 
 from drafters.tokenizers import fingerprint_at, fingerprint_of
 from specdec.block import Block
+from specdec.config import check_positive
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
@@ -51,8 +52,7 @@ class DraftModelConfig:
     check_tokenizer: bool = True
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"draft_model.tokens is {self.tokens}; it must be at least 1")
+        check_positive("draft_model.", tokens=self.tokens)
         if len(self.widths) > self.tokens or any(width < 1 for width in self.widths):
             raise ConfigError(
                 f"draft_model.widths is {self.widths}; it takes at most tokens = {self.tokens} numbers of 1 or more"

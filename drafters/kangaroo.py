@@ -23,6 +23,7 @@ from drafters.adapter import Adapter, AdapterConfig, config_of
 from drafters.adapter_step import AdapterCache, AdapterStep
 from drafters.fingerprint import fingerprint
 from specdec.block import Block
+from specdec.config import check_positive
 from specdec.draft import Draft, Entry
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError
@@ -55,10 +56,7 @@ class KangarooConfig:
     def __post_init__(self) -> None:
         if self.eta is not None and not 0 <= self.eta <= 1:
             raise ConfigError(f"kangaroo.eta is {self.eta}; it is a probability, in [0, 1]")
-        for name in ("gamma", "branch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"kangaroo.{name} is {value}; it must be at least 1")
+        check_positive("kangaroo.", gamma=self.gamma, branch=self.branch)
 
 
 def embedded_adapter() -> Path:

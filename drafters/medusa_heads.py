@@ -21,7 +21,8 @@ from torch import nn
 
 from drafters.fingerprint import fingerprint
 from drafters.weights import CONFIG, mismatches, save_weights
-from specdec.errors import CheckpointError, ConfigError
+from specdec.config import check_positive
+from specdec.errors import CheckpointError
 from specdec.target import Target
 
 __all__ = ["HeadsConfig", "MedusaHeads", "random_heads"]
@@ -52,9 +53,8 @@ class HeadsConfig:
     target: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("heads", "layers", "hidden_size", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"heads.{name} is {getattr(self, name)}; it must be at least 1")
+        names = ("heads", "layers", "hidden_size", "vocab_size")
+        check_positive("heads.", **{name: getattr(self, name) for name in names})
 
 
 class ResBlock(nn.Module):
