@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafters.fingerprint import fingerprint
-from drafters.medusa import Node, check_fit, check_tree, nodes_of, paths_of
+from drafters.medusa import Node, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from drafters.weights import check_fit
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from training.acceptance import Written
@@ -207,7 +208,7 @@ def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
     """
     assert config.start is not None
     heads = MedusaHeads.from_pretrained(config.start)
-    check_fit(heads.config, target, check_target=False)
+    check_fit(heads.config, target, "medusa", check_target=False)
     check_tree(config.paths, heads=heads.config.heads, ranks=target.vocab_size)
     heads.config = replace(heads.config, target=fingerprint(target))
     return heads.float()

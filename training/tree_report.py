@@ -10,8 +10,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from drafters.medusa import Medusa, MedusaConfig, check_fit, embedded_heads
+from drafters.medusa import Medusa, MedusaConfig, embedded_heads
 from drafters.medusa_heads import MedusaHeads
+from drafters.weights import check_fit
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, pip_line
 from specdec.files import write_text
@@ -51,7 +52,7 @@ def report(
     """
     console = Console()
     heads = MedusaHeads.from_pretrained(folder or embedded_heads())
-    check_fit(heads.config, engine.target)
+    check_fit(heads.config, engine.target, "medusa")
     heads.to(engine.target.head_device, engine.target.dtype)
     samples = list(read_samples(data, engine.tokenizer, TextConfig(), Skips()))
     learnt, held = ([s for s in samples if s.held_out is side] for side in (False, True))
