@@ -6,25 +6,20 @@ arXiv 2404.18911, section 3.1). A checkpoint is a folder with ``model.safetensor
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
-from drafters.fingerprint import fingerprint
-from drafters.weights import CONFIG, mismatches, save_weights
-from specdec.config import parse
-from specdec.errors import CheckpointError, ConfigError
+from drafters.weights import load_strictly, load_tensors, read_config, reading, save_weights
+from specdec.config import check_positive, parse
+from specdec.errors import ConfigError
 from specdec.target import Target
 
-__all__ = ["VARIANTS", "Adapter", "AdapterConfig", "fitting_heads", "random_adapter", "rotations"]
+__all__ = ["VARIANTS", "Adapter", "AdapterConfig", "fitting_heads", "rotations"]
 
 VARIANTS = ("attention", "head", "layer", "mlp")
 """The paper's Table 2: attention alone, attention with a head of its own, attention and MLP, MLP alone."""
@@ -65,9 +60,8 @@ class AdapterConfig:
     target: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma", "branch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"adapter.{name} is {getattr(self, name)}; it must be at least 1")
+        names = ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma", "branch")
+        check_positive("adapter.", **{name: getattr(self, name) for name in names})
         if self.variant not in VARIANTS:
             raise ConfigError(f"adapter.variant is {self.variant!r}; it must be one of {', '.join(VARIANTS)}")
         if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
@@ -195,50 +189,12 @@ class Adapter(nn.Module):
             CheckpointError: no adapter there, or one that does not fit its own config.
         """
         folder = Path(folder)
-        try:
-            values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            tensors = load_file(folder / _WEIGHTS)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise CheckpointError(
-                f"no Kangaroo adapter in {str(folder)!r}: {error}; give a folder that `specdec train kangaroo` or "
-                "`specdec convert kangaroo` wrote"
-            ) from error
-        adapter = cls(config_of(values, folder))
-        load_strictly(adapter, tensors, folder)
+        remedy = "give a folder that `specdec train kangaroo` or `specdec convert kangaroo` wrote"
+        with reading("Kangaroo adapter", folder, remedy):
+            adapter = cls(parse(AdapterConfig, read_config(folder), where="adapter"))
+            tensors = load_tensors(folder / _WEIGHTS)
+        load_strictly(adapter, tensors, folder, f"a {adapter.config.variant!r} adapter")
         return adapter
-
-
-def config_of(values: Any, folder: Path) -> AdapterConfig:
-    """The config in a ``config.json``.
-
-    Raises:
-        CheckpointError: it is that of something else.
-    """
-    try:
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"it holds {type(values).__name__}, not a mapping")
-        return parse(AdapterConfig, values, where="adapter")
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{str(folder / CONFIG)!r} is no adapter's config: {error}; official checkpoints go through "
-            "`specdec convert kangaroo` first"
-        ) from error
-
-
-def load_strictly(adapter: Adapter, tensors: Mapping[str, torch.Tensor], source: object) -> None:
-    """Fill an adapter.
-
-    Raises:
-        CheckpointError: a tensor is missing, left over, or of another shape.
-    """
-    expected = {name: tuple(tensor.shape) for name, tensor in adapter.state_dict().items()}
-    odd = mismatches(tensors, expected)
-    if odd:
-        raise CheckpointError(
-            f"the weights in {str(source)!r} do not fit a {adapter.config.variant!r} adapter: {odd[0]} "
-            f"({len(odd)} tensors differ); the file is broken or of another adapter"
-        )
-    adapter.load_state_dict(dict(tensors))
 
 
 def rotations(positions: torch.Tensor, config: AdapterConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,30 +211,3 @@ def rotations(positions: torch.Tensor, config: AdapterConfig, dtype: torch.dtype
 def fitting_heads(hidden_size: int, wanted: int) -> int:
     """The most heads, up to ``wanted``, that divide the width into even parts."""
     return next(n for n in range(wanted, 0, -1) if hidden_size % n == 0 and hidden_size // n % 2 == 0)
-
-
-def random_adapter(
-    target: Target,
-    folder: str | Path,
-    *,
-    exit_layer: int = 1,
-    variant: str = "attention",
-    seed: int = 0,
-    **options: Any,
-) -> Adapter:
-    """Write an untrained adapter that fits ``target``: it drafts badly, and exactness must not mind."""
-    size = target.hidden_size
-    config = AdapterConfig(
-        hidden_size=size,
-        vocab_size=target.vocab_size,
-        exit_layer=exit_layer,
-        heads=fitting_heads(size, 4),
-        variant=variant,
-        intermediate_size=2 * size if variant in ("layer", "mlp") else 0,
-        target=fingerprint(target),
-        **options,
-    )
-    adapter = Adapter(config)
-    adapter.start_from(target, seed=seed)
-    adapter.save_pretrained(folder)
-    return adapter

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
+from drafters.fingerprint import known_tokenizer, tokenizer_fingerprint
 from drafters.stdlib_corpus import STDLIB, read_files
-from drafters.tokenizers import fingerprint_of, tokenizer_fingerprint
 from specdec.conversations import read_records, turns_of
 from specdec.errors import CheckpointError, ConfigError
 from specdec.files import read_text, replacing, write_json
@@ -91,7 +91,7 @@ class Datastore:
                 f"the datastore {str(self.path)!r} was built with a tokenizer of {self.meta['vocab_size']} tokens, the "
                 f"target's vocabulary has {target.vocab_size}; build it with the target's tokenizer"
             )
-        theirs, own = fingerprint_of(target), self.meta.get("tokenizer")
+        theirs, own = known_tokenizer(target), self.meta.get("tokenizer")
         if theirs is not None and own is not None and theirs != own:
             raise CheckpointError(
                 f"the datastore {str(self.path)!r} was built with another tokenizer ({own[:12]}) than the target's "

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from drafters.tokenizers import fingerprint_at, fingerprint_of
+from drafters.fingerprint import known_tokenizer
 from specdec.block import Block
+from specdec.config import check_positive
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
@@ -51,8 +52,7 @@ class DraftModelConfig:
     check_tokenizer: bool = True
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"draft_model.tokens is {self.tokens}; it must be at least 1")
+        check_positive("draft_model.", tokens=self.tokens)
         if len(self.widths) > self.tokens or any(width < 1 for width in self.widths):
             raise ConfigError(
                 f"draft_model.widths is {self.widths}; it takes at most tokens = {self.tokens} numbers of 1 or more"
@@ -98,7 +98,7 @@ class DraftModel(DrafterBase):
                 f"the draft model {path!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
                 f"{target.vocab_size}; draft_model.model needs a model with the target's tokenizer"
             )
-        theirs, own = (fingerprint_of(target), fingerprint_at(path)) if config.check_tokenizer else (None, None)
+        theirs, own = (known_tokenizer(target), known_tokenizer(model)) if config.check_tokenizer else (None, None)
         if theirs is not None and own is not None and theirs != own:
             raise ConfigError(
                 f"the draft model {path!r} has another vocabulary than the target, of the same size; take a model with "

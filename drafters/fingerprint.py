@@ -1,15 +1,18 @@
-"""Which model a trained drafter belongs to: a short text that two loads of one model share, and two models do not."""
+"""Fingerprints: which model a trained drafter belongs to, and which tokenizer a text's token ids."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from specdec.model import TransformersTarget
 from specdec.target import Target
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "known_tokenizer", "tokenizer_fingerprint"]
 
 
 def fingerprint(target: Target) -> str:
@@ -26,3 +29,21 @@ def fingerprint(target: Target) -> str:
             digest.update(few.view(torch.int16).numpy().tobytes())
     shape = f"{target.num_layers}x{target.hidden_size}-v{target.vocab_size}"
     return f"{getattr(target, 'name', type(target).__name__)}-{shape}-{digest.hexdigest()[:16]}"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 of the vocabulary: token ids mean nothing without it, and sizes may agree by chance."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def known_tokenizer(target: Target) -> str | None:
+    """Fingerprint of the tokenizer beside a target's weights, in their folder or in the cache of a hub id, never loaded
+    from elsewhere; None where it is not known, as for a model made in memory.
+    """
+    path = str(getattr(getattr(target, "model", None), "name_or_path", "") or "")
+    if not path:
+        return None
+    try:
+        return tokenizer_fingerprint(AutoTokenizer.from_pretrained(path, local_files_only=True))
+    except (OSError, ValueError, KeyError):
+        return None

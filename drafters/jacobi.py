@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.config import check_positive
+from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import ConfigError
 
-__all__ = ["Jacobi", "JacobiConfig"]
+__all__ = ["Jacobi", "JacobiConfig", "guesses_for"]
+
+_RIGHT, _MOST = 0.1, 4  # the embedded model's guesses are right one time in twelve, however many there are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +23,23 @@ class JacobiConfig:
     """Options.
 
     Attributes:
-        guesses: positions guessed after the root; None fits the device: 4 on an accelerator, 1 on a CPU, where a row
-            costs more than a second guess brings.
+        guesses: positions guessed after the root; None follows from what rows cost, see :func:`guesses_for`.
     """
 
     guesses: int | None = None
 
     def __post_init__(self) -> None:
-        if self.guesses is not None and self.guesses < 1:
-            raise ConfigError(f"jacobi.guesses is {self.guesses}; it must be at least 1")
+        check_positive("jacobi.", guesses=self.guesses)
+
+
+def guesses_for(costs: CostCurve, length: int) -> int:
+    """How many guesses, 1 to 4, are expected to bring the most tokens for their time after ``length`` tokens.
+
+    It is supposed that a guess is right one time in ten, if those before it are: g guesses give
+    ``1 + .1 + ... + .1 ** g`` tokens in the time of 1 + g rows. So a second one is taken only where rows are free.
+    """
+    steps = costs.steps(length, 1 + _MOST)
+    return max(range(1, _MOST + 1), key=lambda g: sum(_RIGHT**i for i in range(g + 1)) / steps[1 + g])
 
 
 class Jacobi(DrafterBase):
@@ -43,7 +54,7 @@ class Jacobi(DrafterBase):
 
 class JacobiSession:
     def __init__(self, config: JacobiConfig, context: Context) -> None:
-        self._guesses = config.guesses or (1 if context.target.device.type == "cpu" else 4)
+        self._guesses = config.guesses or guesses_for(context.costs, context.prompt_length)
         self._context = context
         self._guess: list[int] = []
 

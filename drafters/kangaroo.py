@@ -11,7 +11,6 @@ in ``_pending`` and go in with the next root. So full acceptance is no special c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,11 @@ from typing import Any
 
 import torch
 
-from drafters.adapter import Adapter, AdapterConfig, config_of
+from drafters.adapter import Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
-from drafters.fingerprint import fingerprint
+from drafters.weights import check_fit, weights_folder
 from specdec.block import Block
+from specdec.config import check_positive
 from specdec.draft import Draft, Entry
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError
@@ -30,7 +30,7 @@ from specdec.pretrained import embedded_model
 from specdec.sampling import Noise
 from specdec.target import Target
 
-__all__ = ["Kangaroo", "KangarooConfig", "embedded_adapter"]
+__all__ = ["Kangaroo", "KangarooConfig", "check_adapter", "embedded_adapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,7 @@ class KangarooConfig:
     def __post_init__(self) -> None:
         if self.eta is not None and not 0 <= self.eta <= 1:
             raise ConfigError(f"kangaroo.eta is {self.eta}; it is a probability, in [0, 1]")
-        for name in ("gamma", "branch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"kangaroo.{name} is {value}; it must be at least 1")
+        check_positive("kangaroo.", gamma=self.gamma, branch=self.branch)
 
 
 def embedded_adapter() -> Path:
@@ -88,8 +85,9 @@ class Kangaroo(DrafterBase):
         Raises:
             CheckpointError: no adapter, a broken one, or one of another model.
         """
-        adapter = Adapter.from_pretrained(_folder(config, target))
-        check_fit(adapter.config, target, check_target=config.check_target)
+        folder = weights_folder(config.adapter, embedded_adapter(), target, "kangaroo.adapter")
+        adapter = Adapter.from_pretrained(folder)
+        check_adapter(adapter.config, target, check_target=config.check_target)
         device = target.head(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=target.head_device)).device
         return cls(config, adapter.to(device, target.dtype).requires_grad_(False).eval())
 
@@ -97,42 +95,13 @@ class Kangaroo(DrafterBase):
         return KangarooSession(self, context)
 
 
-def _folder(config: KangarooConfig, target: Target) -> Path:
-    if config.adapter is not None:
-        return Path(config.adapter)
-    path = embedded_adapter()
-    try:
-        own = config_of(json.loads((path / "config.json").read_text(encoding="utf-8")), path).target
-    except OSError:
-        own = "none"
-    found = fingerprint(target)
-    if own != found:
-        raise CheckpointError(
-            f"kangaroo has no adapter for this model ({found}); the one in the package is for {own}. Train one with "
-            "`specdec train kangaroo --model ...` and give its folder as kangaroo.adapter"
-        )
-    return path
-
-
-def check_fit(config: AdapterConfig, target: Target, *, check_target: bool = True) -> None:
+def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool = True) -> None:
     """Raises CheckpointError where an adapter cannot serve a target, or was trained for another one."""
-    for what, own, theirs in (
-        ("width", config.hidden_size, target.hidden_size),
-        ("vocabulary", config.vocab_size, target.vocab_size),
-    ):
-        if own != theirs:
-            raise CheckpointError(
-                f"the adapter's {what} is {own}, the model's is {theirs}; take the adapter trained for this model"
-            )
+    check_fit(config, target, Kangaroo.name, check_target=check_target)
     if config.exit_layer >= target.num_layers:
         raise CheckpointError(
             f"the adapter reads layer {config.exit_layer}, and the model has {target.num_layers} layers; "
             f"the exit layer must be in [1, {target.num_layers - 1}]"
-        )
-    if check_target and config.target and config.target != (found := fingerprint(target)):
-        raise CheckpointError(
-            f"the adapter was trained for {config.target}, this model is {found}; use its own model, or "
-            "kangaroo.check_target=false to try it all the same (output stays exact, acceptance will suffer)"
         )
 
 

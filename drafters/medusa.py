@@ -8,7 +8,6 @@ Ranks are chosen, not drawn, so a draft carries no q.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from drafters.fingerprint import fingerprint
-from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from drafters.medusa_heads import MedusaHeads
+from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import CheckpointError, ConfigError, unknown
+from specdec.errors import ConfigError, unknown
 from specdec.pretrained import embedded_model
 from specdec.target import FINAL, Target
 
@@ -187,8 +186,8 @@ class Medusa(DrafterBase):
             CheckpointError: no heads, broken ones, or those of another model.
             ConfigError: a tree that the heads or the vocabulary cannot fill.
         """
-        heads = MedusaHeads.from_pretrained(_folder(config, target))
-        check_fit(heads.config, target, check_target=config.check_target)
+        heads = MedusaHeads.from_pretrained(weights_folder(config.heads, embedded_heads(), target, "medusa.heads"))
+        check_fit(heads.config, target, cls.name, check_target=config.check_target)
         lm_head = getattr(target, "lm_head", None)
         device = target.device if lm_head is None else lm_head.weight.device
         return cls(config, heads.to(device, target.dtype))
@@ -210,40 +209,6 @@ class Medusa(DrafterBase):
             logits = torch.stack([F.linear(row, own) for row, own in zip(rows, self._matrices, strict=False)])
         found: list[list[int]] = logits.topk(self._ranks, -1).indices.tolist()
         return found
-
-
-def _folder(config: MedusaConfig, target: Target) -> Path:
-    if config.heads is not None:
-        return Path(config.heads)
-    path = embedded_heads()
-    try:
-        own = json.loads((path / "config.json").read_text(encoding="utf-8"))["target"]
-    except OSError:
-        own = "none"
-    found = fingerprint(target)
-    if own != found:
-        raise CheckpointError(
-            f"medusa has no heads for this model ({found}); those in the package are for {own}. Train some with "
-            "`specdec train medusa --model ...` and give their folder as medusa.heads"
-        )
-    return path
-
-
-def check_fit(config: HeadsConfig, target: Target, *, check_target: bool = True) -> None:
-    """Raises CheckpointError where heads cannot serve a target, or were trained for another one."""
-    for what, own, theirs in (
-        ("width", config.hidden_size, target.hidden_size),
-        ("vocabulary", config.vocab_size, target.vocab_size),
-    ):
-        if own != theirs:
-            raise CheckpointError(
-                f"the heads' {what} is {own}, the model's is {theirs}; take the heads trained for this model"
-            )
-    if check_target and config.target and config.target != (found := fingerprint(target)):
-        raise CheckpointError(
-            f"the heads were trained for {config.target}, this model is {found}; use their own model, or "
-            "medusa.check_target=false to try them all the same (output stays exact, acceptance will suffer)"
-        )
 
 
 class MedusaSession:

@@ -6,25 +6,23 @@ merged model, whose own weights hold the heads under ``medusa_head.``, is read a
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
-from drafters.fingerprint import fingerprint
-from drafters.weights import CONFIG, mismatches, save_weights
-from specdec.errors import CheckpointError, ConfigError
+from drafters.weights import CONFIG, load_strictly, load_tensors, read_config, reading, save_weights
+from specdec.config import check_positive
+from specdec.errors import ConfigError
 from specdec.target import Target
 
-__all__ = ["HeadsConfig", "MedusaHeads", "random_heads"]
+__all__ = ["HeadsConfig", "MedusaHeads"]
 
 _WEIGHTS, _PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _MERGED = "medusa_head."
@@ -52,9 +50,8 @@ class HeadsConfig:
     target: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("heads", "layers", "hidden_size", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"heads.{name} is {getattr(self, name)}; it must be at least 1")
+        names = ("heads", "layers", "hidden_size", "vocab_size")
+        check_positive("heads.", **{name: getattr(self, name) for name in names})
 
 
 class ResBlock(nn.Module):
@@ -119,99 +116,48 @@ class MedusaHeads(nn.ModuleList):
             CheckpointError: no heads there, or tensors that make no whole set of heads.
         """
         folder = Path(folder)
-        try:
-            tensors = dict(_tensors(folder))
-            values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CheckpointError(
-                f"no Medusa heads in {str(folder)!r}: {reason}; it takes {CONFIG} beside {_WEIGHTS}, {_PICKLED} or a "
-                f"model's *.safetensors with {_MERGED}* in it"
-            ) from error
-        heads = cls(config_of(tensors, values if isinstance(values, dict) else {}, folder))
-        heads.load_state_dict(tensors)
+        remedy = f"it takes {CONFIG} beside {_WEIGHTS}, {_PICKLED} or a model's *.safetensors with {_MERGED}* in it"
+        with reading("Medusa heads", folder, remedy):
+            tensors = {name.removeprefix(_MERGED): tensor for name, tensor in _tensors(folder).items()}
+            heads = cls(config_of(tensors, read_config(folder)))
+        load_strictly(heads, tensors, folder, "a set of Medusa heads")
         return heads
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names, without the merged models' prefix, and tensors; of a merged model, the heads' alone are read."""
-    if (folder / _PICKLED).exists() and not (folder / _WEIGHTS).exists():
-        loaded = torch.load(folder / _PICKLED, map_location="cpu", weights_only=True)
-        if not isinstance(loaded, Mapping):
-            raise ValueError(f"{_PICKLED} holds {type(loaded).__name__}, not tensors by name")
-        yield from ((str(name).removeprefix(_MERGED), tensor) for name, tensor in loaded.items())
-        return
-    alone = (folder / _WEIGHTS).exists()
-    files = [folder / _WEIGHTS] if alone else sorted(folder.glob("*.safetensors"))
-    found = False
-    for path in files:
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """By name; of a merged model, the heads' alone are read."""
+    for name in (_WEIGHTS, _PICKLED):
+        if (folder / name).exists():
+            return load_tensors(folder / name)
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                if alone or name.startswith(_MERGED):
-                    found = True
-                    yield name.removeprefix(_MERGED), file.get_tensor(name)
-    if not found:
-        raise ValueError(f"no {_WEIGHTS}, no {_PICKLED}, and no {_MERGED}* in {len(files)} other files")
+            found |= {name: file.get_tensor(name) for name in file.keys() if name.startswith(_MERGED)}  # noqa: SIM118
+    return found
 
 
-def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], folder: Path) -> HeadsConfig:
+def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> HeadsConfig:
     """What the tensors are, read off their names and shapes, with the fingerprint from ``config.json``, if any.
 
     Raises:
-        CheckpointError: they are no whole set of heads; the first odd tensor is named.
+        ConfigError: they are no heads, or not as many layers as ``config.json`` says.
     """
     parts = {name: _NAME.fullmatch(name) for name in tensors}
-    for name, part in parts.items():
-        if part is None or not isinstance(tensors[name], torch.Tensor):
-            raise _odd(folder, f"{name!r} is none of theirs")
-    matches = [part for part in parts.values() if part is not None]
-    blocks = [part for part in matches if part[3]]
+    strange = [name for name, part in parts.items() if part is None]
+    if strange:
+        raise ConfigError(f"{strange[0]!r} is none of theirs")
+    blocks = [part for part in parts.values() if part is not None and part[3]]
     if not blocks:
-        raise _odd(folder, "no tensor is called {head}.{layer}.linear.weight")
-    heads, layers = (max(int(part[group]) for part in blocks) + 1 for group in (1, 2))
-    own = len(blocks) < len(matches)
-    size = tensors[blocks[0][0]].shape[0]
-    last = tensors.get(f"0.{layers}.weight")
-    vocab = int(last.shape[0]) if last is not None else int(values.get("vocab_size", 1))
-    expected: dict[str, tuple[int, ...]] = {}
-    for head in range(heads):
-        for layer in range(layers):
-            expected[f"{head}.{layer}.linear.weight"] = (size, size)
-            expected[f"{head}.{layer}.linear.bias"] = (size,)
-        if own:
-            expected[f"{head}.{layers}.weight"] = (vocab, size)
-    for odd in mismatches(tensors, expected):
-        raise _odd(folder, odd)
-    told = values.get("medusa_num_layers", layers)
-    if told != layers:
-        raise _odd(folder, f"{CONFIG} counts {told} layers, the tensors {layers}")
-    own_target = str(values.get("target", ""))
+        raise ConfigError("no tensor is called {head}.{layer}.linear.weight")
+    heads, layers = (len({part[group] for part in blocks}) for group in (1, 2))
+    if (told := values.get("medusa_num_layers", layers)) != layers:
+        raise ConfigError(f"{CONFIG} counts {told} layers, the tensors {layers}")
+    matrix = tensors.get(f"0.{layers}.weight")
     return HeadsConfig(
-        heads=heads, layers=layers, hidden_size=size, vocab_size=vocab, own_head=own, target=own_target
-    )  # fmt: skip
-
-
-def _odd(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"the tensors in {str(folder)!r} are no set of Medusa heads: {what}; the file is broken")
-
-
-def random_heads(
-    target: Target, folder: str | Path, *, heads: int = 3, layers: int = 1, own_head: bool = False, seed: int = 0
-) -> MedusaHeads:
-    """Write heads with random weights that fit ``target``: they draft badly, and exactness must not mind."""
-    made = MedusaHeads(
-        HeadsConfig(
-            heads=heads,
-            layers=layers,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            own_head=own_head,
-            target=fingerprint(target),
-        )
+        heads=heads,
+        layers=layers,
+        hidden_size=tensors[blocks[0][0]].shape[0],
+        vocab_size=int(values.get("vocab_size", 1)) if matrix is None else len(matrix),
+        own_head=len(blocks) < len(parts),
+        target=str(values.get("target", "")),
     )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-    made.save_pretrained(folder)
-    return made

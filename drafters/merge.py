@@ -12,17 +12,20 @@ a change for the better is noticed without paying for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
+from specdec.config import check_positive
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
 from specdec.errors import ConfigError
 from specdec.policy import Patience, Prices
+from specdec.registry import make_drafter
 from specdec.sampling import Scores
+from specdec.target import Target
 
-__all__ = ["PARTS", "Bandit", "Merged", "check_options", "part_of"]
+__all__ = ["PARTS", "Bandit", "Merged", "MergedConfig", "part_of"]
 
 PARTS: tuple[Any, ...] = (
     {"name": "suffix_automaton", "factor": 4.0, "max_tokens": 16},
@@ -49,14 +52,31 @@ _GRACE = 0.05  # of a part that has little to compute
 _DEBT = 0.01  # tokens a step that a part may lose, on average of late, before it sleeps
 
 
-def check_options(name: str, parts: list[Any] | None, rows: int | None, memory: float) -> None:
-    """Raises ConfigError where an option of the drafter ``name`` cannot be."""
-    if parts is not None and not parts:
-        raise ConfigError(f"{name}.parts is empty; name at least one drafter, or leave it out")
-    if rows is not None and rows < 1:
-        raise ConfigError(f"{name}.rows is {rows}; it must be at least 1")
-    if not 0 <= memory < 1:
-        raise ConfigError(f"{name}.memory is {memory}; it must be in [0, 1)")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedConfig:
+    """Options of a drafter that merges others' trees.
+
+    Attributes:
+        parts: drafters, each a name or ``{"name": ..., **options}``, the cheapest first: a row that two of them propose
+            is put down to the first. None takes suffix automaton, token recycling and lookahead, and under ``auto`` the
+            Medusa heads in this package where they fit the model.
+        rows: most rows below the root, of all parts together; None leaves it to the engine.
+        memory: weight of the past in a part's worth and in a row's chance, from one step to the next.
+    """
+
+    parts: list[Any] | None = None
+    rows: int | None = None
+    memory: float = 0.96
+
+    drafter: ClassVar[str]
+    """Its name."""
+
+    def __post_init__(self) -> None:
+        if self.parts is not None and not self.parts:
+            raise ConfigError(f"{self.drafter}.parts is empty; name at least one drafter, or leave it out")
+        check_positive(f"{self.drafter}.", rows=self.rows)
+        if not 0 <= self.memory < 1:
+            raise ConfigError(f"{self.drafter}.memory is {self.memory}; it must be in [0, 1)")
 
 
 class Bandit:
@@ -114,11 +134,25 @@ class Bandit:
 class Merged(DrafterBase):
     """The parts, and what is known of them; sequences share it."""
 
-    def __init__(self, config: Any, parts: Sequence[Drafter]) -> None:
+    def __init__(self, config: MergedConfig, parts: Sequence[Drafter]) -> None:
         super().__init__(config)
         self.parts = parts
         self.taps = frozenset[int]().union(*(part.taps for part in parts))
         self.bandits = [Bandit(part, config.memory) for part in parts]
+
+    @classmethod
+    def build(cls, config: MergedConfig, target: Target) -> Merged:
+        """Make the parts for a target.
+
+        Raises:
+            ConfigError: an unknown drafter or option.
+        """
+        return cls(config, cls.made(config, target))
+
+    @classmethod
+    def made(cls, config: MergedConfig, target: Target) -> list[Drafter]:
+        """The parts that ``config`` names, or the usual ones."""
+        return [make_drafter(part, target) for part in config.parts or PARTS]
 
     def start(self, context: Context) -> MergedSession:
         return MergedSession(self, context)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.config import check_positive
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
@@ -43,9 +44,7 @@ class PromptLookupConfig:
                 f"prompt_lookup.min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; "
                 "they must satisfy 1 <= min_ngram <= max_ngram"
             )
-        for name in ("tokens", "matches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"prompt_lookup.{name} is {getattr(self, name)}; it must be at least 1")
+        check_positive("prompt_lookup.", tokens=self.tokens, matches=self.matches)
         if self.match not in ("leftmost", "rightmost"):
             raise ConfigError(f"prompt_lookup.match is {self.match!r}; it must be leftmost or rightmost")
 

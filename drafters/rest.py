@@ -14,6 +14,7 @@ from typing import Any
 import numpy.typing as npt
 
 from drafters.datastore import Datastore, opened
+from specdec.config import check_positive
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
@@ -47,10 +48,7 @@ class RestConfig:
                 f"rest.min_suffix is {self.min_suffix} and max_suffix {self.max_suffix}; "
                 "they must satisfy 1 <= min_suffix <= max_suffix"
             )
-        for name in ("matches", "tokens", "rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"rest.{name} is {value}; it must be at least 1")
+        check_positive("rest.", matches=self.matches, tokens=self.tokens, rows=self.rows)
 
 
 class Rest(DrafterBase):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drafters.datastore import SEPARATOR, Datastore
+from specdec.config import check_positive
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
@@ -43,9 +44,7 @@ class SuffixAutomatonConfig:
     corpus: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_match", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"suffix_automaton.{name} is {getattr(self, name)}; it must be at least 1")
+        check_positive("suffix_automaton.", min_match=self.min_match, max_tokens=self.max_tokens)
         if not self.factor > 0:
             raise ConfigError(f"suffix_automaton.factor is {self.factor}; it must be more than 0")
 

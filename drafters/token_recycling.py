@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from specdec.config import check_positive
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import ConfigError
 from specdec.sampling import Scores
 
 __all__ = ["Successors", "TokenRecycling", "TokenRecyclingConfig", "template"]
@@ -42,10 +42,7 @@ class TokenRecyclingConfig:
     persistent: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("rows", "depth", "successors"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"token_recycling.{name} is {value}; it must be at least 1")
+        check_positive("token_recycling.", rows=self.rows, depth=self.depth, successors=self.successors)
 
 
 class TokenRecycling(DrafterBase):

@@ -1,24 +1,47 @@
-"""A drafter's weights on disk: safetensors and ``config.json`` in a folder, written whole or not at all."""
+"""A drafter's trained weights on disk: tensors and ``config.json`` in a folder, written whole or not at all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-from specdec.errors import CheckpointError
+from drafters.fingerprint import fingerprint
+from specdec.errors import CheckpointError, ConfigError, first_line
 from specdec.files import replacing
+from specdec.target import Target
 
-__all__ = ["CONFIG", "mismatches", "save_weights"]
+__all__ = [
+    "CONFIG",
+    "check_fit",
+    "load_strictly",
+    "load_tensors",
+    "read_config",
+    "reading",
+    "save_weights",
+    "weights_folder",
+]
 
 CONFIG = "config.json"
 
-Shapes = Mapping[str, tuple[int, ...]]
+
+class WeightsConfig(Protocol):
+    """What every such config tells: width, vocabulary and fingerprint of the model that the weights are for."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def target(self) -> str: ...
 
 
 def save_weights(
@@ -40,11 +63,94 @@ def save_weights(
         ) from error
 
 
-def mismatches(tensors: Mapping[str, torch.Tensor], expected: Shapes) -> list[str]:
-    """What is missing, left over or of another shape, by name; nothing if the tensors fit."""
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return [
-        f"{name!r} is {found.get(name, 'missing')}, expected {expected.get(name, 'none of that name')}"
-        for name in sorted(found.keys() | expected.keys())
-        if found.get(name) != expected.get(name)
-    ]
+@contextmanager
+def reading(what: str, folder: Path, remedy: str) -> Iterator[None]:
+    """Turns whatever reading files can raise into a CheckpointError: there is no ``what`` in ``folder``."""
+    broken = (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        RuntimeError,
+        EOFError,
+        SafetensorError,
+        pickle.UnpicklingError,
+    )
+    try:
+        yield
+    except broken as error:
+        raise CheckpointError(f"no {what} in {str(folder)!r}: {first_line(error)}; {remedy}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What ``config.json`` holds; to be called while ``reading``."""
+    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{CONFIG} holds {type(values).__name__}, not a mapping")
+    return values
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors by name, of a safetensors file or a pickle; to be called while ``reading``."""
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    # weights_only: a pickle of anything but tensors is refused, not run.
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(found, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        raise ConfigError(f"{path.name} holds something else than tensors by name")
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path, what: str) -> None:
+    """Fill a module.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over, or of another shape; ``what`` is what the module is.
+    """
+    found, expected = ({name: tuple(t.shape) for name, t in own.items()} for own in (tensors, module.state_dict()))
+    odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    if odd:
+        name = odd[0]
+        raise CheckpointError(
+            f"the weights in {str(source)!r} do not fit {what}: {name!r} is {found.get(name, 'missing')}, expected "
+            f"{expected.get(name, 'none of that name')} ({len(odd)} tensors differ); the file is broken or of "
+            "another model"
+        )
+    module.load_state_dict(dict(tensors))
+
+
+def weights_folder(given: str | None, embedded: Path, target: Target, option: str) -> Path:
+    """The folder that was given, else the ``embedded`` one; ``option`` is the one that takes it: medusa.heads, ...
+
+    Raises:
+        CheckpointError: none was given, and the embedded weights are for another model.
+    """
+    if given is not None:
+        return Path(given)
+    own = str(read_config(embedded)["target"]) if (embedded / CONFIG).exists() else "none"
+    found = fingerprint(target)
+    if own != found:
+        drafter, _, part = option.partition(".")
+        raise CheckpointError(
+            f"{drafter} has no {part} for this model ({found}); what the package holds is for {own}. Train some with "
+            f"`specdec train {drafter} --model ...` and give the folder as {option}"
+        )
+    return embedded
+
+
+def check_fit(config: WeightsConfig, target: Target, drafter: str, *, check_target: bool = True) -> None:
+    """Raises CheckpointError where a drafter's weights cannot serve a target, or were trained for another one."""
+    for what, own, theirs in (
+        ("width", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+    ):
+        if own != theirs:
+            raise CheckpointError(
+                f"the {drafter} weights are for another model: their {what} is {own}, the model's is {theirs}; take "
+                "those trained for this model"
+            )
+    if check_target and config.target and config.target != (found := fingerprint(target)):
+        raise CheckpointError(
+            f"the {drafter} weights were trained for {config.target}, this model is {found}; use their own model, or "
+            f"{drafter}.check_target=false to try them all the same (output stays exact, acceptance will suffer)"
+        )

@@ -22,7 +22,7 @@ import torch
 from specdec import Engine
 from specdec.config import load_yaml, parse
 from specdec.errors import SpecdecError
-from training.acceptance import Written, greedy_texts
+from training.acceptance import Written, continued_texts
 from training.data import Sample, load_samples
 from training.kangaroo import Config, KangarooTraining, new_adapter
 from training.loop import new_accelerator, train
@@ -89,8 +89,7 @@ def main() -> None:
     )
     engine = Engine.from_pretrained(config.model)
     samples, held = load_samples(config.data, config.eval_data, config.text, engine.tokenizer)
-    judged = config.evaluation
-    texts = greedy_texts(Engine(engine.target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
+    texts = continued_texts(Engine(engine.target), held, config.evaluation)
     figures: dict[str, list[dict[str, float]]] = {}
     for name, (late, no_bos) in CASES.items():
         bos = engine.tokenizer.bos_token_id

@@ -31,7 +31,7 @@ from drafters.kangaroo import Kangaroo, KangarooConfig
 from specdec import Engine, SamplingParams
 from specdec.config import load_yaml, parse
 from specdec.errors import SpecdecError
-from training.acceptance import greedy_texts
+from training.acceptance import continued_texts
 from training.data import Skips, read_samples
 from training.features import FrozenTarget
 from training.kangaroo import Config, KangarooTraining, new_adapter, soft_loss
@@ -182,7 +182,7 @@ def main() -> None:
     plain = Engine.from_pretrained(config.model, device=accelerator.device)
     samples = list(read_samples(config.data, plain.tokenizer, config.text, Skips()))
     held = [sample for sample in samples if sample.held_out]
-    texts = greedy_texts(Engine(plain.target), held, count=args.prompts, prompt=config.evaluation.prompt, new=args.new)
+    texts = continued_texts(Engine(plain.target), held, replace(config.evaluation, prompts=args.prompts, new=args.new))
     kinds = {f"l={layer}": (layer, "attention") for layer in args.layers}
     kinds |= {variant: (args.variant_layer, variant) for variant in ("head", "layer", "mlp")}
     parts: dict[str, KangarooTraining] = {}

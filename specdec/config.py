@@ -57,11 +57,11 @@ def check_policy(choice: str) -> str:
     return policy.check_policy(choice)
 
 
-def check_positive(**values: int | None) -> None:
-    """Raises ConfigError for an option below 1; None is no value."""
+def check_positive(where: str = "", /, **values: int | None) -> None:
+    """Raises ConfigError for an option below 1, called ``where`` + its name; None is no value."""
     for name, value in values.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
+            raise ConfigError(f"{where}{name} is {value}; it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

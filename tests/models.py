@@ -12,10 +12,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from drafters.adapter import random_adapter
+from drafters.adapter import Adapter, AdapterConfig, fitting_heads
 from drafters.datastore import build_datastore
-from drafters.medusa_heads import random_heads
-from drafters.tokenizers import fingerprint_of
+from drafters.fingerprint import fingerprint, known_tokenizer
+from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.model import TransformersTarget
 from specdec.target import Target
 
@@ -143,6 +143,49 @@ def greedy(family: str, prompt: tuple[int, ...], max_new_tokens: int) -> list[in
     return reference(model_of(family), prompt, max_new_tokens)
 
 
+def random_adapter(
+    target: Target, folder: Path, *, exit_layer: int = 1, variant: str = "attention", seed: int = 0, **options: Any
+) -> Adapter:
+    """Write an untrained adapter that fits ``target``: it drafts badly, and exactness must not mind."""
+    size = target.hidden_size
+    config = AdapterConfig(
+        hidden_size=size,
+        vocab_size=target.vocab_size,
+        exit_layer=exit_layer,
+        heads=fitting_heads(size, 4),
+        variant=variant,
+        intermediate_size=2 * size if variant in ("layer", "mlp") else 0,
+        target=fingerprint(target),
+        **options,
+    )
+    adapter = Adapter(config)
+    adapter.start_from(target, seed=seed)
+    adapter.save_pretrained(folder)
+    return adapter
+
+
+def random_heads(
+    target: Target, folder: Path, *, heads: int = 3, layers: int = 1, own_head: bool = False, seed: int = 0
+) -> MedusaHeads:
+    """Write heads with random weights that fit ``target``: they draft badly, and exactness must not mind."""
+    made = MedusaHeads(
+        HeadsConfig(
+            heads=heads,
+            layers=layers,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            own_head=own_head,
+            target=fingerprint(target),
+        )
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    made.save_pretrained(folder)
+    return made
+
+
 Options = Mapping[str, Any]
 
 
@@ -217,7 +260,7 @@ def _corpus(target: Target, tmp: Path) -> str:
     sources = [tmp / f"{number}.txt" for number in range(3)]
     store = build_datastore(sources, Numerals(target.vocab_size), tmp / "datastore")
     # Random tokens are of any tokenizer of this size, the target's too.
-    (store.path / "meta.json").write_text(json.dumps({**store.meta, "tokenizer": fingerprint_of(target)}))
+    (store.path / "meta.json").write_text(json.dumps({**store.meta, "tokenizer": known_tokenizer(target)}))
     return str(store.path)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specdec.engine import Engine
+from specdec.sampling import SamplingParams
 from training.data import Sample
 
-__all__ = ["EvalConfig", "Tally", "Written", "greedy_texts"]
+__all__ = ["EvalConfig", "Tally", "Written", "continued_texts"]
 
 _DEEPEST = 6  # CTAR(1) .. CTAR(6)
 
@@ -29,7 +30,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A prompt and what the target wrote after it, greedily; ``prompt`` is the length of the former."""
+    """A prompt and what the target wrote after it; ``prompt`` is the length of the former."""
 
     tokens: list[int]
     prompt: int
@@ -81,18 +82,19 @@ class Tally:
         return figures
 
 
-def greedy_texts(engine: Engine, samples: Sequence[Sample], *, count: int, prompt: int, new: int) -> list[Written]:
-    """Let the target continue ``count`` samples, evenly chosen: up to ``new`` tokens after at most ``prompt`` tokens.
+def continued_texts(
+    engine: Engine, samples: Sequence[Sample], judged: EvalConfig, sampling: SamplingParams | None = None
+) -> list[Written]:
+    """Let the target continue ``judged.prompts`` of the samples, evenly chosen; greedily, unless told otherwise.
 
     A conversation is cut before its first answer, if that comes within the prompt; plain text after ``prompt`` tokens
     or half of it.
     """
     texts: list[Written] = []
-    for sample in samples[:: max(1, len(samples) // max(count, 1))][:count]:
+    for sample in samples[:: max(1, len(samples) // max(judged.prompts, 1))][: judged.prompts]:
         first = sample.trained.index(True) if True in sample.trained else 0
-        cut = first if 4 <= first <= prompt else min(prompt, len(sample.tokens) // 2)
-        if cut < 2:
-            continue
-        written = engine.generate(sample.tokens[:cut], new).token_ids
-        texts.append(Written([*sample.tokens[:cut], *written], cut))
+        cut = first if 4 <= first <= judged.prompt else min(judged.prompt, len(sample.tokens) // 2)
+        if cut >= 2:
+            written = engine.generate(sample.tokens[:cut], judged.new, sampling).token_ids
+            texts.append(Written([*sample.tokens[:cut], *written], cut))
     return texts

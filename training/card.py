@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from specdec.errors import CheckpointError
 from specdec.files import write_text
 from training.packing import Windows
 
-__all__ = ["command_line", "identity", "model_card", "write_card"]
+__all__ = ["CardText", "command_line", "identity", "model_card", "write_card"]
 
 _PLACES = ("model", "data", "eval_data", "out", "text")  # the data's hash and the target's fingerprint say it better
 
@@ -40,42 +40,46 @@ def command_line(words: Sequence[str] | None = None) -> str:
     return shlex.join([*(["python", "-m", module] if module else [name]), *rest])
 
 
-def model_card(
-    title: str,
-    opening: str,
-    *,
-    config: Any,
-    windows: Windows,
-    lines: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, str],
-    note: str,
-    command: str | None = None,
-) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardText:
+    """What a card says of one kind of weights.
+
+    Attributes:
+        title: of the card.
+        about: the weights in a few words.
+        opening: what they are, a paragraph.
+        columns: figures of ``evaluate`` to show: key -> heading.
+        note: what the figures mean, after how they were taken.
+    """
+
+    title: str
+    about: str
+    opening: str
+    columns: Mapping[str, str]
+    note: str
+
+
+def model_card(text: CardText, config: Any, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
     """What the weights are, how they were made and how they did, in Markdown.
 
     Args:
-        title: of the card.
-        opening: what the weights are, a paragraph.
         config: the training config; its options close the card.
         windows: what was trained on.
         lines: of the log.
-        columns: figures of ``evaluate`` to show: key -> heading.
-        note: what the figures mean, after how they were taken.
-        command: what was run; None for the running program's.
     """
     judged = config.evaluation
     steps = [line for line in lines if "loss" in line]
     tokens = sum(line["tokens"] for line in steps) / max(len(steps), 1) * (steps[-1]["step"] if steps else 0)
     options = asdict(config)
-    options["data"] = [Path(source).name for source in config.data]
-    options["eval_data"] = [Path(source).name for source in config.eval_data]
+    for name in ("data", "eval_data"):
+        options[name] = [Path(source).name for source in options[name]]
     del options["out"]
-    return f"""# {title}
+    return f"""# {text.title}
 
-{opening}
+{text.opening}
 
 ```
-{command or command_line()}
+{command_line()}
 ```
 
 - Data: {", ".join(options["data"])}; {len(windows):,} windows of {windows.length} tokens, {windows.trained:,} of them \
@@ -83,9 +87,9 @@ trained tokens, hash {windows.digest}.
 - Training: about {tokens / 1e6:.1f} M tokens in {steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes, python \
 {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}.
 - Evaluation: {judged.prompts} held-out prompts of up to {judged.prompt} tokens, {judged.new} new tokens each, greedy. \
-{note}
+{text.note}
 
-{_table(lines, steps, columns)}
+{_table(lines, steps, text.columns)}
 ```yaml
 {yaml.safe_dump(options, sort_keys=False).strip()}
 ```

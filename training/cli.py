@@ -157,15 +157,16 @@ def tree_search(
     How often each head's ranks are right, and what a step of so many rows costs, are both measured.
     """
     from specdec.load import load
+    from training.acceptance import EvalConfig
     from training.tree_report import report
 
     config = resolve(RunConfig, given)
     if config.drafter not in ("none", "medusa"):
         raise ConfigError(f"drafter is {config.drafter!r}; tree-search is for medusa, whose heads are given by --heads")
+    judged = EvalConfig(prompts=texts, prompt=prompt, new=config.max_new_tokens)
     report(
-        load(config), heads, data or ["stdlib"], out, texts=texts, prompt=prompt, new=config.max_new_tokens,
-        sampling=config.sampling, most=max_nodes, nodes=nodes, chart=chart,
-    )  # fmt: skip
+        load(config), heads, data or ["stdlib"], out, judged, config.sampling, most=max_nodes, nodes=nodes, chart=chart
+    )
 
 
 def coloured(tokens: list[int], trained: list[bool], tokenizer: Any) -> Text:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from drafters.adapter import Adapter, AdapterConfig, load_strictly
+from drafters.adapter import Adapter, AdapterConfig
 from drafters.fingerprint import fingerprint
-from drafters.kangaroo import check_fit
+from drafters.kangaroo import check_adapter
+from drafters.weights import load_strictly, load_tensors, read_config, reading
 from specdec.errors import CheckpointError
 from specdec.target import Target
 
@@ -40,9 +36,11 @@ def convert(source: str | Path, out: str | Path, *, exit_layer: int, target: Tar
         CheckpointError: a file is missing or broken, has tensors that do not belong, or does not fit the target.
     """
     source = Path(source)
-    tensors = _renamed(_load(source), source)
-    try:
-        values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    remedy = "give the folder that holds config.json, a Llama's, and pytorch_model.bin"
+    with reading("official Kangaroo checkpoint", source, remedy):
+        safe = source / "model.safetensors"
+        tensors = load_tensors(safe if safe.exists() else source / "pytorch_model.bin")
+        values = read_config(source)
         config = AdapterConfig(
             hidden_size=int(values["hidden_size"]),
             vocab_size=int(values["vocab_size"]),
@@ -52,34 +50,15 @@ def convert(source: str | Path, out: str | Path, *, exit_layer: int, target: Tar
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             target="" if target is None else fingerprint(target),
         )
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{str(source / 'config.json')!r} is no Llama config of an adapter: {type(error).__name__}: {error}"
-        ) from error
     adapter = Adapter(config)
-    load_strictly(adapter, tensors, source)
+    load_strictly(adapter, _renamed(tensors, source), source, "an official adapter")
     if target is not None:
-        check_fit(config, target)
+        check_adapter(config, target)
     adapter.save_pretrained(out)
     return adapter
 
 
-def _load(source: Path) -> dict[str, Any]:
-    pickled, safe = source / "pytorch_model.bin", source / "model.safetensors"
-    try:
-        if safe.exists():
-            return dict(load_file(safe))
-        # weights_only: a pickle of anything but tensors is refused, not run.
-        return dict(torch.load(pickled, map_location="cpu", weights_only=True))
-    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"no official Kangaroo checkpoint in {str(source)!r}: {reason}; give the folder that holds config.json and "
-            "pytorch_model.bin"
-        ) from error
-
-
-def _renamed(tensors: dict[str, Any], source: Path) -> dict[str, torch.Tensor]:
+def _renamed(tensors: dict[str, torch.Tensor], source: Path) -> dict[str, torch.Tensor]:
     """Our names for the official ones, which carry ``module.`` where they were saved from several GPUs."""
     renamed: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,10 @@ from drafters.fingerprint import fingerprint
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from training.acceptance import Tally, Written
-from training.card import model_card
+from training.card import CardText
 from training.config import TrainConfig
 from training.features import FrozenTarget
-from training.packing import Batch, Windows
+from training.packing import Batch
 from training.run import parameters_of, run_training
 
 __all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
@@ -128,6 +127,22 @@ class KangarooTraining:
     def save(self, folder: Path) -> None:
         self.adapter.save_pretrained(folder, dtype=self._dtype)
 
+    def card(self) -> CardText:
+        own, size = self.adapter.config, f"{parameters_of(self.adapter):,} parameters"
+        head = "the target's own head" if self.adapter.head is None else "a head of its own"
+        columns = {"tokens_per_step": "tokens per step", "overlap": "overlap"}
+        columns |= {f"accepted_{place}": f"draft {place} accepted" for place in range(1, own.gamma + 1)}
+        columns |= {f"ctar_{w}": f"CTAR({w})" for w in range(1, 7)}
+        return CardText(
+            title="Kangaroo adapter",
+            about=f"adapter of {size} behind layer {own.exit_layer}",
+            opening=f"Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant "
+            f"`{own.variant}`, {size}, {head} on top. It was trained from nothing; the target stays as it was.",
+            columns=columns,
+            note=f"Eta {own.eta:g}, gamma {own.gamma}, branch {own.branch}. Tokens per step count the bonus token; "
+            "overlap is the mean of sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more.",
+        )
+
 
 def soft_loss(guess: torch.Tensor, wanted: torch.Tensor, *, labels: str = "soft", top_k: int = 0) -> torch.Tensor:
     """Cross-entropy of logits ``guess`` [N, V] against those of the target, ``wanted`` [N, V]; nats, summed over N."""
@@ -152,60 +167,25 @@ def new_adapter(config: NewAdapter, target: TransformersTarget, *, seed: int = 0
             f"[1, {target.num_layers - 1}]"
         )
     size, own = target.hidden_size, target.config
-    with_mlp = config.variant in ("layer", "mlp")
     inner = config.intermediate_size or int(getattr(own, "intermediate_size", 4 * size))
-    adapter = Adapter(
-        AdapterConfig(
-            hidden_size=size,
-            vocab_size=target.vocab_size,
-            exit_layer=config.exit_layer,
-            heads=config.heads or fitting_heads(size, int(own.num_attention_heads)),
-            variant=config.variant,
-            intermediate_size=inner if with_mlp else 0,
-            norm_eps=float(getattr(own, "rms_norm_eps", 1e-6)),
-            eta=config.eta,
-            gamma=config.gamma,
-            branch=config.branch,
-            target=fingerprint(target),
-        )
-    )
+    options = {
+        **asdict(config),
+        "heads": config.heads or fitting_heads(size, int(own.num_attention_heads)),
+        "intermediate_size": inner if config.variant in ("layer", "mlp") else 0,
+        "norm_eps": float(getattr(own, "rms_norm_eps", 1e-6)),
+        "target": fingerprint(target),
+    }
+    adapter = Adapter(AdapterConfig(hidden_size=size, vocab_size=target.vocab_size, **options))
     adapter.start_from(target, seed=seed)
     return adapter
 
 
 def run(config: Config) -> dict[str, float]:
     """Train an adapter; see :func:`training.run.run_training`."""
-
-    def trainable(adapter: Adapter, target: TransformersTarget, texts: Sequence[Written]) -> KangarooTraining:
-        options = {"labels": config.labels, "top_k": config.top_k, "save_dtype": config.save_dtype}
-        return KangarooTraining(adapter, target, texts, **options)
-
+    options = {"labels": config.labels, "top_k": config.top_k, "save_dtype": config.save_dtype}
     return run_training(
         config,
-        "kangaroo",
-        "adapter",
+        "kangaroo.adapter",
         make=lambda target: new_adapter(config.adapter, target, seed=config.loop.seed),
-        trainable=trainable,
-        about=lambda made: f"adapter of {parameters_of(made):,} parameters behind layer {made.config.exit_layer}",
-        card=card,
-    )
-
-
-def card(config: Config, adapter: Adapter, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
-    """What the adapter is, how it was made and how it did, in Markdown."""
-    own, head = adapter.config, "the target's own head" if adapter.head is None else "a head of its own"
-    opening = (
-        f"Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant `{own.variant}`, "
-        f"{parameters_of(adapter):,} parameters, "
-        f"{head} on top. Its weights are trained from nothing; the target stays as it was."
-    )
-    columns = {"tokens_per_step": "tokens per step", "overlap": "overlap"}
-    columns |= {f"accepted_{place}": f"draft {place} accepted" for place in range(1, own.gamma + 1)}
-    columns |= {f"ctar_{w}": f"CTAR({w})" for w in range(1, 7)}
-    note = (
-        f"Eta {own.eta:g}, gamma {own.gamma}, branch {own.branch}. Tokens per step count the bonus token; overlap is "
-        "the mean of sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more."
-    )
-    return model_card(
-        "Kangaroo adapter", opening, config=config, windows=windows, lines=lines, columns=columns, note=note
+        trainable=lambda adapter, target, texts: KangarooTraining(adapter, target, texts, **options),
     )

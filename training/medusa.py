@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from drafters.fingerprint import fingerprint
-from drafters.medusa import Node, check_fit, check_tree, nodes_of, paths_of
+from drafters.medusa import Node, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from drafters.weights import check_fit
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from training.acceptance import Written
-from training.card import model_card
+from training.card import CardText
 from training.config import TrainConfig
 from training.features import FrozenTarget
-from training.packing import Batch, Windows
+from training.packing import Batch
 from training.run import parameters_of, run_training
 
 __all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
@@ -141,6 +141,19 @@ class MedusaTraining:
     def save(self, folder: Path) -> None:
         self.heads.save_pretrained(folder)
 
+    def card(self) -> CardText:
+        own, size = self.heads.config, f"{parameters_of(self.heads):,} parameters"
+        matrix = "each with a matrix of its own" if own.own_head else "sharing the target's own matrix"
+        figures = {f"head_{n}_rank_{rank}": f"{n}.{rank}" for n in range(1, own.heads + 1) for rank in range(_RANKS)}
+        return CardText(
+            title="Medusa heads",
+            about=f"{own.heads} heads of {size} in all",
+            opening=f"{own.heads} heads for `{own.target}`, {matrix}: {size}. The target stays as it was.",
+            columns={"tokens_per_step": "tokens per step", **figures},
+            note="Tokens per step, with the tree below, count the bonus token; `k.r` is how often the token k + 1 "
+            "places on had rank r with head k.",
+        )
+
     def _logits(self, guess: torch.Tensor) -> torch.Tensor:
         return guess if self.heads.config.own_head else self.frozen.head(guess)
 
@@ -186,14 +199,8 @@ def roots_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Writte
 
 def new_heads(config: NewHeads, target: TransformersTarget) -> MedusaHeads:
     """Untrained heads for a target; each repeats its next token."""
-    heads = MedusaHeads(
-        HeadsConfig(
-            **asdict(config),
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            target=fingerprint(target),
-        )
-    )
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    heads = MedusaHeads(HeadsConfig(**asdict(config), **sizes, target=fingerprint(target)))
     heads.start_from(target)
     return heads
 
@@ -207,7 +214,7 @@ def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
     """
     assert config.start is not None
     heads = MedusaHeads.from_pretrained(config.start)
-    check_fit(heads.config, target, check_target=False)
+    check_fit(heads.config, target, "medusa", check_target=False)
     check_tree(config.paths, heads=heads.config.heads, ranks=target.vocab_size)
     heads.config = replace(heads.config, target=fingerprint(target))
     return heads.float()
@@ -217,29 +224,9 @@ def run(config: Config) -> dict[str, float]:
     """Train heads; see :func:`training.run.run_training`."""
     return run_training(
         config,
-        "medusa",
-        "heads",
+        "medusa.heads",
         make=lambda target: new_heads(config.heads, target) if config.start is None else started_heads(config, target),
         trainable=lambda heads, target, texts: MedusaTraining(
             heads, target, texts, tree=config.paths, labels=config.labels, decay=config.decay
         ),
-        about=lambda heads: f"{heads.config.heads} heads of {parameters_of(heads):,} parameters in all",
-        card=card,
     )
-
-
-def card(config: Config, heads: MedusaHeads, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
-    """What the heads are, how they were made and how they did, in Markdown."""
-    own = heads.config
-    matrix = "each with a matrix of its own" if own.own_head else "sharing the target's own matrix"
-    opening = (
-        f"{own.heads} heads for `{own.target}`, {matrix}: {parameters_of(heads):,} parameters. "
-        "The target stays as it was."
-    )
-    columns = {"tokens_per_step": "tokens per step"}
-    columns |= {f"head_{n}_rank_{rank}": f"{n}.{rank}" for n in range(1, own.heads + 1) for rank in range(_RANKS)}
-    note = (
-        "Tokens per step, with the tree below, count the bonus token; `k.r` is how often the token k + 1 places on had "
-        "rank r with head k."
-    )
-    return model_card("Medusa heads", opening, config=config, windows=windows, lines=lines, columns=columns, note=note)

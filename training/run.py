@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from specdec.engine import Engine
 from specdec.model import TransformersTarget
 from specdec.text import load_tokenizer
-from training.acceptance import Written, greedy_texts
-from training.card import identity, write_card
+from training.acceptance import Written, continued_texts
+from training.card import CardText, identity, model_card, write_card
 from training.config import TrainConfig
 from training.data import load_samples
 from training.log import read_log
 from training.loop import Trainable, new_accelerator, train
-from training.packing import Windows, pack
+from training.packing import pack
 
 __all__ = ["parameters_of", "run_training"]
 
@@ -28,25 +28,26 @@ def parameters_of(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+class Trained(Trainable, Protocol):
+    """A trainable that can tell of itself."""
+
+    def card(self) -> CardText:
+        """What its card says."""
+
+
 def run_training(
     config: TrainConfig,
-    drafter: str,
-    part: str,
-    *,
+    option: str,
     make: Callable[[TransformersTarget], Any],
-    trainable: Callable[[Any, TransformersTarget, Sequence[Written]], Trainable],
-    about: Callable[[Any], str],
-    card: Callable[[Any, Any, Windows, Sequence[Mapping[str, Any]]], str],
+    trainable: Callable[[Any, TransformersTarget, Sequence[Written]], Trained],
 ) -> dict[str, float]:
     """Train as a config says; returns the best checkpoint's evaluation.
 
     Args:
         config: the run's.
-        drafter, part: what the weights are for: the drafter's name, and its option that takes their folder.
+        option: the drafter's option that takes the weights' folder, such as ``medusa.heads``.
         make: the module to train, for a target; it has a dataclass ``config``.
         trainable: module, target and the texts that it is judged by, as the loop takes them.
-        about: the module in a few words.
-        card: config, module, windows and the log's lines as Markdown.
 
     Raises:
         SpecdecError: whatever is wrong with config, data, model or disk; see the parts.
@@ -62,18 +63,19 @@ def run_training(
         config.data, config.eval_data, config.text, tokenizer, say, vocab_size=target.vocab_size
     )
     windows = pack(learnt, config.text.length)
+    part = trainable(module, target, continued_texts(Engine(target), held, config.evaluation))
+    text = part.card()
     say(
         f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
-        f"{windows.trained} trained; {about(module)}"
+        f"{windows.trained} trained; {text.about}"
     )
-    judged = config.evaluation
-    texts = greedy_texts(Engine(target), held, count=judged.prompts, prompt=judged.prompt, new=judged.new)
-    out, what = Path(config.out), identity(config, {part: asdict(module.config)})
-    best = train(trainable(module, target, texts), windows, config.loop, accelerator, out, run=what)
+    drafter, _, weights = option.partition(".")
+    out, what = Path(config.out), identity(config, {weights: asdict(module.config)})
+    best = train(part, windows, config.loop, accelerator, out, run=what)
     if accelerator.is_main_process:
-        write_card(out / "best", card(config, module, windows, read_log(out / "log.jsonl")))
+        write_card(out / "best", model_card(text, config, windows, read_log(out / "log.jsonl")))
         say(
             f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
-            f"--drafter {drafter} --set {drafter}.{part}={config.out}/best"
+            f"--drafter {drafter} --set {option}={config.out}/best"
         )
     return best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from drafters.medusa import Medusa, MedusaConfig, check_fit, embedded_heads
+from drafters.medusa import Medusa, MedusaConfig, embedded_heads
 from drafters.medusa_heads import MedusaHeads
+from drafters.weights import check_fit
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, pip_line
 from specdec.files import write_text
 from specdec.sampling import SamplingParams
-from training.acceptance import Written, greedy_texts
-from training.data import Sample, Skips, TextConfig, read_samples
+from training.acceptance import EvalConfig, continued_texts
+from training.data import Skips, TextConfig, read_samples
 from training.log import draw_curves
 from training.tree_search import Size, Speed, decode, search
 
@@ -29,11 +31,9 @@ def report(
     folder: str | None,
     data: Sequence[str],
     out: Path,
-    *,
-    texts: int,
-    prompt: int,
-    new: int,
+    judged: EvalConfig,
     sampling: SamplingParams,
+    *,
     most: int,
     nodes: int | None,
     chart: Path | None,
@@ -43,7 +43,8 @@ def report(
     Args:
         folder: the heads; None is those of the embedded model.
         data: texts as for training; those that training holds out are decoded, the others calibrate.
-        texts, prompt, new: how many texts of each side the target continues, after how many tokens, by how many.
+        judged: how many texts of each side the target continues, after how many tokens, by how many.
+        most, nodes: see :func:`training.tree_search.search`.
         chart: where to draw speed over nodes.
 
     Raises:
@@ -51,20 +52,20 @@ def report(
     """
     console = Console()
     heads = MedusaHeads.from_pretrained(folder or embedded_heads())
-    check_fit(heads.config, engine.target)
+    check_fit(heads.config, engine.target, "medusa")
     heads.to(engine.target.head_device, engine.target.dtype)
     samples = list(read_samples(data, engine.tokenizer, TextConfig(), Skips()))
     learnt, held = ([s for s in samples if s.held_out is side] for side in (False, True))
     if not learnt or not held:
         raise ConfigError(f"{', '.join(data)}: {len(learnt)} texts to calibrate, {len(held)} held out; give more text")
     quick = engine.with_drafter("suffix_automaton")
-    calibration = _continued(quick, learnt, texts, prompt, new, sampling)
+    calibration = continued_texts(quick, learnt, judged, sampling)
     tree, sizes, chosen = search(heads, engine, calibration, most=most, nodes=nodes)
     console.print(_table(sizes, chosen))
 
     drafter = Medusa(MedusaConfig(tree=tree), heads)
-    prompts = [t.tokens[: t.prompt] for t in _continued(engine, held, texts, prompt, 1, sampling)]
-    measured = decode(engine, {"none": "none", "medusa": drafter}, prompts, new, sampling)
+    prompts = [text.tokens[: text.prompt] for text in continued_texts(quick, held, replace(judged, new=1))]
+    measured = decode(engine, {"none": "none", "medusa": drafter}, prompts, judged.new, sampling)
     plain, found = measured["none"], measured["medusa"]
     lines = [
         f"{chosen.nodes} nodes, {max(map(len, tree))} deep: {chosen.tokens:.3f} tokens per step expected, "
@@ -86,13 +87,6 @@ def report(
         console.print(f"no plot: matplotlib is not installed; {pip_line('bench')}", markup=False)
     console.print(f"wrote {out}; to use it: --drafter medusa --set medusa.tree={out}", soft_wrap=True)
     return found
-
-
-def _continued(
-    engine: Engine, samples: Sequence[Sample], count: int, prompt: int, new: int, sampling: SamplingParams
-) -> list[Written]:
-    begun = [text.tokens[: text.prompt] for text in greedy_texts(engine, samples, count=count, prompt=prompt, new=1)]
-    return [Written([*tokens, *engine.generate(tokens, new, sampling).token_ids], len(tokens)) for tokens in begun]
 
 
 def _table(sizes: Sequence[Size], chosen: Size) -> Table:

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import heapq
 import statistics
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+
+import numpy as np
 
 from drafters.medusa import Medusa, MedusaConfig, nodes_of
 from drafters.medusa_heads import MedusaHeads
 from specdec.drafter import Drafter
 from specdec.engine import Decoding, Engine
 from specdec.errors import ConfigError
+from specdec.results import Statistics
 from specdec.sampling import SamplingParams
 from training.acceptance import Written
 from training.medusa import MedusaTraining, roots_of
@@ -151,14 +153,11 @@ def expected(judged: Sequence[Judged], tree: Sequence[RankPath], seconds: Mappin
     Args:
         seconds: of a step, by nodes, at some sizes; between them lines are drawn.
     """
-    known, nodes, sizes = sorted(seconds), nodes_of(tree), list[Size]()
+    known, nodes, sizes = sorted(seconds.items()), nodes_of(tree), list[Size]()
     tokens = sum(len(own.text.tokens) - own.text.prompt for own in judged)
     for size in range(1, len(tree) + 1):
         steps = sum(len(roots_of(own.ranks, nodes[:size], own.text)) for own in judged)
-        after = known[min(bisect_left(known, size), len(known) - 1)]
-        before = known[max(bisect_left(known, size) - 1, 0)] if after > size else after
-        share = (size - before) / (after - before) if after > before else 0.0
-        sizes.append(Size(size, tokens / steps, seconds[before] + share * (seconds[after] - seconds[before])))
+        sizes.append(Size(size, tokens / steps, float(np.interp(size, *zip(*known, strict=True)))))
     return sizes
 
 
@@ -239,17 +238,14 @@ def decode(
 ) -> dict[str, Speed]:
     """Decode prompts under each drafter in turn; speeds are of the medians over repeats."""
     engines = {name: engine.with_drafter(drafter, policy="off") for name, drafter in drafters.items()}
-    times: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in engines}
-    counts: dict[str, list[tuple[int, int]]] = {}
+    runs: dict[str, list[list[Statistics]]] = {name: [[] for _ in prompts] for name in engines}
     for _ in range(repeats):
         for place, prompt in enumerate(prompts):
             for name, own in engines.items():
-                stats = own.generate(prompt, new, sampling).stats
-                times[name][place].append(stats.seconds.decode)
-                counts.setdefault(name, []).append((stats.new_tokens, stats.steps))
+                runs[name][place].append(own.generate(prompt, new, sampling).stats)
     found = {}
-    for name, pairs in counts.items():
-        tokens, steps = sum(t for t, _ in pairs), sum(s for _, s in pairs)
-        seconds = sum(statistics.median(own) for own in times[name])
-        found[name] = Speed(tokens / steps, tokens / repeats / seconds)
+    for name, stats in runs.items():
+        tokens, steps = sum(own[0].new_tokens for own in stats), sum(own[0].steps for own in stats)
+        seconds = sum(statistics.median(run.seconds.decode for run in own) for own in stats)
+        found[name] = Speed(tokens / steps, tokens / seconds)
     return found

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from drafters.jacobi import guesses_for
 from specdec import Draft, Engine
+from specdec.cost import CostCurve, roofline
 from specdec.registry import make_drafter
 from tests.fakes import Reciter, Spy
 
@@ -34,3 +36,24 @@ def test_a_draft_by_hand() -> None:
     text = [50, 51, *(position // 3 % 10 for position in range(2, 22))]
     assert list(drafts[1].tokens) == text[2:7]
     assert list(drafts[1].parents) == [-1, 0, 1, 2, 3]
+
+
+def test_guesses_follow_from_what_rows_cost() -> None:
+    """A second guess brings a hundredth of a token: it is made only where its row costs less."""
+
+    def curve(*seconds: float) -> CostCurve:
+        return CostCurve(machine={}, rows=[1, 2, 3, 5], lengths=[1], seconds=[seconds])
+
+    for dear in (curve(1, 1.04, 1.15, 1.45), curve(1, 2, 2.1, 2.2), roofline("cpu")):
+        assert guesses_for(dear, 256) == 1
+    for free in (curve(1, 1, 1, 1), curve(1, 2, 2, 2), roofline("cuda")):
+        assert guesses_for(free, 256) == 4
+    assert guesses_for(curve(1, 1, 1, 2), 256) == 2
+
+
+@pytest.mark.parametrize(("seconds", "rows"), [((1.0, 2.0), 2), ((1.0, 1.0), 5)])
+def test_the_engines_curve_decides(seconds: tuple[float, float], rows: int) -> None:
+    drafts: list[Draft] = []
+    target, costs = Reciter(by_position), CostCurve(machine={}, rows=[1, 20], lengths=[1], seconds=[seconds])
+    Engine(target, None, Spy(make_drafter("jacobi", target), drafts.append), costs=costs).generate([50, 51], 20)
+    assert len(drafts[0]) == rows

@@ -12,13 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafters.adapter import (
-    VARIANTS,
-    Adapter,
-    AdapterConfig,
-    fitting_heads,
-    random_adapter,
-)
+from drafters.adapter import VARIANTS, Adapter, AdapterConfig, fitting_heads
 from drafters.adapter_step import AdapterCache, AdapterStep
 from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig, KangarooSession
@@ -28,7 +22,7 @@ from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
 from specdec.sampling import Noise
-from tests.models import new_model, prompt_of
+from tests.models import new_model, prompt_of, random_adapter
 
 LAYER = 1
 PROMPT = """class Stack:

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 
 from drafters import medusa
 from drafters.medusa import Medusa, MedusaConfig, check_tree, nodes_of, preset
-from drafters.medusa_heads import HeadsConfig, MedusaHeads, random_heads
+from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec import Engine, SamplingParams
 from specdec.draft import Draft
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
 from tests.fakes import Spy
-from tests.models import prompt_of
+from tests.models import prompt_of, random_heads
 from training.acceptance import Written
 from training.data import Sample
 from training.medusa import Config, MedusaTraining, NewHeads, ahead, new_heads, started_heads
