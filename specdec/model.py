@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from specdec.draft import Entry
 from specdec.errors import ConfigError, TargetError, first_line
 from specdec.files import cache_folder
 from specdec.machine import processor
+from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.native.library import compiler, library
 from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
 from specdec.runners import EXECUTIONS
@@ -98,7 +100,7 @@ class TransformersTarget:
         tokens = tokens_for(min(self.vocab_size, embedding.weight.shape[0]))
         expected = own_logits(model, self, tokens)
         try:
-            self.specs = self._read_specs(maker, tokens[0])
+            self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             self._reference = Reference(expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
@@ -259,6 +261,28 @@ class TransformersTarget:
             self.runner = former
         return specs
 
+    def _with_windows(self, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:
+        """Specs with the windows that the masks of the model's own forward have, whatever its attention was told."""
+        ids = torch.tensor([[token]], device=self.device)
+        with self._lent.to(MASKS), torch.inference_mode():
+            masks = layer_masks(
+                self.layers, partial(self.model, ids, attention_mask=ids.new_ones(1, 1), use_cache=False)
+            )
+        windows: dict[Any, int | None] = {}
+        found = []
+        for spec, sees in zip(specs, masks, strict=True):
+            if sees is None:
+                limits = [] if spec.window is not None else named_limits(self.config)
+                if limits:
+                    raise TargetError(
+                        f"{self.name} makes its masks itself, and its config says {', '.join(limits)}: specdec cannot "
+                        "see how far its attention reaches, so it is refused rather than decoded wrongly"
+                    )
+            elif sees not in windows:
+                windows[sees] = window_of(sees, self.context_length)
+            found.append(spec if sees is None else replace(spec, window=windows[sees]))
+        return found
+
     def _has_shadow(self) -> bool:
         """Whether the model can be run in float32, a layer at a time."""
         weights = list(self.model.parameters())
@@ -297,6 +321,7 @@ class _Lent:
     def __init__(self, model: PreTrainedModel) -> None:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, note_layer)
+        register_masks()
         self._model, self._lock, self._holders = model, threading.Lock(), 0
         self._former: list[tuple[Any, Any]] = []
 

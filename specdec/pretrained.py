@@ -26,6 +26,7 @@ __all__ = [
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
+_CHOOSING = ("index_topk", "index_topk_blocks", "keep_window_size")  # of attention over so many keys, chosen by scores
 _HUB_ID = re.compile(r"(?![.~])[\w.-]+(/[\w.-]+)?")
 _NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
@@ -104,13 +105,19 @@ def load_model(
 
 
 def refuse_unfit(name: str, config: Any) -> None:
-    """Raises TargetError for models whose state is not a list of keys and values per token."""
+    """Raises TargetError for models whose state is not a list of keys and values per token, all or the last seen."""
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     recurrent = [key for key in _RECURRENT if hasattr(config, key)]
     if odd or recurrent:
         raise TargetError(
             f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); recurrent and chunked "
             "layers keep no keys per token. Use a decoder with full or sliding-window attention"
+        )
+    longest = context_length_of(config)
+    chosen = [f"{key}={limit}" for key in _CHOOSING if 0 < (limit := getattr(config, key, None) or 0) < longest]
+    if chosen:
+        raise TargetError(
+            f"{name} attends to the keys that score best ({', '.join(chosen)}), which specdec does not compute"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise TargetError(f"{name} is an encoder-decoder; specdec drives decoder-only models")
