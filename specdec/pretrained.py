@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ __all__ = [
     "load_model",
     "model_source",
     "refuse_unfit",
+    "rope_depends_on_length",
+    "rope_kinds",
 ]
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -137,12 +140,24 @@ def decoder_parts(name: str, model: PreTrainedModel) -> tuple[nn.Module, nn.Modu
     return decoder, layers, norm
 
 
+def rope_kinds(config: Any) -> list[Mapping[str, Any]]:
+    """The rope parameters of each kind of attention; one entry where all layers share them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [values for values in rope.values() if isinstance(values, Mapping)]
+    return nested or [rope]
+
+
+def rope_depends_on_length(rope: Mapping[str, Any]) -> bool:
+    """Whether frequencies change with the length of the text."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    return "dynamic" in kind or kind == "longrope"
+
+
 def context_length_of(config: Any) -> int:
     """Longest text in tokens. Where rotary frequencies depend on the length, the length up to which they do not."""
     longest = int(getattr(config, "max_position_embeddings", 1 << 20))
-    rope = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("rope_type") in ("dynamic", "longrope")
-    return int(rope.get("original_max_position_embeddings") or longest) if scaled else longest
+    changing = [rope for rope in rope_kinds(config) if rope_depends_on_length(rope)]
+    return min([longest, *(int(rope.get("original_max_position_embeddings") or longest) for rope in changing)])
 
 
 def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
