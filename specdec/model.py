@@ -11,7 +11,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,8 @@ class TransformersTarget:
     A model that is not owned is never changed; ``fused`` and ``native`` hold copies of its linears' weights beside it.
     Runners other than ``transformers`` have read the model once: weights, modules or hooks that are changed later are
     not followed, so the next generation refuses to start (TargetError). While ``active``, a runner that calls the
-    model's own modules lends them specdec's attention function through their config, and takes it back afterwards.
+    model's own modules lends them specdec's attention function through their config, and eval mode. Both are taken back
+    afterwards, module by module, so a model that is being trained is in training mode between generations.
 
     Raises:
         ConfigError: an unknown choice, or a runner that was named cannot run this model.
@@ -74,7 +75,6 @@ class TransformersTarget:
     ) -> None:
         self.backend = check_backend(attention)
         check_execution(execution)
-        model.train(False)
         self.model = model
         self.name = type(model).__name__
         self.config = config = model.config.get_text_config()
@@ -98,7 +98,8 @@ class TransformersTarget:
         maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
         self.runner: LayerRunner = maker.make("transformers")
         tokens = tokens_for(min(self.vocab_size, embedding.weight.shape[0]))
-        expected = own_logits(model, self, tokens)
+        with self._lent.to(None):
+            expected = own_logits(model, self, tokens)
         try:
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             self._reference = Reference(expected, self, self.specs, tokens)
@@ -146,7 +147,7 @@ class TransformersTarget:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._lent.to(_ATTENTION if self.runner.borrows else None), torch.inference_mode():
+        with self._lent.to(_ATTENTION) if self.runner.borrows else nullcontext(), torch.inference_mode():
             yield
 
     def forward(
@@ -313,7 +314,7 @@ class TransformersTarget:
 
 
 class _Lent:
-    """The attention function that a model's modules are lent; counted, as several threads may hold it at once.
+    """What a model's modules are lent: an attention function, and eval mode. Counted, as several threads may hold it.
 
     Modules look their function up in their own config object, a layer's may be a sub-config.
     """
@@ -324,19 +325,21 @@ class _Lent:
         register_masks()
         self._model, self._lock, self._holders = model, threading.Lock(), 0
         self._former: list[tuple[Any, Any]] = []
+        self._training: list[Any] = []
 
     @contextmanager
     def to(self, attention: str | None) -> Iterator[None]:
-        """While inside, attention modules call this function; with the last holder's end the model is as it was."""
-        if attention is None:
-            yield
-            return
+        """While inside, attention modules call this function (None: their own), and dropout is off.
+
+        With the last holder's end the model is as it was.
+        """
         with self._lock:
             if not self._holders:
-                configs = {id(c): c for m in self._model.modules() if (c := getattr(m, "config", None)) is not None}
+                modules: list[Any] = list(self._model.modules())
+                self._training = [module for module in modules if module.training]
+                configs = {id(c): c for m in modules if attention and (c := getattr(m, "config", None)) is not None}
                 self._former = [(config, config._attn_implementation) for config in configs.values()]
-                for config, _ in self._former:
-                    config._attn_implementation = attention
+                self._set(False, [(config, attention) for config, _ in self._former])
             self._holders += 1
         try:
             yield
@@ -344,8 +347,13 @@ class _Lent:
             with self._lock:
                 self._holders -= 1
                 if not self._holders:
-                    for config, implementation in self._former:
-                        config._attn_implementation = implementation
+                    self._set(True, self._former)
+
+    def _set(self, training: bool, implementations: Sequence[tuple[Any, Any]]) -> None:
+        for module in self._training:
+            module.training = training  # not train(), which goes on to the children, whose mode may be another
+        for config, implementation in implementations:
+            config._attn_implementation = implementation
 
 
 def time_runners(path: str | Path, **options: Any) -> dict[str, dict[str, float] | str]:
