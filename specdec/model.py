@@ -11,7 +11,8 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from specdec.draft import Entry
 from specdec.errors import ConfigError, TargetError, first_line
 from specdec.files import cache_folder
 from specdec.machine import processor
+from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.native.library import compiler, library
 from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
 from specdec.runners import EXECUTIONS
@@ -59,7 +61,8 @@ class TransformersTarget:
     A model that is not owned is never changed; ``fused`` and ``native`` hold copies of its linears' weights beside it.
     Runners other than ``transformers`` have read the model once: weights, modules or hooks that are changed later are
     not followed, so the next generation refuses to start (TargetError). While ``active``, a runner that calls the
-    model's own modules lends them specdec's attention function through their config, and takes it back afterwards.
+    model's own modules lends them specdec's attention function through their config, and eval mode. Both are taken back
+    afterwards, module by module, so a model that is being trained is in training mode between generations.
 
     Raises:
         ConfigError: an unknown choice, or a runner that was named cannot run this model.
@@ -78,7 +81,6 @@ class TransformersTarget:
     ) -> None:
         self.backend = check_backend(attention)
         check_execution(execution)
-        model.train(False)
         self.model = model
         self.name = type(model).__name__
         self.config = config = model.config.get_text_config()
@@ -101,10 +103,11 @@ class TransformersTarget:
         maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
         self.runner: LayerRunner = maker.make("transformers")
         tokens = tokens_for(embedding.num_embeddings)
-        expected = own_logits(model, self, tokens)
+        with self._lent.to(None):
+            expected = own_logits(model, self, tokens)
         self.vocab_size = int(expected.shape[-1])
         try:
-            self.specs = self._read_specs(maker, tokens[0])
+            self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             self._reference = Reference(expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
@@ -150,7 +153,7 @@ class TransformersTarget:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._lent.to(_ATTENTION if self.runner.borrows else None), torch.inference_mode():
+        with self._lent.to(_ATTENTION) if self.runner.borrows else nullcontext(), torch.inference_mode():
             yield
 
     def forward(
@@ -262,6 +265,28 @@ class TransformersTarget:
             self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
         return specs
 
+    def _with_windows(self, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:
+        """Specs with the windows that the masks of the model's own forward have, whatever its attention was told."""
+        ids = torch.tensor([[token]], device=self.device)
+        with self._lent.to(MASKS), torch.inference_mode():
+            masks = layer_masks(
+                self.layers, partial(self.model, ids, attention_mask=ids.new_ones(1, 1), use_cache=False)
+            )
+        windows: dict[Any, int | None] = {}
+        found = []
+        for spec, sees in zip(specs, masks, strict=True):
+            if sees is None:
+                limits = [] if spec.window is not None else named_limits(self.config)
+                if limits:
+                    raise TargetError(
+                        f"{self.name} makes its masks itself, and its config says {', '.join(limits)}: specdec cannot "
+                        "see how far its attention reaches, so it is refused rather than decoded wrongly"
+                    )
+            elif sees not in windows:
+                windows[sees] = window_of(sees, self.context_length)
+            found.append(spec if sees is None else replace(spec, window=windows[sees]))
+        return found
+
     def _has_shadow(self) -> bool:
         """Whether the model can be run in float32, a layer at a time."""
         weights = list(self.model.parameters())
@@ -305,7 +330,7 @@ def _timed(curve: CostCurve) -> list[float]:
 
 
 class _Lent:
-    """The attention function that a model's modules are lent; counted, as several threads may hold it at once.
+    """What a model's modules are lent: an attention function, and eval mode. Counted, as several threads may hold it.
 
     Modules look their function up in their own config object, a layer's may be a sub-config.
     """
@@ -313,21 +338,24 @@ class _Lent:
     def __init__(self, model: PreTrainedModel) -> None:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, note_layer)
+        register_masks()
         self._model, self._lock, self._holders = model, threading.Lock(), 0
         self._former: list[tuple[Any, Any]] = []
+        self._training: list[Any] = []
 
     @contextmanager
     def to(self, attention: str | None) -> Iterator[None]:
-        """While inside, attention modules call this function; with the last holder's end the model is as it was."""
-        if attention is None:
-            yield
-            return
+        """While inside, attention modules call this function (None: their own), and dropout is off.
+
+        With the last holder's end the model is as it was.
+        """
         with self._lock:
             if not self._holders:
-                configs = {id(c): c for m in self._model.modules() if (c := getattr(m, "config", None)) is not None}
+                modules: list[Any] = list(self._model.modules())
+                self._training = [module for module in modules if module.training]
+                configs = {id(c): c for m in modules if attention and (c := getattr(m, "config", None)) is not None}
                 self._former = [(config, config._attn_implementation) for config in configs.values()]
-                for config, _ in self._former:
-                    config._attn_implementation = attention
+                self._set(False, [(config, attention) for config, _ in self._former])
             self._holders += 1
         try:
             yield
@@ -335,8 +363,13 @@ class _Lent:
             with self._lock:
                 self._holders -= 1
                 if not self._holders:
-                    for config, implementation in self._former:
-                        config._attn_implementation = implementation
+                    self._set(True, self._former)
+
+    def _set(self, training: bool, implementations: Sequence[tuple[Any, Any]]) -> None:
+        for module in self._training:
+            module.training = training  # not train(), which goes on to the children, whose mode may be another
+        for config, implementation in implementations:
+            config._attn_implementation = implementation
 
 
 def time_runners(path: str | Path, **options: Any) -> dict[str, dict[str, float] | str]:

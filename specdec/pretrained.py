@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ __all__ = [
     "load_model",
     "model_source",
     "refuse_unfit",
+    "rope_depends_on_length",
+    "rope_kinds",
 ]
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
+_CHOOSING = ("index_topk", "index_topk_blocks", "keep_window_size")  # of attention over so many keys, chosen by scores
 _HUB_ID = re.compile(r"(?![.~])[\w.-]+(/[\w.-]+)?")
 _NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
@@ -104,13 +108,19 @@ def load_model(
 
 
 def refuse_unfit(name: str, config: Any) -> None:
-    """Raises TargetError for models whose state is not a list of keys and values per token."""
+    """Raises TargetError for models whose state is not a list of keys and values per token, all or the last seen."""
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     recurrent = [key for key in _RECURRENT if hasattr(config, key)]
     if odd or recurrent:
         raise TargetError(
             f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); recurrent and chunked "
             "layers keep no keys per token. Use a decoder with full or sliding-window attention"
+        )
+    longest = context_length_of(config)
+    chosen = [f"{key}={limit}" for key in _CHOOSING if 0 < (limit := getattr(config, key, None) or 0) < longest]
+    if chosen:
+        raise TargetError(
+            f"{name} attends to the keys that score best ({', '.join(chosen)}), which specdec does not compute"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise TargetError(f"{name} is an encoder-decoder; specdec drives decoder-only models")
@@ -130,12 +140,24 @@ def decoder_parts(name: str, model: PreTrainedModel) -> tuple[nn.Module, nn.Modu
     return decoder, layers, norm
 
 
+def rope_kinds(config: Any) -> list[Mapping[str, Any]]:
+    """The rope parameters of each kind of attention; one entry where all layers share them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [values for values in rope.values() if isinstance(values, Mapping)]
+    return nested or [rope]
+
+
+def rope_depends_on_length(rope: Mapping[str, Any]) -> bool:
+    """Whether frequencies change with the length of the text."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    return "dynamic" in kind or kind == "longrope"
+
+
 def context_length_of(config: Any) -> int:
     """Longest text in tokens. Where rotary frequencies depend on the length, the length up to which they do not."""
     longest = int(getattr(config, "max_position_embeddings", 1 << 20))
-    rope = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("rope_type") in ("dynamic", "longrope")
-    return int(rope.get("original_max_position_embeddings") or longest) if scaled else longest
+    changing = [rope for rope in rope_kinds(config) if rope_depends_on_length(rope)]
+    return min([longest, *(int(rope.get("original_max_position_embeddings") or longest) for rope in changing)])
 
 
 def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from specdec.block import Block
+from specdec.pretrained import rope_depends_on_length, rope_kinds
 
 __all__ = ["Angles", "Rotary", "rotate", "signed"]
-
-_CHANGING = ("dynamic", "longrope")  # frequencies that depend on the text's length
 
 Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, sines with their first half negated
 
@@ -54,8 +53,7 @@ class Rotary:
     def __init__(self, module: Any, config: Any) -> None:
         self._module = module
         self.by_kind = "layer_type" in inspect.signature(module.forward).parameters
-        rope = getattr(config, "rope_parameters", None) or {}
-        self._fixed = rope.get("rope_type", "default") not in _CHANGING
+        self._fixed = not any(map(rope_depends_on_length, rope_kinds(config)))
         self._tables: dict[tuple[torch.device, torch.dtype], Table] = {}
 
     def of(self, block: Block, hidden: torch.Tensor) -> Angles:

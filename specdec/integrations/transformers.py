@@ -60,7 +60,6 @@ def custom_generate(
     """
     config = generation_config if generation_config is not None else model.generation_config
     _check(config, input_ids, model_kwargs, synced_gpus)
-    training = model.training
     if target is None:
         target = TransformersTarget(model)
     elif target.model is not model:
@@ -87,16 +86,12 @@ def custom_generate(
     )
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    try:
-        with target.active():
-            decoding.prefill()
-            while decoding.finish_reason is None:
-                step = decoding.step()
-                if streamer is not None:
-                    streamer.put(torch.tensor(step.tokens))
-    finally:
-        if training:
-            model.train()  # as it was; the target switched its dropout off
+    with target.active():
+        decoding.prefill()
+        while decoding.finish_reason is None:
+            step = decoding.step()
+            if streamer is not None:
+                streamer.put(torch.tensor(step.tokens))
     if streamer is not None:
         streamer.end()
     sequences: Any = torch.tensor([decoding.tokens], device=input_ids.device, dtype=input_ids.dtype)

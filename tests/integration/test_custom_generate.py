@@ -14,6 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from specdec import Engine, TransformersTarget, custom_generate
+from specdec.errors import ConfigError, NumericalError
 from specdec.registry import drafter_names
 from tests.fakes import Oracle
 from tests.models import VOCAB, greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
@@ -208,3 +209,50 @@ def test_model_is_as_it_was_after_an_error(own_model: PreTrainedModel) -> None:
     with pytest.raises(ArithmeticError, match="of the user's own"):
         own_model.generate(ids, logits_processor=[fail], max_new_tokens=4, custom_generate=custom_generate)
     assert own_model.config._attn_implementation == implementation
+
+
+def modes(model: PreTrainedModel) -> dict[str, bool]:
+    return {name: module.training for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("error", [None, {"drafter": "nosuch"}, {"stop": "x"}, {"target": target_of(FAMILY)}])
+def test_every_module_s_mode_is_as_it_was(error: dict[str, Any] | None) -> None:
+    """A training model of which a part is in eval mode (frozen, say): after success and after errors in the set-up."""
+    model, ids = new_model(FAMILY), torch.tensor([PROMPT])
+    expected = reference(model, PROMPT, 4)
+    model.config.attention_dropout = 0.9  # would be seen
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    model.train()
+    model.model.layers[1].eval()
+    before = modes(model)
+    assert len(set(before.values())) == 2
+    loop: Any = functools.partial(custom_generate, **(error or {}))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "custom_generate": loop}
+    if error is None:
+        assert model.generate(ids, **options)[0, len(PROMPT) :].tolist() == expected
+    else:
+        with pytest.raises(ConfigError):
+            model.generate(ids, **options)
+    assert modes(model) == before
+
+
+def test_a_target_leaves_the_mode_alone() -> None:
+    """Built around a training model, and while a stream is between two steps; a model that is refused, too."""
+    model = new_model(FAMILY)
+    expected = reference(model, PROMPT, 8)
+    model.train()
+    engine = Engine(TransformersTarget(model))
+    assert all(modes(model).values())
+    assert engine.generate(PROMPT, 8).token_ids == expected
+    with engine.target.active():
+        assert not any(modes(model).values())
+        with engine.target.active():
+            pass
+        assert not any(modes(model).values())
+    assert all(modes(model).values())
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(NumericalError):
+        TransformersTarget(model)
+    assert all(modes(model).values())

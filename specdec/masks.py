@@ -1,0 +1,111 @@
+"""Masks: what each layer of a model sees, as the model's own forward says it, at every distance.
+
+Some models hand a sliding window to the attention function, some to nothing but the mask that they make. A mask of a
+few tokens shows no window, and one that is longer than the window may be gigabytes. But transformers describes a mask
+by a function of two positions before it makes one, and that is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from specdec.errors import TargetError
+
+__all__ = ["MASKS", "layer_masks", "named_limits", "register_masks", "window_of"]
+
+MASKS = "specdec_masks"
+"""The attention function with which a model's own forward computes nothing, and describes its masks."""
+
+Sees = Callable[..., torch.Tensor]  # (batch, head, query position, key position) -> bool, all of them tensors
+
+_LIMITS = ("window", "chunk")
+
+
+def register_masks() -> None:
+    """Make ``MASKS`` known to transformers."""
+    AttentionInterface.register(MASKS, _nothing)
+    AttentionMaskInterface.register(MASKS, _described)
+
+
+def layer_masks(layers: Iterable[nn.Module], forward: Callable[[], Any]) -> list[Sees | None]:
+    """What the mask of each layer says while ``forward``, a model's own, runs with ``MASKS``.
+
+    None where a model makes its masks itself, without transformers' helpers, or needs none.
+    """
+    modules = list(layers)
+    found: list[Sees | None] = [None] * len(modules)
+
+    def note(number: int) -> Callable[[Any, Any, Any], None]:
+        def hook(module: Any, arguments: Any, options: Any) -> None:
+            given = (getattr(value, "sees", None) for value in (*arguments, *options.values()))
+            found[number] = next((sees for sees in given if sees is not None), None)
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(note(number), with_kwargs=True) for number, layer in enumerate(modules)]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def window_of(sees: Sees, longest: int) -> int | None:
+    """The sliding window of a mask, for texts of up to ``longest`` tokens; None where every earlier key is seen.
+
+    Raises:
+        TargetError: it is neither causal nor a sliding window: one in chunks, say.
+    """
+    last, first, seen = longest - 1, 0, longest - 1
+    while first < seen:  # the first key that the last token sees
+        middle = (first + seen) // 2
+        if bool(_look(sees, [last], [middle])):
+            seen = middle
+        else:
+            first = middle + 1
+    window = last - seen + 1
+    near = {0, 1, 2, window - 1, window, window + 1}
+    places = {*range(64), last // 2, last, *near, *(2 * place for place in near), *(last - place for place in near)}
+    grid = sorted(place for place in places if 0 <= place <= last)
+    queries, keys = torch.tensor(grid)[:, None], torch.tensor(grid)
+    wrong = _look(sees, grid, grid) != (keys <= queries) & (keys > queries - window)
+    if bool(wrong.any()):
+        raise TargetError(
+            f"token {grid[int(wrong.any(1).nonzero()[0])]} sees other tokens than all before it, or the last {window}: "
+            "a mask in chunks or blocks, which specdec does not compute"
+        )
+    return window if seen else None
+
+
+def named_limits(config: Any) -> list[str]:
+    """What a config says of how far its attention reaches, beside the masks that transformers makes of it."""
+    values = config.to_dict().items()
+    return sorted(f"{name}={value}" for name, value in values if value and any(part in name for part in _LIMITS))
+
+
+def _look(sees: Sees, queries: list[int], keys: list[int]) -> torch.Tensor:
+    """[Q, K] bool."""
+    none = torch.zeros((), dtype=torch.long)
+    seen = sees(none, none, torch.tensor(queries)[:, None], torch.tensor(keys))
+    return seen.expand(len(queries), len(keys))
+
+
+def _nothing(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """An attention function that adds nothing."""
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _described(
+    batch_size: int, q_length: int, kv_length: int, mask_function: Sees, device: Any = None, **_: Any
+) -> torch.Tensor:
+    """A mask that lets everything pass, and knows the function that it would have been made of."""
+    mask: Any = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    mask.sees = mask_function
+    described: torch.Tensor = mask
+    return described
