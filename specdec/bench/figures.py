@@ -109,9 +109,7 @@ def scale_to_rows(axes: Axes, rows: Sequence[int]) -> None:
     axes.grid(color="#E5E5E5", lw=0.7)
 
 
-def _panels(
-    titles: Sequence[str], title: str, x: str, y: str, size: tuple[float, float]
-) -> tuple[Figure, dict[str, Axes]]:
+def _panels(titles: Sequence[str], title: str, x: str, y: str, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
     """A figure with a panel of that size, in inches, for each of ``titles``: four in a line, with axes in common."""
     columns = min(4, len(titles))
     lines = -(-len(titles) // columns)
@@ -120,11 +118,11 @@ def _panels(
     panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
     for place, (axes, name) in enumerate(zip(panels, titles, strict=False)):
         lowest = place + columns >= len(titles)
-        tidy(axes, name.replace("_", " "), x if lowest else "", y if place % columns == 0 else "")
+        tidy(axes, name, x if lowest else "", y if place % columns == 0 else "")
         axes.tick_params(labelbottom=lowest)
     for axes in panels[len(titles) :]:
         axes.set_visible(False)
-    return figure, dict(zip(titles, panels, strict=False))
+    return figure, panels[: len(titles)]
 
 
 def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
@@ -134,8 +132,9 @@ def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
         return None
     groups = [OVERALL, *metrics.groups]
     title, size = "Speed against plain decoding, 95 % intervals", (2.6, 0.24 * len(systems) + 0.95)
-    figure, panels = _panels(groups, title, "speed, plain decoding = 1", "", size)
-    for group, axes in panels.items():
+    titles = [group.replace("_", " ") for group in groups]
+    figure, panels = _panels(titles, title, "speed, plain decoding = 1", "", size)
+    for group, axes in zip(groups, panels, strict=True):
         for height, system in enumerate(systems):
             found = metrics.rows[system][group].speedup
             if found is not None:
@@ -144,7 +143,7 @@ def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
         axes.axvline(1, color=_PLAIN, lw=1, zorder=0)
         axes.set_yticks(range(len(systems)), systems)
         axes.grid(axis="x", color="#E5E5E5", lw=0.7)
-    panels[OVERALL].set_ylim(len(systems) - 0.5, -0.5)
+    panels[0].set_ylim(len(systems) - 0.5, -0.5)
     return figure
 
 
@@ -175,12 +174,12 @@ def _histogram(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figur
     title = "Tokens that a step emits, the bonus token counted"
     figure, panels = _panels(list(rows), title, "tokens of a step", "% of steps", (2.3, 1.7))
     longest = DEPTH + 1
-    for system, row in rows.items():
+    for axes, (system, row) in zip(panels, rows.items(), strict=True):
         shares = [0.0] * longest
         for length, count in row.histogram.items():
             shares[min(length, longest) - 1] += 100 * count / row.steps
-        panels[system].bar(range(1, longest + 1), shares, color=styles[system]["color"])
-        panels[system].set_xticks(range(1, longest + 1), [*map(str, range(1, longest)), f"{longest}+"])
+        axes.bar(range(1, longest + 1), shares, color=styles[system]["color"])
+        axes.set_xticks(range(1, longest + 1), [*map(str, range(1, longest)), f"{longest}+"])
     return figure
 
 
