@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from io import TextIOWrapper
 from pathlib import Path
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _warner(warnings.showwarning)
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
             status: int | None = build()(arguments, standalone_mode=False, prog_name="specdec")
         return status or 0
     except (SpecdecError, typer.TyperException) as error:
@@ -97,22 +98,19 @@ def _broken(entry: EntryPoint, error: Exception) -> Callable[[], None]:
 def _print_error(error: Exception) -> None:
     message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
     if message:  # without a command there is help, and nothing to add to it
-        text = Text.assemble(("error:", "bold red"), " ", " ".join(message.split()))
-        Console(stderr=True).print(text, soft_wrap=True)
+        _print_line(("error:", "bold red"), message)
 
 
-def _warner(former: Callable[..., None]) -> Callable[..., None]:
-    """Shows our warnings; those of others go the way that they went before."""
+def _show_warning(former: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any) -> None:
+    """Shows a warning of ours; one of others goes the way that it went before."""
+    if issubclass(category, SpecdecWarning):
+        _print_line(("warning:", "yellow"), str(message))
+    else:
+        former(message, category, *rest)
 
-    def show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:
-        if not issubclass(category, SpecdecWarning):
-            former(message, category, *rest)
-            return
-        Console(stderr=True).print(
-            Text.assemble(("warning:", "yellow"), " ", " ".join(str(message).split())), soft_wrap=True
-        )
 
-    return show_warning
+def _print_line(kind: tuple[str, str], message: str) -> None:
+    Console(stderr=True).print(Text.assemble(kind, " ", " ".join(message.split())), soft_wrap=True)
 
 
 def _decode(engine: Engine, run: RunConfig, prompt: Prompt, on_chunk: Callable[[Chunk], None]) -> Generation:

@@ -77,11 +77,9 @@ def times_table(times: Times) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    rows = list(dict.fromkeys(count for found in times.values() if not isinstance(found, str) for count in found))
-    best = {
-        count: min(found[count] for found in times.values() if not isinstance(found, str) and count in found)
-        for count in rows
-    }
+    measured = {runner: found for runner, found in times.items() if not isinstance(found, str)}
+    rows = list(dict.fromkeys(count for seconds in measured.values() for count in seconds))
+    best = {count: min(seconds[count] for seconds in measured.values() if count in seconds) for count in rows}
     title = "ms a step (x the fastest)"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("runner", no_wrap=True)
@@ -89,7 +87,7 @@ def times_table(times: Times) -> Table:
         table.add_column(f"{count} row" if count == "1" else f"{count} rows", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for runner, found in times.items():
-        seconds = {} if isinstance(found, str) else found
+        seconds = measured.get(runner, {})
         cells = [f"{seconds[n] * 1e3:.2f} ({seconds[n] / best[n]:.2f})" if n in seconds else "" for n in rows]
-        table.add_row(Text(runner), *cells, Text(found if isinstance(found, str) else ""))
+        table.add_row(Text(runner), *cells, Text("" if seconds else str(found)))
     return table

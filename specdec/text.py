@@ -82,20 +82,17 @@ class TextStream:
         """Final text not given out yet, holding back what may turn out to begin a stop string."""
         end = len(self._final)
         if not self.stopped:
-            for text in self._stop:
-                for size in range(min(len(text) - 1, end), 0, -1):
-                    if self._final.endswith(text[:size]):
-                        end = min(end, len(self._final) - size)
-                        break
+            begun = (text[:size] for text in self._stop for size in range(1, len(text)))
+            end -= max((len(start) for start in begun if self._final.endswith(start)), default=0)
         text, self._out = self._final[self._out : end], max(self._out, end)
         return text
 
     def finish(self) -> str:
         """The rest: also characters that never became whole."""
         if not self.stopped:
-            self._final += self._decode(self._tokens[self._start :])[len(self._known) :]
-            self._known = self._decode(self._tokens[self._start :])
-            self._stop = ()
+            tail = self._decode(self._tokens[self._start :])
+            self._final += tail[len(self._known) :]
+            self._known, self._stop = tail, ()
         return self.take()
 
     @property

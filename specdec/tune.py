@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specdec.config import ModelOptions, resolve
-from specdec.errors import ConfigError, pip_line
+from specdec.errors import ConfigError
 from specdec.files import replacing
 from specdec.options import Given, with_options
 
@@ -102,20 +102,16 @@ def plot(curve: CostCurve, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or knows no such kind of picture.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"a plot needs matplotlib; {pip_line('bench')}, or leave --plot out") from error
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes: Any = figure.subplots()
+    from specdec.bench.figures import new_figure, require_bench_extra, scale_to_rows, tidy
+
+    require_bench_extra()
+    figure = new_figure(6, 4)
+    axes = figure.subplots()
     for length, times in zip(curve.lengths, curve.seconds, strict=True):
         axes.plot(curve.rows, [time / times[0] for time in times], marker="o", markersize=3, label=f"{length:,}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(curve.rows, [str(count) for count in curve.rows])
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="rows of the forward", ylabel="cost, in forwards of one row")
-    axes.set_title(f"{curve.machine['model']}, {curve.machine['dtype']}, {curve.machine['device']}", fontsize=10)
-    axes.grid(alpha=0.3)
+    scale_to_rows(axes, curve.rows)
+    title = f"{curve.machine['model']}, {curve.machine['dtype']}, {curve.machine['device']}"
+    tidy(axes, title, "rows of the forward", "cost, in forwards of one row")
     axes.legend(title="tokens before", frameon=False)
     try:
         with replacing(path) as new:

@@ -16,7 +16,7 @@ import torch
 
 from specdec.bench.plan import BASELINE
 from specdec.bench.questions import QuestionId
-from specdec.bench.records import Record, Turn, repeats_of
+from specdec.bench.records import Record, repeats_of
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from specdec.sampling import Sampler, SamplingParams, Scores
@@ -201,16 +201,12 @@ def _check_complete(records: Sequence[Record], systems: Mapping[str, Any]) -> No
 def _first_divergence(
     record: Record, plain: Record, target: TransformersTarget, sampling: SamplingParams
 ) -> Divergence | None:
-    for number, (mine, base) in enumerate(zip(record.turns, plain.turns, strict=True)):
-        # Up to the first difference the answers, and so the prompts, are the same.
-        if mine.token_ids != base.token_ids:
-            return _judge(record, number, mine, base, target, sampling)
-    return None
-
-
-def _judge(
-    record: Record, number: int, mine: Turn, base: Turn, target: TransformersTarget, sampling: SamplingParams
-) -> Divergence:
+    # Up to the first difference the answers, and so the prompts, are the same.
+    turns = enumerate(zip(record.turns, plain.turns, strict=True))
+    differing = [(number, mine, base) for number, (mine, base) in turns if mine.token_ids != base.token_ids]
+    if not differing:
+        return None
+    number, mine, base = differing[0]
     both = enumerate(zip_longest(mine.token_ids, base.token_ids))
     position, (found, expected) = next((place, pair) for place, pair in both if pair[0] != pair[1])
     gap = between = bound = None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_figures", "new_figure", "require_bench_extra", "sign", "tidy"]
+__all__ = ["draw_figures", "new_figure", "require_bench_extra", "scale_to_rows", "sign", "tidy"]
 
 # Okabe and Ito's colours, told apart by most colour-blind eyes, and three more; then markers tell.
 _COLOURS = (
@@ -45,7 +45,9 @@ def require_bench_extra() -> None:
         import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"the report needs {error.name}, which is not installed; run {pip_line('bench')}") from error
+        raise ConfigError(
+            f"figures and reports need {error.name}, which is not installed; run {pip_line('bench')}"
+        ) from error
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -98,22 +100,41 @@ def tidy(axes: Axes, title: str, x: str = "", y: str = "") -> None:
     axes.set_axisbelow(True)
 
 
+def scale_to_rows(axes: Axes, rows: Sequence[int]) -> None:
+    """Rows of a step across, on a scale of powers of two; what they cost upwards from 0."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(rows, [str(count) for count in rows])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(color="#E5E5E5", lw=0.7)
+
+
+def _panels(titles: Sequence[str], title: str, x: str, y: str, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel of that size, in inches, for each of ``titles``: four in a line, with axes in common."""
+    columns = min(4, len(titles))
+    lines = -(-len(titles) // columns)
+    figure = new_figure(size[0] * columns + 0.8, size[1] * lines + 0.8)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for place, (axes, name) in enumerate(zip(panels, titles, strict=False)):
+        lowest = place + columns >= len(titles)
+        tidy(axes, name, x if lowest else "", y if place % columns == 0 else "")
+        axes.tick_params(labelbottom=lowest)
+    for axes in panels[len(titles) :]:
+        axes.set_visible(False)
+    return figure, panels[: len(titles)]
+
+
 def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
     """A panel per group: speed against plain decoding, with its interval."""
     systems = [s for s in metrics.rows if s != BASELINE and metrics.rows[s][OVERALL].speedup is not None]
     if not systems:
         return None
     groups = [OVERALL, *metrics.groups]
-    columns = min(4, len(groups))
-    lines = -(-len(groups) // columns)
-    figure = new_figure(2.6 * columns + 1.2, lines * (0.24 * len(systems) + 0.95) + 0.7)
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-    figure.suptitle("Speed against plain decoding, 95 % intervals", x=0.01, ha="left", fontsize=10)
-    for place, axes in enumerate(panels.flat):
-        if place >= len(groups):
-            axes.set_visible(False)
-            continue
-        group = groups[place]
+    title, size = "Speed against plain decoding, 95 % intervals", (2.6, 0.24 * len(systems) + 0.95)
+    titles = [group.replace("_", " ") for group in groups]
+    figure, panels = _panels(titles, title, "speed, plain decoding = 1", "", size)
+    for group, axes in zip(groups, panels, strict=True):
         for height, system in enumerate(systems):
             found = metrics.rows[system][group].speedup
             if found is not None:
@@ -122,11 +143,7 @@ def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
         axes.axvline(1, color=_PLAIN, lw=1, zorder=0)
         axes.set_yticks(range(len(systems)), systems)
         axes.grid(axis="x", color="#E5E5E5", lw=0.7)
-        tidy(axes, group.replace("_", " "))
-        if place + columns >= len(groups):
-            axes.set_xlabel("speed, plain decoding = 1", fontsize=8)
-            axes.tick_params(labelbottom=True)
-    panels[0, 0].set_ylim(len(systems) - 0.5, -0.5)
+    panels[0].set_ylim(len(systems) - 0.5, -0.5)
     return figure
 
 
@@ -154,27 +171,15 @@ def _histogram(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figur
     rows = {system: row for system, row in overall.items() if len(row.histogram) > 1}
     if not rows:
         return None
-    columns = min(4, len(rows))
-    lines = -(-len(rows) // columns)
-    figure = new_figure(2.3 * columns + 0.4, 1.7 * lines + 0.8)
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-    figure.suptitle("Tokens that a step emits, the bonus token counted", x=0.01, ha="left", fontsize=10)
+    title = "Tokens that a step emits, the bonus token counted"
+    figure, panels = _panels(list(rows), title, "tokens of a step", "% of steps", (2.3, 1.7))
     longest = DEPTH + 1
-    for axes, (system, row) in zip(panels.flat, rows.items(), strict=False):
+    for axes, (system, row) in zip(panels, rows.items(), strict=True):
         shares = [0.0] * longest
         for length, count in row.histogram.items():
             shares[min(length, longest) - 1] += 100 * count / row.steps
         axes.bar(range(1, longest + 1), shares, color=styles[system]["color"])
         axes.set_xticks(range(1, longest + 1), [*map(str, range(1, longest)), f"{longest}+"])
-        tidy(axes, system)
-        axes.title.set_fontsize(9)
-        axes.tick_params(labelsize=7, labelbottom=True)
-    for axes in list(panels.flat)[len(rows) :]:
-        axes.set_visible(False)
-    for line in panels:
-        line[0].set_ylabel("% of steps", fontsize=8)
-    for axes in panels[-1]:
-        axes.set_xlabel("tokens of a step", fontsize=8)
     return figure
 
 
@@ -187,14 +192,10 @@ def _shares(overall: Mapping[str, Row]) -> Figure | None:
     left = [0.0] * len(rows)
     for phase, colour in _PHASES.items():
         widths = [100 * row.shares.get(phase, 0.0) for row in rows.values()]
-        axes.barh(range(len(rows)), widths, left=left, color=colour, label=phase, height=0.7)
-        for place, width in enumerate(widths):
-            if width >= 4:
-                middle = left[place] + width / 2
-                dark = phase in ("target", "verify")
-                axes.text(
-                    middle, place, f"{width:.0f}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
-                )
+        bars = axes.barh(range(len(rows)), widths, left=left, color=colour, label=phase, height=0.7)
+        shown = [f"{width:.0f}" if width >= 4 else "" for width in widths]
+        ink = "w" if phase in ("target", "verify") else "k"
+        axes.bar_label(bars, shown, label_type="center", fontsize=7, color=ink)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
@@ -224,11 +225,7 @@ def _cost(overall: Mapping[str, Row], styles: Mapping[str, Style], cost: Mapping
         axes.plot([x, x], [step, gain], color=style["color"], lw=1, alpha=0.7)
         axes.plot(x, step, ls="", ms=6, label=f"{system}: {gain / step:.2f}x", **style)
         axes.plot(x, gain, ls="", ms=7, mfc="white", **style)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(seconds), list(map(str, seconds)))
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.grid(color="#E5E5E5", lw=0.7)
+    scale_to_rows(axes, list(seconds))
     title = f"Cost of a step by its rows, at {cost['context']} tokens of context"
     tidy(axes, title, "rows of a step", "plain steps of time (filled) or tokens (hollow)")
     figure.legend(loc="outside right center", fontsize=8, frameon=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,18 +108,18 @@ def _question(line: Any, number: int) -> Question:
     """A line of any known kind; ValueError says what is wrong with it."""
     if not isinstance(line, dict):
         raise ValueError(f"it holds {type(line).__name__}, not an object")
-    readers: Mapping[str, Callable[[dict[str, Any], int], Question]] = {
-        "turns": _spec_bench,
-        "prompt": _human_eval,
-        "question": _gsm8k,
-    }
-    for key, reader in readers.items():
-        if key in line:
-            return reader(line, number)
+    if "turns" in line:
+        return _spec_bench(line)
+    if "prompt" in line:  # HumanEval's code to be completed, or any other
+        category = _text(line, "category") if "category" in line else "humaneval" if "task_id" in line else "prompts"
+        prompt = (_text(line, "prompt"),)
+        return Question(id=_id(line.get("task_id", number)), category=category, turns=prompt, format="plain")
+    if "question" in line:
+        return Question(id=_id(line.get("question_id", number)), category="gsm8k", turns=(_text(line, "question"),))
     raise ValueError(f"it has none of the keys turns, prompt and question, but {', '.join(sorted(line)) or 'nothing'}")
 
 
-def _spec_bench(line: dict[str, Any], number: int) -> Question:
+def _spec_bench(line: dict[str, Any]) -> Question:
     turns = line["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError("turns must be a list of at least one non-empty text")
@@ -127,17 +127,6 @@ def _spec_bench(line: dict[str, Any], number: int) -> Question:
     if form is not None and form not in FORMATS:
         raise ValueError(unknown("prompt format", str(form), FORMATS))
     return Question(id=_id(line.get("question_id")), category=_text(line, "category"), turns=tuple(turns), format=form)
-
-
-def _human_eval(line: dict[str, Any], number: int) -> Question:
-    """HumanEval's code to be completed, or any ``{"prompt": ...}``."""
-    category = _text(line, "category") if "category" in line else "humaneval" if "task_id" in line else "prompts"
-    prompt = _text(line, "prompt")
-    return Question(id=_id(line.get("task_id", number)), category=category, turns=(prompt,), format="plain")
-
-
-def _gsm8k(line: dict[str, Any], number: int) -> Question:
-    return Question(id=_id(line.get("question_id", number)), category="gsm8k", turns=(_text(line, "question"),))
 
 
 def _id(value: Any) -> QuestionId:

@@ -138,17 +138,15 @@ def _page(
 
 
 def _table(metrics: Metrics, manifest: Mapping[str, Any], group: str) -> dict[str, Any]:
-    rows = []
-    for system, groups in metrics.rows.items():
-        figures = figures_of(groups[group])
-        rows.append(
-            {
-                "system": system,
-                "lossy": manifest["systems"][system]["lossy"],
-                "plain": system == BASELINE,
-                "cells": [text for name, text in figures.items() if name != "x transformers"],
-            }
-        )
+    rows = [
+        {
+            "system": system,
+            "lossy": manifest["systems"][system]["lossy"],
+            "plain": system == BASELINE,
+            "cells": [text for name, text in figures_of(groups[group]).items() if name != "x transformers"],
+        }
+        for system, groups in metrics.rows.items()
+    ]
     return {"group": group, "rows": rows}
 
 

@@ -80,7 +80,6 @@ class Drafted:
         self._base = engine
         self._policy = "off" if spec["name"] == BASELINE else plan.policy
         self._engine = engine.with_drafter(self._spec, policy=self._policy)
-        self._fresh = True
         self.lossy = plan.sampling().lossy
         self.comparable = not self.lossy and (plan.temperature == 0 or plan.acceptance != "reject")
         config = getattr(self._engine.drafter, "config", None)
@@ -89,16 +88,14 @@ class Drafted:
 
     def warm_up(self, prompt: list[int], budget: int) -> None:
         watched = _Watched(self._engine.drafter)
-        self._fresh = False
         self._base.with_drafter(watched, policy=self._policy).generate(prompt, budget, self._plan.sampling())
         # Tokens drawn from q are accepted by rejection, which keeps the distribution and not the tokens of a seed.
         if watched.drew and self._plan.temperature > 0 and self._plan.acceptance != "match":
             self.comparable = False
 
     def reset(self) -> None:
-        if not self._plan.persistent and not self._fresh:
+        if not self._plan.persistent:
             self._engine = self._base.with_drafter(self._spec, policy=self._policy)
-        self._fresh = False
 
     def answer(self, prompt: list[int], budget: int) -> Output:
         target = self._engine.target
@@ -198,8 +195,8 @@ class TransformersSystem:
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return Output(
             tokens,
-            _fit(clock.counts, len(tokens)),
-            seconds={"wall": ended - began, "prefill": (clock.first or ended) - began},
+            _fit(clock.counts[1:], len(tokens)),
+            seconds={"wall": ended - began, "prefill": [*clock.times, ended][1] - began},
             finish_reason="eos" if tokens and tokens[-1] in self._target.eos_ids else "length",
         )
 
@@ -214,20 +211,15 @@ def _fit(counts: Sequence[int], total: int) -> list[int]:
 
 
 class _Clock(BaseStreamer):
-    """A streamer that notes how many tokens each step gave, and when the first came."""
+    """A streamer that notes how many tokens it gets, and when: the prompt first, then those of each step."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
-        self.first: float | None = None
-        self._prompt_seen = False
+        self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._prompt_seen:  # generate streams the prompt first
-            self._prompt_seen = True
-            return
-        if self.first is None:
-            self.first = perf_counter()
         self.counts.append(value.numel())
+        self.times.append(perf_counter())
 
     def end(self) -> None:
         pass

@@ -73,16 +73,18 @@ def custom_generate(
         ids = torch.tensor([tokens], device=input_ids.device)
         return any(bool(criterion(ids, None).all()) for criterion in rest)
 
+    lengths = [c.max_length for c in stopping_criteria or () if isinstance(c, MaxLengthCriteria)]
+    eos = () if config.eos_token_id is None else config.eos_token_id
     prompt = input_ids[0].tolist()
     engine = Engine(target, tokenizer, drafter, policy=policy)
     decoding = engine.start(
         prompt,
-        _longest(config, stopping_criteria) - len(prompt),
+        int(min(lengths, default=config.max_length)) - len(prompt),
         SamplingParams(temperature=float(sample), seed=seed, acceptance=acceptance),
         stop=stop,
         logits_processor=logits_processor or (),
         stop_when=stop_when if rest else None,
-        eos_ids=_eos_ids(config),
+        eos_ids=frozenset(torch.as_tensor(eos).flatten().tolist()),
     )
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -96,16 +98,6 @@ def custom_generate(
         streamer.end()
     sequences: Any = torch.tensor([decoding.tokens], device=input_ids.device, dtype=input_ids.dtype)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
-
-
-def _longest(config: Any, stopping_criteria: Any) -> int:
-    lengths = [c.max_length for c in stopping_criteria or () if isinstance(c, MaxLengthCriteria)]
-    return int(min(lengths)) if lengths else int(config.max_length)
-
-
-def _eos_ids(config: Any) -> frozenset[int]:
-    ids = config.eos_token_id
-    return frozenset(() if ids is None else [int(ids)] if isinstance(ids, int) else [int(i) for i in ids])
 
 
 # Options of generate's other loops, and of what a step cannot do: option -> why, and the remedy.
