@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
+from specdec.config import check_positive
 from specdec.errors import ConfigError, NumericalError, pip_line
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.log import TrainingLog
@@ -70,20 +71,17 @@ class LoopConfig:
     wandb: str = "offline"
 
     def __post_init__(self) -> None:
+        check_positive("loop.", batch=self.batch, accumulate=self.accumulate)
+        check_positive("loop.", eval_every=self.eval_every, save_every=self.save_every, log_every=self.log_every)
         for name, good, rule in (
             ("epochs", self.epochs > 0, "> 0"),
             ("steps", self.steps >= 0, ">= 0, where 0 follows from epochs"),
-            ("batch", self.batch >= 1, "at least 1"),
-            ("accumulate", self.accumulate >= 1, "at least 1"),
             ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
             ("lr", self.lr > 0, "> 0"),
             ("warmup", 0 <= self.warmup <= 1, "in [0, 1]"),
             ("decay", 0 <= self.decay <= 1, "in [0, 1]"),
             ("clip", self.clip >= 0, ">= 0, where 0 is off"),
             ("precision", self.precision in ("no", "bf16"), "no or bf16"),
-            ("eval_every", self.eval_every >= 1, "at least 1"),
-            ("save_every", self.save_every >= 1, "at least 1"),
-            ("log_every", self.log_every >= 1, "at least 1"),
             ("wandb", self.wandb in ("off", "offline", "online"), "off, offline or online"),
         ):
             if not good:
