@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drafters.weights import load_strictly, load_tensors, read_config, reading, save_weights
+from drafters.weights import WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.config import check_positive, parse
 from specdec.errors import ConfigError
+from specdec.rotary import rotate, signed
 from specdec.target import Target
 
 __all__ = ["VARIANTS", "Adapter", "AdapterConfig", "fitting_heads", "rotations"]
@@ -28,12 +29,11 @@ _WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterConfig:
+class AdapterConfig(WeightsConfig):
     """What an adapter is and how it likes to be used.
 
     Attributes:
-        hidden_size: D, the target's width.
-        vocab_size: V, the target's.
+        hidden_size, vocab_size, target: see :class:`drafters.weights.WeightsConfig`.
         exit_layer: l, the layers of the target that feed it.
         heads: attention heads, each D / heads wide; there is no grouping.
         variant: one of ``VARIANTS``.
@@ -43,11 +43,8 @@ class AdapterConfig:
         eta: confidence at or below which drafting stops.
         gamma: most drafts of a round.
         branch: alternatives for the token with which a round ends for want of confidence.
-        target: fingerprint of the model that it was trained for; empty if not known.
     """
 
-    hidden_size: int
-    vocab_size: int
     exit_layer: int
     heads: int
     variant: str = "attention"
@@ -57,7 +54,6 @@ class AdapterConfig:
     eta: float = 0.6
     gamma: int = 6
     branch: int = 1
-    target: str = ""
 
     def __post_init__(self) -> None:
         names = ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma", "branch")
@@ -145,10 +141,8 @@ class Adapter(nn.Module):
         return states.view(batch, rows, self.config.heads, size // self.config.heads).transpose(1, 2)
 
     def _rotated(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        states = self._split(states)
         cos, sin = rotary
-        first, second = states.chunk(2, -1)
-        return states * cos + torch.cat((-second, first), -1) * sin
+        return rotate(self._split(states), cos, signed(sin))
 
     def start_from(self, target: Target, *, seed: int = 0) -> None:
         """Initial weights: the target's last norm (and head, if it has its own), attention and MLP that add nothing."""

@@ -59,7 +59,8 @@ class AdapterStep:
         states = self._qkv(normed).view(rows, 3 * heads, -1).transpose(0, 1)  # [3 H, T, d]
         cos, signed_sin = cache.rotary(rows)
         turned = rotate(states[: 2 * heads], cos, signed_sin)
-        cache.append(turned[heads:], states[2 * heads :])
+        cache.write(0, turned[None, heads:], states[None, 2 * heads :], cache.length)
+        cache.length += rows
         return turned[:heads]
 
     def step(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
@@ -69,7 +70,10 @@ class AdapterStep:
         sees everything, no mask.
         """
         if self._layer is not None:
-            return self._normed(cache.run(self._layer, features)[-1:], self.norm)
+            block = Block(cache, [0] * len(features))
+            hidden, _ = self._layer.run(features, block, *cache.rotary(len(features)), 0, 1, ())
+            cache.length += len(features)
+            return self._normed(hidden[-1:], self.norm)
         hidden = features[-1:]
         if self._attends:
             query = self.absorb(features, cache)[None, :, -1:]
@@ -88,47 +92,26 @@ class AdapterStep:
         return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
 
 
-class AdapterCache:
-    """Keys and values of one sequence's adapter, [1, heads, capacity, D / heads]; its positions are its own."""
+class AdapterCache(KVCache):
+    """Keys and values of one sequence's adapter, a single layer; its positions are its own."""
 
     def __init__(self, adapter: AdapterStep, capacity: int) -> None:
         config, like = adapter.config, adapter.norm
         size = config.hidden_size // config.heads
-        spec = LayerSpec(config.heads, size, size, None, like.device, like.dtype)
-        self._slots = KVCache([spec], capacity=capacity, rows=1)
-        self.keys, self.values = self._slots.keys[0], self._slots.values[0]
+        super().__init__(
+            [LayerSpec(config.heads, size, size, None, like.device, like.dtype)], capacity=capacity, rows=1
+        )
         self._cos, sin = rotations(torch.arange(capacity, device=like.device), config, like.dtype)
         self._signed = signed(sin)
-
-    @property
-    def length(self) -> int:
-        """Positions that are stored."""
-        return self._slots.length
-
-    @length.setter
-    def length(self, value: int) -> None:
-        self._slots.length = value
 
     def rotary(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines with the first half negated, [rows, D / heads] of the next positions."""
         last = self.length + rows
         return self._cos[self.length : last], self._signed[self.length : last]
 
-    def run(self, layer: NativeLayers, features: torch.Tensor) -> torch.Tensor:
-        """[T, D] ``features``, the next T positions, through a layer that stores their keys and values here."""
-        block = Block(self._slots, [0] * len(features))
-        hidden, _ = layer.run(features, block, *self.rotary(len(features)), 0, 1, ())
-        self.length += len(features)
-        return hidden
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the next positions' keys and values [heads, T, D / heads]."""
-        self._slots.write(0, keys[None], values[None], self.length)
-        self.length += keys.shape[1]
-
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All that is stored."""
-        return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
+        """All that is stored, [1, heads, length, D / heads] each."""
+        return self.keys[0].narrow(2, 0, self.length), self.values[0].narrow(2, 0, self.length)
 
 
 def _stored(*parts: nn.Linear) -> LinearKernel:

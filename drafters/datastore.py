@@ -12,6 +12,7 @@ import importlib
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -229,17 +230,13 @@ def read_documents(sources: Sequence[Path]) -> Iterator[str]:
     for source in sources:
         if str(source) == STDLIB and not source.exists():
             yield from (text for _, text in read_files(held_out=False))
-            continue
-        if source.is_dir():
-            for path in sorted(p for p in source.rglob("*") if p.is_file()):
-                if any(part.startswith(".") for part in path.relative_to(source).parts):
-                    continue
-                try:
-                    yield path.read_text(encoding="utf-8")
-                except UnicodeDecodeError:
-                    continue  # a picture beside the text
-            continue
-        if source.suffix in (".json", ".jsonl"):
+        elif source.is_dir():
+            for path in sorted(source.rglob("*")):
+                hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
+                if path.is_file() and not hidden:
+                    with suppress(UnicodeDecodeError):  # a picture beside the text
+                        yield path.read_text(encoding="utf-8")
+        elif source.suffix in (".json", ".jsonl"):
             yield from _assistant_turns(source)
         else:
             yield read_text(source, "the source", "give UTF-8 text or a folder")

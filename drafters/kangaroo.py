@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -147,25 +149,18 @@ class KangarooSession:
     def observe(self, seen: Observation) -> None:
         features = seen.taps[self._drafter.exit_layer]
         if seen.draft is None:
-            self._absorb(features)
+            if self._adapter.config.variant != "mlp":
+                self._adapter.absorb(features.to(self._adapter.norm.device), self._cache)
             self._committed += len(features)
             return
         committed = [seen.draft.tokens[0], *seen.tokens[:-1]]
-        known = 0
-        for ours, theirs in zip(self._drafted, committed, strict=False):
-            if ours != theirs:
-                break
-            known += 1
+        known = sum(takewhile(bool, map(eq, self._drafted, committed)))
         if self._drafted:
             self._cache.length = self._committed + known
         self._committed += len(committed)
         if known < len(committed):
             self._pending.append(features[list(seen.path[known:])])
         self._drafted = []
-
-    def _absorb(self, features: torch.Tensor) -> None:
-        if self._drafter.adapter.config.variant != "mlp":
-            self._adapter.absorb(features.to(self._cache.keys.device), self._cache)
 
     def _shallow(self, tokens: Sequence[int], parents: Sequence[int], first: int) -> torch.Tensor:
         """Rows from ``first`` on through layers [0, l), into their slots: [T, D], where the last of these layers is."""
@@ -183,12 +178,10 @@ class KangarooSession:
 
     def _guess(self, token: int, feature: torch.Tensor) -> torch.Tensor:
         """[V] logits of the token after ``token``, whose feature is [1, D]; the first of a round brings what waited."""
-        rows = feature
-        if self._pending:
-            rows = torch.cat((*self._pending, feature))
-            self._pending.clear()
+        rows = torch.cat((*self._pending, feature)) if self._pending else feature
+        self._pending.clear()
         self._drafted.append(token)
-        hidden = self._adapter.step(rows.to(self._cache.keys.device), self._cache)
+        hidden = self._adapter.step(rows.to(self._adapter.norm.device), self._cache)
         return self._adapter.logits(hidden, self._context.target.head)[0]
 
     def _probabilities(self, logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:

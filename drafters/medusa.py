@@ -81,8 +81,10 @@ def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
     """
     if not isinstance(tree, str):
         return tree
+    if tree in TREES:
+        return [[int(rank) for rank in word] for word in TREES[tree].split()]
     if Path(tree).suffix not in (".yaml", ".yml"):
-        return preset(tree)
+        raise ConfigError(unknown("medusa.tree", tree, sorted(TREES)))
     try:
         found = read_value(Path(tree).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -94,17 +96,6 @@ def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
     if not all(type(rank) is int for rank in ranks) or not all(isinstance(path, list) for path in found):
         raise ConfigError(f"the file {tree!r} holds no tree; it must hold rank paths, such as [[0], [0, 0], [1]]")
     return list(found)
-
-
-def preset(name: str) -> list[list[int]]:
-    """The rank paths of a named tree.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if name not in TREES:
-        raise ConfigError(unknown("medusa.tree", name, sorted(TREES)))
-    return [[int(rank) for rank in word] for word in TREES[name].split()]
 
 
 def check_tree(paths: Sequence[Path_], *, heads: int | None = None, ranks: int | None = None) -> None:
@@ -168,11 +159,9 @@ class Medusa(DrafterBase):
             for layer in range(own.layers)
         ]
         self._matrices = [weights[f"{head}.{own.layers}.weight"] for head in numbers] if own.own_head else None
+        paths = paths_of(config.tree or "mc_sim_7b_63")
         if config.tree is None:
-            known = preset("mc_sim_7b_63")
-            paths = [path for path in known if len(path) <= own.heads and max(path) < own.vocab_size]
-        else:
-            paths = paths_of(config.tree)
+            paths = [path for path in paths if len(path) <= own.heads and max(path) < own.vocab_size]
         check_tree(paths, heads=own.heads, ranks=own.vocab_size)
         self.nodes = nodes_of(paths)
         self._depth = max(node.depth for node in self.nodes)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 
-from drafters.weights import CONFIG, load_strictly, load_tensors, read_config, reading, save_weights
+from drafters.weights import CONFIG, WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.config import check_positive
 from specdec.errors import ConfigError
 from specdec.target import Target
@@ -30,24 +30,19 @@ _NAME = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadsConfig:
+class HeadsConfig(WeightsConfig):
     """What a set of heads is.
 
     Attributes:
         heads: K; head k guesses the token k + 1 places behind the one whose hidden state it reads.
         layers: residual blocks of a head.
-        hidden_size: D, the target's width.
-        vocab_size: V, the target's.
+        hidden_size, vocab_size, target: see :class:`drafters.weights.WeightsConfig`.
         own_head: each head ends in its own [V, D] matrix; else in the target's.
-        target: fingerprint of the model that they were trained for; empty if not known.
     """
 
     heads: int
     layers: int
-    hidden_size: int
-    vocab_size: int
     own_head: bool = False
-    target: str = ""
 
     def __post_init__(self) -> None:
         names = ("heads", "layers", "hidden_size", "vocab_size")

@@ -270,7 +270,13 @@ class MergedSession:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
                 began = perf_counter()
-                part.draft = self._checked(part, part.session.propose(room - len(tree.needed)))
+                part.draft = part.session.propose(room - len(tree.needed))
+                if part.draft.entry is not None:
+                    raise ConfigError(
+                        f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
+                        f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of "
+                        f"{self._name}.parts"
+                    )
                 part.place(tree, _FAINT if self._plans else 0.0)
                 part.seconds = perf_counter() - began
         if len(tree.tokens) == 1:
@@ -288,14 +294,6 @@ class MergedSession:
             probes=frozenset(place[row] for row in tree.needed if row not in tree.candidates),
             read=sorted(read),
         )
-
-    def _checked(self, part: Part, draft: Draft) -> Draft:
-        if draft.entry is not None:
-            raise ConfigError(
-                f"{self._name} cannot take {part.name!r}: its rows enter the target at layer {draft.entry.layer}, "
-                f"other parts' rows at the embedding; leave it out of {self._name}.parts"
-            )
-        return draft
 
     def observe(self, seen: Observation) -> None:
         place = dict[int, int]()

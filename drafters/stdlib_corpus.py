@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["HELD_OUT_ONE_IN", "STDLIB", "is_held_out", "read_files"]
@@ -37,13 +38,7 @@ def read_files(*, held_out: bool, root: Path | None = None) -> Iterator[tuple[st
     root = root or Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if _SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
-            continue
-        if is_held_out(relative.as_posix()) is not held_out:
-            continue
-        if not _SMALLEST <= path.stat().st_size <= _LARGEST:
-            continue
-        try:
-            yield relative.as_posix(), path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
+        wanted = not _SKIPPED_FOLDERS.intersection(relative.parts[:-1]) and _SMALLEST <= path.stat().st_size <= _LARGEST
+        if wanted and is_held_out(relative.as_posix()) is held_out:
+            with suppress(UnicodeDecodeError):
+                yield relative.as_posix(), path.read_text(encoding="utf-8")

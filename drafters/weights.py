@@ -6,8 +6,9 @@ import json
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +22,7 @@ from specdec.target import Target
 
 __all__ = [
     "CONFIG",
+    "WeightsConfig",
     "check_fit",
     "load_strictly",
     "load_tensors",
@@ -33,15 +35,19 @@ __all__ = [
 CONFIG = "config.json"
 
 
-class WeightsConfig(Protocol):
-    """What every such config tells: width, vocabulary and fingerprint of the model that the weights are for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsConfig:
+    """What a drafter's weights are for.
 
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def target(self) -> str: ...
+    Attributes:
+        hidden_size: D, the target's width.
+        vocab_size: V, the target's.
+        target: fingerprint of the model that they were trained for; empty if not known.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    target: str = ""
 
 
 def save_weights(

@@ -8,7 +8,7 @@ was it trusted. The count equals the engine's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specdec.engine import Engine
 from specdec.sampling import SamplingParams
@@ -36,19 +36,12 @@ class Written:
     prompt: int
 
 
-@dataclass(slots=True)
 class Tally:
     """Counts over steps: ``accepted[i]`` of the ``reached[i]`` drafts at position i that followed accepted ones."""
 
-    gamma: int
-    steps: int = 0
-    tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.accepted = self.accepted or [0] * self.gamma
-        self.reached = self.reached or [0] * self.gamma
+    def __init__(self, gamma: int) -> None:
+        self.gamma, self.steps, self.tokens = gamma, 0, 0
+        self.accepted, self.reached = [0] * gamma, [0] * gamma
 
     def add(self, right: Sequence[bool], trusted: Sequence[bool]) -> None:
         """Count the steps of one text of n new tokens.

@@ -126,12 +126,11 @@ def load_samples(
     held = list(read_samples(eval_data, tokenizer, config, skips))
     for line in skips.lines():
         say(line)
+    why = "; ".join(skips.lines()) or "the files are empty"
     if eval_data and not held:
-        raise ConfigError(f"{', '.join(eval_data)}: not one usable conversation to evaluate with; {_why(skips)}")
-    if (
-        vocab_size is not None
-        and (top := max((max(s.tokens) for s in (*samples, *held) if s.tokens), default=0)) >= vocab_size
-    ):
+        raise ConfigError(f"{', '.join(eval_data)}: not one usable conversation to evaluate with; {why}")
+    top = max((max(s.tokens) for s in (*samples, *held) if s.tokens), default=0)
+    if vocab_size is not None and top >= vocab_size:
         raise ConfigError(
             f"the tokenizer gives token {top}, and the model knows [0, {vocab_size}): it is another model's tokenizer; "
             "put the model's own beside its weights"
@@ -141,12 +140,8 @@ def load_samples(
     if not learnt:  # so few that all were held out
         learnt, held = held, []
     if not learnt:
-        raise ConfigError(f"{', '.join(data)}: not one usable conversation; {_why(skips)}")
+        raise ConfigError(f"{', '.join(data)}: not one usable conversation; {why}")
     return learnt, held or learnt[:1]
-
-
-def _why(skips: Skips) -> str:
-    return "; ".join(skips.lines()) or "the files are empty"
 
 
 def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:

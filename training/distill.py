@@ -108,14 +108,14 @@ def distill(
     stop = check_stops(stop)
     header = {**run, "new": max_new_tokens, "form": form, **asdict(sampling), "prompts": len(prompts), "asked": asked}
     header |= {"stop": stop} if stop else {}
+    tokens = 0
     try:
         done = _begin(partial, header)
-        bar = tqdm(prompts, initial=0, unit="prompt", mininterval=1.0, desc=out.name)
-        tokens = 0
+        bar = tqdm(
+            prompts[len(done) :], initial=len(done), total=len(prompts), unit="prompt", mininterval=1.0, desc=out.name
+        )
         with partial.open("a", encoding="utf-8") as file:
-            for number, prompt in enumerate(bar):
-                if number < len(done):
-                    continue
+            for number, prompt in enumerate(bar, len(done)):
                 params = replace(sampling, seed=sampling.seed + number)
                 line, spent = _answer(engine, prompt, form, max_new_tokens, params, stop)
                 tokens += spent

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
+from specdec.config import check_positive
 from specdec.errors import ConfigError, NumericalError, pip_line
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.log import TrainingLog
@@ -70,20 +71,17 @@ class LoopConfig:
     wandb: str = "offline"
 
     def __post_init__(self) -> None:
+        check_positive("loop.", batch=self.batch, accumulate=self.accumulate)
+        check_positive("loop.", eval_every=self.eval_every, save_every=self.save_every, log_every=self.log_every)
         for name, good, rule in (
             ("epochs", self.epochs > 0, "> 0"),
             ("steps", self.steps >= 0, ">= 0, where 0 follows from epochs"),
-            ("batch", self.batch >= 1, "at least 1"),
-            ("accumulate", self.accumulate >= 1, "at least 1"),
             ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
             ("lr", self.lr > 0, "> 0"),
             ("warmup", 0 <= self.warmup <= 1, "in [0, 1]"),
             ("decay", 0 <= self.decay <= 1, "in [0, 1]"),
             ("clip", self.clip >= 0, ">= 0, where 0 is off"),
             ("precision", self.precision in ("no", "bf16"), "no or bf16"),
-            ("eval_every", self.eval_every >= 1, "at least 1"),
-            ("save_every", self.save_every >= 1, "at least 1"),
-            ("log_every", self.log_every >= 1, "at least 1"),
             ("wandb", self.wandb in ("off", "offline", "online"), "off, offline or online"),
         ):
             if not good:
@@ -149,7 +147,7 @@ def train(
     trainable.module.to(accelerator.device)
     if path.exists():
         state = load_checkpoint(path, trainable.module, optimizers, run=run)
-    module, *prepared = accelerator.prepare(trainable.module, *optimizers)
+    training = _Training(trainable, windows, config, accelerator, optimizers)
     main = accelerator.is_main_process
     log = TrainingLog(folder, state["step"], wandb=config.wandb, config=dict(run)) if main else None
     bar = tqdm(total=steps, initial=state["step"], unit="step", disable=not main, mininterval=1.0)
@@ -158,7 +156,7 @@ def train(
         rate = config.lr * rate_at(step, steps, config)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = rate
-        figures = _step(trainable, module, prepared, windows, config, accelerator, step)
+        figures = training.step(step)
         done = step + 1
         last = done == steps
         state = {"step": done, "best": state["best"], "seconds": perf_counter() - began}
@@ -167,7 +165,9 @@ def train(
         if log is not None and (last or done % config.log_every == 0):
             log.write(step=done, lr=rate, **figures, seconds=round(state["seconds"], 2))
         if last or done % config.eval_every == 0:
-            state["best"] = _evaluate(trainable, accelerator, folder, done, state["best"], log, bar)
+            if log is not None:
+                state["best"] = training.evaluate(folder, done, state["best"], log, bar)
+            accelerator.wait_for_everyone()
         if main and (last or done % config.save_every == 0):
             save_checkpoint(path, trainable.module, optimizers, state=state, run=run)
     bar.close()
@@ -217,58 +217,54 @@ def _optimizers(module: nn.Module, config: LoopConfig) -> list[torch.optim.Optim
     return made
 
 
-def _step(
-    trainable: Trainable,
-    module: nn.Module,
-    optimizers: Sequence[Any],
-    windows: Windows,
-    config: LoopConfig,
-    accelerator: Accelerator,
-    step: int,
-) -> dict[str, float]:
-    """One optimizer step; the loss is the mean over the trained tokens of all its forwards on all processes."""
-    rows = rows_of(step, config, len(windows), accelerator.process_index, accelerator.num_processes)
-    batches = [windows.at(part).to(accelerator.device) for part in rows]
-    counts = torch.tensor(float(sum(len(b.targets) for b in batches)), device=accelerator.device)
-    count = max(float(accelerator.reduce(counts, "sum")), 1.0)
-    total = torch.zeros((), device=accelerator.device)
-    for number, batch in enumerate(batches):
-        waits = number < len(batches) - 1  # gradients travel between processes once, with the last forward
-        with accelerator.no_sync(module) if waits else nullcontext(), accelerator.autocast():
-            loss = trainable.loss(module, batch) / count
-            # Processes average their gradients; the loss is a sum over all.
-            accelerator.backward(loss * accelerator.num_processes)
-        total += loss.detach()
-    value = float(accelerator.reduce(total, "sum"))
-    norm = float(accelerator.clip_grad_norm_(trainable.module.parameters(), config.clip or math.inf))
-    if not math.isfinite(value) or not math.isfinite(norm):
-        _clear(optimizers)
-        raise NumericalError(
-            f"step {step + 1}: loss is {value}, gradient norm {norm}, on windows {np.concatenate(rows).tolist()}; "
-            "the weights are as before this step. Look at these windows, lower loop.lr, or set loop.precision=no"
-        )
-    for optimizer in optimizers:
-        optimizer.step()
-    _clear(optimizers)
-    return {"loss": value, "grad_norm": norm, "tokens": count}
+class _Training:
+    """A trainable and its optimizers, as accelerate prepares them."""
 
+    def __init__(
+        self,
+        trainable: Trainable,
+        windows: Windows,
+        config: LoopConfig,
+        accelerator: Accelerator,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._trainable, self._windows, self._config, self._accelerator = trainable, windows, config, accelerator
+        self._module, *self._optimizers = accelerator.prepare(trainable.module, *optimizers)
 
-def _clear(optimizers: Sequence[Any]) -> None:
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    def step(self, step: int) -> dict[str, float]:
+        """One optimizer step; the loss is the mean over the trained tokens of all its forwards on all processes."""
+        accelerator, config = self._accelerator, self._config
+        rows = rows_of(step, config, len(self._windows), accelerator.process_index, accelerator.num_processes)
+        batches = [self._windows.at(part).to(accelerator.device) for part in rows]
+        counts = torch.tensor(float(sum(len(b.targets) for b in batches)), device=accelerator.device)
+        count = max(float(accelerator.reduce(counts, "sum")), 1.0)
+        total = torch.zeros((), device=accelerator.device)
+        for number, batch in enumerate(batches):
+            waits = number < len(batches) - 1  # gradients travel between processes once, with the last forward
+            with accelerator.no_sync(self._module) if waits else nullcontext(), accelerator.autocast():
+                loss = self._trainable.loss(self._module, batch) / count
+                # Processes average their gradients; the loss is a sum over all.
+                accelerator.backward(loss * accelerator.num_processes)
+            total += loss.detach()
+        value = float(accelerator.reduce(total, "sum"))
+        norm = float(accelerator.clip_grad_norm_(self._trainable.module.parameters(), config.clip or math.inf))
+        finite = math.isfinite(value) and math.isfinite(norm)
+        for optimizer in self._optimizers:
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if not finite:
+            raise NumericalError(
+                f"step {step + 1}: loss is {value}, gradient norm {norm}, on windows {np.concatenate(rows).tolist()}; "
+                "the weights are as before this step. Look at these windows, lower loop.lr, or set loop.precision=no"
+            )
+        return {"loss": value, "grad_norm": norm, "tokens": count}
 
-
-def _evaluate(
-    trainable: Trainable,
-    accelerator: Accelerator,
-    folder: Path,
-    step: int,
-    best: dict[str, float] | None,
-    log: TrainingLog | None,
-    bar: Any,
-) -> dict[str, float] | None:
-    """Evaluate on the main process, and keep the module if it is the best so far."""
-    if log is not None:
+    def evaluate(
+        self, folder: Path, step: int, best: dict[str, float] | None, log: TrainingLog, bar: Any
+    ) -> dict[str, float]:
+        """Evaluate, and keep the module if it is the best so far; returns the best so far."""
+        trainable = self._trainable
         trainable.module.eval()
         figures = trainable.evaluate()
         trainable.module.train()
@@ -276,6 +272,5 @@ def _evaluate(
         bar.write(f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
         if best is None or figures[trainable.metric] > best[trainable.metric]:
             trainable.save(folder / "best")
-            best = {"step": step, **figures}
-    accelerator.wait_for_everyone()
-    return best
+            return {"step": step, **figures}
+        return best

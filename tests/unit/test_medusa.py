@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafters import medusa
-from drafters.medusa import Medusa, MedusaConfig, check_tree, nodes_of, preset
+from drafters.medusa import Medusa, MedusaConfig, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec import Engine, SamplingParams
 from specdec.draft import Draft
@@ -49,7 +49,7 @@ def test_nodes_put_parents_first() -> None:
 
 def test_the_published_tree_is_whole() -> None:
     """Cai et al.: 63 nodes, four deep, 42 of them leaves, none of a rank beyond the tenth."""
-    paths = [tuple(path) for path in preset("mc_sim_7b_63")]
+    paths = [tuple(path) for path in paths_of("mc_sim_7b_63")]
     check_tree(paths, heads=4, ranks=10)
     assert len(paths) == 63
     assert len(set(paths) - {path[:-1] for path in paths}) == 42
@@ -333,7 +333,7 @@ def test_odd_training_options_are_named() -> None:
 
 def test_shipped_heads_serve_the_embedded_model(tiny_engine: Engine) -> None:
     assert (medusa.embedded_heads() / "README.md").exists()
-    engine = tiny_engine.with_drafter("medusa")
+    engine = tiny_engine.with_drafter({"name": "medusa", "tree": "small"})  # the default's size follows the clock
     prompt = "def read(path):\n    with open(path) as file:\n"
     found, plain = engine.generate(prompt, 48), tiny_engine.generate(prompt, 48)
     assert found.token_ids == plain.token_ids
