@@ -7,6 +7,7 @@ are computed with it. Prefill is a step whose rows are all known, so the first s
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -20,10 +21,10 @@ from specdec.block import Block
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation
-from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError
+from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError, SpecdecWarning
 from specdec.model import TransformersTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
-from specdec.pretrained import model_source
+from specdec.pretrained import model_source, unused_generation_options
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.sampling import Sampler, SamplingParams, Scores
@@ -193,7 +194,7 @@ class Engine:
         Args:
             prompt: text, token ids, or ``[{"role": ..., "content": ...}]`` for the tokenizer's chat template.
             max_new_tokens: budget; the model's context length is one too.
-            sampling: greedy if None.
+            sampling: greedy if None, whatever the checkpoint's generation config says (a SpecdecWarning names it).
             stop: strings that end the text; the result's text is cut before them.
             logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
                 prefix, so they act as in plain decoding.
@@ -249,6 +250,8 @@ class Engine:
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        if eos_ids is None:  # a caller with its own has read the generation config
+            self._warn_of_unused(sampling)
         stops = check_stops(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
@@ -263,6 +266,19 @@ class Engine:
             eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
             text=TextStream(self.tokenizer, stops) if stops or stream else None,
         )
+
+    def _warn_of_unused(self, sampling: SamplingParams | None) -> None:
+        """Say what transformers' ``generate`` would take from the checkpoint, and an engine does not."""
+        model = getattr(self.target, "model", None)
+        unused = [] if model is None else unused_generation_options(model, sampling=sampling is not None)
+        if unused:
+            warnings.warn(
+                f"the generation config of {self.target.name} sets {', '.join(unused)}, which an engine does not take: "
+                "it decodes greedily, or by the SamplingParams and logits processors that it is given; give those, or "
+                "use model.generate(custom_generate=specdec.custom_generate)",
+                SpecdecWarning,
+                stacklevel=4,
+            )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.

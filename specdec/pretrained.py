@@ -25,12 +25,25 @@ __all__ = [
     "refuse_unfit",
     "rope_depends_on_length",
     "rope_kinds",
+    "unused_generation_options",
 ]
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
 _CHOOSING = ("index_topk", "index_topk_blocks", "keep_window_size")  # of attention over so many keys, chosen by scores
 _HUB_ID = re.compile(r"(?![.~])[\w.-]+(/[\w.-]+)?")
+# Options of a generation config that change tokens -> the value that is off, as None is. SamplingParams say these too,
+_SAMPLING = {"do_sample": False, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+_PENALTY = {"repetition_penalty": 1}
+# and only generate does these.
+_GENERATION = {
+    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), 1),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("remove_invalid_values", "top_h", "penalty_alpha", "dola_layers"), False),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), False),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), -1),
+    **dict.fromkeys(("stop_strings", "watermarking_config"), False),
+}
 _NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
 
@@ -166,6 +179,19 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
     if ids is None:
         ids = model.config.get_text_config().eos_token_id
     return frozenset(() if ids is None else [ids] if isinstance(ids, int) else map(int, ids))
+
+
+def unused_generation_options(model: PreTrainedModel, *, sampling: bool) -> list[str]:
+    """What a model's generation config says of the tokens, beside those that end a text; an engine takes none of it.
+
+    ``sampling``: the caller said how to sample, which replaces what the config says of that.
+    """
+    config: Any = model.generation_config
+    asked = _GENERATION if sampling else {**_PENALTY, **_GENERATION}
+    if config.do_sample and not sampling:  # else these say nothing
+        asked = {**_SAMPLING, **asked}
+    values = {name: (getattr(config, name, None), off) for name, off in asked.items()}
+    return [f"{name}={value!r}" for name, (value, off) in values.items() if value not in (None, off, [])]
 
 
 def device_of(module: nn.Module) -> torch.device:

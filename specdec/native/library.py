@@ -8,10 +8,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecWarning
-from specdec.files import cache_folder
+from specdec.files import cache_folder, digest_of
 
 __all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CShape", "CSlots", "Kind", "compiler", "library"]
 
@@ -97,43 +100,103 @@ def compiler() -> str | None:
 
 @cache
 def library() -> Any:
-    """The library, compiled if this machine has not compiled it before; None where it cannot be."""
+    """The library, compiled if this user has not compiled it before; None where it cannot be.
+
+    It runs as this user, so nothing is loaded that somebody else may have put there or changed. It is kept in a folder,
+    and in files, that belong to the user and are closed to all others, under its content's hash. Where there can be no
+    such folder, it is compiled into a temporary one, and a SpecdecWarning says why.
+    """
     found = compiler()
     if found is None:
         return None
     try:
-        path = _path(found)
-        loaded = _load(path) if path.exists() else None
-        if loaded is None:
-            _build(found, path)
-            loaded = _load(path)
+        note = _key(found) + ".sha256"
+        try:
+            folder = _own_folder(cache_folder() / "native")
+        except OSError as error:
+            warnings.warn(f"native layers are compiled anew by every process: {error}", SpecdecWarning, stacklevel=2)
+            with tempfile.TemporaryDirectory() as private:  # what is loaded stays so when its file is gone
+                return _load(_build(found, Path(private)))
+        return _kept(folder, note) or _load(_build(found, folder, note))
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(f"no native layers, so decoding is slower: {error}", SpecdecWarning, stacklevel=2)
         return None
-    if loaded is None:
-        warnings.warn(f"no native layers, so decoding is slower: cannot load {path}", SpecdecWarning, stacklevel=2)
+
+
+def _own_folder(folder: Path) -> Path:
+    """The folder, made if it is not there.
+
+    Raises:
+        OSError: it cannot be made, is none, or is not the user's alone.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder, folder.lstat(), stat.S_ISDIR)
+    return folder
+
+
+def _check_owner(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    """Raises OSError for what is a link or of another kind, is another user's, or is open to others."""
+    if not is_kind(found.st_mode):
+        raise OSError(f"{str(path)!r} is a link, or no plain file or folder; remove it")
+    if found.st_uid != os.geteuid():
+        raise OSError(f"{str(path)!r} belongs to user {found.st_uid}, not to you; remove it")
+    if found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise OSError(f"{str(path)!r} is open to other users (mode {mode:o}); remove it")
+
+
+def _read_own(path: Path) -> bytes:
+    """A file that is the user's alone; OSError for any other."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        _check_owner(path, os.fstat(file.fileno()), stat.S_ISREG)
+        return file.read()
+
+
+def _kept(folder: Path, note: str) -> Any:
+    """The library whose hash is in a note, if there is one; None, and a SpecdecWarning, if it is another."""
+    place = folder / note
+    if not os.path.lexists(place):
         return None
-    loaded.specdec_scratch.argtypes = [POINTER(CShape), c_int64, c_int64]
-    loaded.specdec_scratch.restype = c_int64
-    loaded.specdec_run_layers.argtypes = [
-        POINTER(CShape), c_void_p, c_void_p, POINTER(CBlock), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int,
-    ]  # fmt: skip
-    loaded.specdec_run_layers.restype = None
-    loaded.specdec_product.argtypes = [POINTER(CProduct), c_void_p, c_void_p, c_int64, c_int]
-    loaded.specdec_product.restype = None
-    return loaded
+    try:
+        digest = _read_own(place).decode("ascii", errors="replace")
+        path = _path(folder, digest)
+        if hashlib.sha256(_read_own(path)).hexdigest() != digest:
+            raise OSError(f"{str(path)!r} is not what was compiled")
+        return _load(path)
+    except OSError as error:
+        warnings.warn(f"native layers are compiled anew: {error}", SpecdecWarning, stacklevel=3)
+        return None
+
+
+def _path(folder: Path, digest: str) -> Path:
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise OSError(f"a note in {str(folder)!r} is broken: {digest[:64]!r} is no hash")
+    return folder / f"layers-{digest}.so"
 
 
 def _load(path: Path) -> Any:
-    """The library in a file; None if the file is broken."""
+    """The library in a file that was checked.
+
+    Raises:
+        OSError: it cannot be loaded, or lacks a function.
+    """
+    loaded = ctypes.CDLL(str(path))
     try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        return None
+        loaded.specdec_scratch.argtypes = [POINTER(CShape), c_int64, c_int64]
+        loaded.specdec_scratch.restype = c_int64
+        loaded.specdec_run_layers.argtypes = [
+            POINTER(CShape), c_void_p, c_void_p, POINTER(CBlock), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int,
+        ]  # fmt: skip
+        loaded.specdec_run_layers.restype = None
+        loaded.specdec_product.argtypes = [POINTER(CProduct), c_void_p, c_void_p, c_int64, c_int]
+        loaded.specdec_product.restype = None
+    except AttributeError as error:
+        raise OSError(f"{str(path)!r} is no such library: {error}") from error
+    return loaded
 
 
-def _path(compiler: str) -> Path:
-    """Where the library for this source, compiler and machine is kept.
+def _key(compiler: str) -> str:
+    """What is particular to this source, compiler and machine.
 
     Raises:
         subprocess.SubprocessError: the compiler cannot even say what it is.
@@ -142,23 +205,31 @@ def _path(compiler: str) -> Path:
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     macros = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout
     made_of = "|".join((_SOURCE.read_text(encoding="utf-8"), macros, *_FLAGS))
-    return cache_folder() / f"layers-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    return hashlib.sha256(made_of.encode()).hexdigest()[:16]
 
 
-def _build(compiler: str, path: Path) -> None:
-    """Compile beside the library's place, then put it there.
+def _build(compiler: str, folder: Path, note: str | None = None) -> Path:
+    """Compile into a folder, under the content's hash, and then write the hash into a note.
 
     Raises:
         OSError: it cannot be written.
         subprocess.SubprocessError: the compiler fails.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / path.name
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        built = Path(made) / "layers.so"
         for threads in (["-fopenmp"], []):  # a compiler without OpenMP makes a library for one thread
             command = [compiler, *_FLAGS, *threads, str(_SOURCE), "-o", str(built), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
             if done.returncode == 0:
-                built.replace(path)
-                return
+                break
         done.check_returncode()
+        built.chmod(0o600)
+        digest = digest_of(built)
+        path = _path(folder, digest)
+        built.replace(path)
+        if note is not None:
+            told = Path(made) / note
+            told.touch(mode=0o600)
+            told.write_text(digest, encoding="ascii")
+            told.replace(folder / note)
+    return path

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ from drafters.adapter_step import AdapterCache, AdapterStep
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft, Entry
-from specdec.errors import ConfigError, SpecdecWarning
 from specdec.native import library as native
 from specdec.registry import drafter_names
 from specdec.runners.linear import PackedWeight, TiedEmbedding
@@ -245,54 +241,3 @@ def test_a_tied_weight_is_held_once() -> None:
         assert all(torch.equal(before[name], state[name]) for name in before)
     prompt = models.prompt_of(7)
     assert Engine(target).generate(prompt, 30).token_ids == models.reference(copy, prompt, 30)
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A machine that has compiled nothing yet; gives the folder where it will."""
-    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
-    native.library.cache_clear()
-    yield tmp_path
-    native.library.cache_clear()
-
-
-def test_without_a_compiler_torch_does_it(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
-    expected = models.reference(model, prompt, 20)
-    target = TransformersTarget(model, owned=True)
-    assert target.runner.name == "fused"
-    assert Engine(target).generate(prompt, 20).token_ids == expected
-    with pytest.raises(ConfigError, match=r"execution='native' .* native layers need a C compiler .*, and none works"):
-        TransformersTarget(models.new_model("llama", torch.float32, **SIZES), execution="native")
-
-
-@needs_compiler
-def test_a_compiler_that_fails_is_warned_of(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_FLAGS", ("--no-such-flag",))
-    with pytest.warns(SpecdecWarning, match="no native layers, so decoding is slower: .*returned non-zero exit status"):
-        assert native.library() is None
-    assert not [path for path in fresh.iterdir() if path.suffix == ".so"]
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_broken_library_is_built_anew(fresh: Path) -> None:
-    compiler = shutil.which("cc")
-    assert compiler is not None
-    path = native._path(compiler)
-    path.write_bytes(b"cut short")
-    assert native.library() is not None
-    assert path.stat().st_size > 10_000
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_library_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.library() is not None
-    native.library.cache_clear()
-    asked: list[list[str]] = []
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: asked.append(command) or run(command, **options))
-    assert native.library() is not None
-    assert [command[1:4] for command in asked] == [["-march=native", "-dM", "-E"]]
