@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,6 +91,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+        _refuse_outside(Path(place))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             config=config,
@@ -118,6 +120,20 @@ def load_model(
     if device is not None and device_map is None:
         model.to(device)  # type: ignore[arg-type]  # in place
     return model
+
+
+def _refuse_outside(folder: Path) -> None:
+    """Raises CheckpointError where a folder's index names weights that are not in it; for a hub, its client does so."""
+    for index in folder.glob("*.index.json"):
+        found = json.loads(index.read_text(encoding="utf-8"))
+        shards = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(shards, dict):
+            raise CheckpointError(f"{str(index)!r} has no weight_map; the checkpoint is broken")
+        for shard in set(map(str, shards.values())):
+            if "\\" in shard or Path(shard).is_absolute() or ".." in Path(shard).parts:
+                raise CheckpointError(
+                    f"{str(index)!r} names weights outside its folder: {shard!r}; do not trust this checkpoint"
+                )
 
 
 def refuse_unfit(name: str, config: Any) -> None:

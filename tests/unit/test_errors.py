@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -364,6 +365,27 @@ def test_pickled_weights_are_not_read(copied: Path) -> None:
     (copied / "model.safetensors").unlink()
     torch.save(tensors, copied / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"no file named model.safetensors .*\*\.safetensors"):
+        TransformersTarget.from_pretrained(copied)
+
+
+@pytest.mark.parametrize("outside", ["../good/model.safetensors", "{good}/model.safetensors", "a/../../good/m"])
+def test_an_index_that_points_out_of_its_folder(saved: Path, copied: Path, outside: str) -> None:
+    (copied / "model.safetensors").rename(copied / "part.safetensors")
+    names = load_file(copied / "part.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "part.safetensors")}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert TransformersTarget.from_pretrained(copied).dtype == torch.float32
+    index["weight_map"][UP] = outside.format(good=saved)
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index.json' names weights outside its folder: '.*'; do not trust"):
+        TransformersTarget.from_pretrained(copied)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 3}', "{"])
+def test_an_index_that_is_none(copied: Path, content: str) -> None:
+    (copied / "model.safetensors").rename(copied / "part.safetensors")
+    (copied / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"no weight_map|cannot load .* Expecting"):
         TransformersTarget.from_pretrained(copied)
 
 
