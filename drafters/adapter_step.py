@@ -96,7 +96,7 @@ class AdapterCache:
         size = config.hidden_size // config.heads
         spec = LayerSpec(config.heads, size, size, None, like.device, like.dtype)
         self._slots = KVCache([spec], capacity=capacity, rows=1)
-        self.keys, self.values = self._slots.keys[0], self._slots.values[0]
+        self.device = like.device
         self._cos, sin = rotations(torch.arange(capacity, device=like.device), config, like.dtype)
         self._signed = signed(sin)
 
@@ -123,12 +123,13 @@ class AdapterCache:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the next positions' keys and values [heads, T, D / heads]."""
+        self._slots.reserve(self.length + keys.shape[1])
         self._slots.write(0, keys[None], values[None], self.length)
         self.length += keys.shape[1]
 
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is stored."""
-        return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
+        return self._slots.keys[0].narrow(2, 0, self.length), self._slots.values[0].narrow(2, 0, self.length)
 
 
 def _stored(*parts: nn.Linear) -> LinearKernel:

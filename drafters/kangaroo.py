@@ -196,7 +196,7 @@ class KangarooSession:
 
     def _absorb(self, features: torch.Tensor) -> None:
         if self._drafter.adapter.config.variant != "mlp":
-            self._adapter.absorb(features.to(self._cache.keys.device), self._cache)
+            self._adapter.absorb(features.to(self._cache.device), self._cache)
 
     def _shallow(self, tokens: Sequence[int], parents: Sequence[int], first: int) -> torch.Tensor:
         """Rows from ``first`` on through layers [0, l), into their slots: [T, D], where the last of these layers is."""
@@ -219,7 +219,7 @@ class KangarooSession:
             rows = torch.cat((*self._pending, feature))
             self._pending.clear()
         self._drafted.append(token)
-        hidden = self._adapter.step(rows.to(self._cache.keys.device), self._cache)
+        hidden = self._adapter.step(rows.to(self._cache.device), self._cache)
         return self._adapter.logits(hidden, self._context.target.head)[0]
 
     def _probabilities(self, logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
