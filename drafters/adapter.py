@@ -229,7 +229,7 @@ def load_strictly(adapter: Adapter, tensors: Mapping[str, torch.Tensor], source:
     """Fill an adapter.
 
     Raises:
-        CheckpointError: a tensor is missing, left over, or of another shape.
+        CheckpointError: a tensor is missing, left over, of another shape, or not finite.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in adapter.state_dict().items()}
     odd = mismatches(tensors, expected)
@@ -238,6 +238,9 @@ def load_strictly(adapter: Adapter, tensors: Mapping[str, torch.Tensor], source:
             f"the weights in {str(source)!r} do not fit a {adapter.config.variant!r} adapter: {odd[0]} "
             f"({len(odd)} tensors differ); the file is broken or of another adapter"
         )
+    broken = [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]
+    if broken:
+        raise CheckpointError(f"{broken[0]} in {str(source)!r} holds NaN or infinity; train it anew")
     adapter.load_state_dict(dict(tensors))
 
 
