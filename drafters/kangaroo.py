@@ -137,6 +137,8 @@ class KangarooSession:
             confident = float(confidence) > drafter.eta
             branch = 1 if confident else min(drafter.branch, room - len(tokens))
             chosen = self._chosen(probabilities, int(best), branch, len(tokens) - 1)
+            if not chosen:  # weights so large that the adapter says NaN
+                break
             if self._sampled and not self._coupled:
                 q[last] = probabilities
             first = len(tokens)

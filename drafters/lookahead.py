@@ -94,11 +94,12 @@ class Lookahead(DrafterBase):
     def start(self, context: Context) -> LookaheadSession:
         config = self.config
         window, ngram, guesses = sizes_for(context.costs, context.prompt_length, context.max_rows)
+        most = context.max_rows + 3  # a larger window would not fit a step either
         return LookaheadSession(
             config,
             context,
-            window=config.window or window,
-            ngram=config.ngram or ngram,
+            window=min(config.window or window, most),
+            ngram=min(config.ngram or ngram, most),
             guesses=config.guesses or guesses,
         )
 

@@ -111,7 +111,7 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source
     """Fill a module.
 
     Raises:
-        CheckpointError: a tensor is missing, left over, or of another shape; ``what`` is what the module is.
+        CheckpointError: a tensor is missing, left over, of another shape, or not finite; ``what`` the module is.
     """
     found, expected = ({name: tuple(t.shape) for name, t in own.items()} for own in (tensors, module.state_dict()))
     odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
@@ -122,6 +122,9 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source
             f"{expected.get(name, 'none of that name')} ({len(odd)} tensors differ); the file is broken or of "
             "another model"
         )
+    broken = [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]
+    if broken:
+        raise CheckpointError(f"{broken[0]} in {str(source)!r} holds NaN or infinity; train it anew")
     module.load_state_dict(dict(tensors))
 
 

@@ -67,6 +67,7 @@ class Block:
         self.backend = backend
         self.parents = parents
         last = first + self.rows
+        cache.reserve(self.length + last)
         self.depths = range(last) if depths is None else depths
         self.deepest = max(self.depths[first:last])
         self.tokens = torch.tensor([tokens], device=device)  # [1, T]

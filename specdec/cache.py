@@ -1,4 +1,4 @@
-"""KV cache: preallocated slots, rows written behind the committed ones, accepted rows gathered to the front.
+"""KV cache: slots that grow with the text, rows written behind the committed ones, accepted rows gathered to the front.
 
 The committed tokens fill positions [0, length). A forward of a step tree writes row i of the tree to position
 ``length + i``: scratch, whatever the row's depth. ``commit(path)`` then moves the accepted rows together, so that
@@ -23,6 +23,8 @@ __all__ = ["KVCache", "LayerSpec", "Slots"]
 
 Slices = tuple[torch.Tensor, ...]
 
+_START = 1024  # slots at first; then as many again and again, so that a slot is copied once, on average
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -44,15 +46,25 @@ class LayerSpec:
 class Slots:
     """The slots of all layers of one spec.
 
-    ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor, so that a commit is one gather for all.
+    ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor, so that a commit is one gather for all. They
+    grow up to ``limit`` slots; a ring turns once it has them all.
     """
 
-    def __init__(self, spec: LayerSpec, layers: int, size: int) -> None:
-        self.window = spec.window
-        self.size = size
-        shape = (layers, 1, spec.heads, size)
+    def __init__(self, spec: LayerSpec, layers: int, limit: int) -> None:
+        self.window, self.limit = spec.window, limit
+        self.size = min(limit, _START)
+        shape = (layers, 1, spec.heads, self.size)
         self.keys = torch.empty(*shape, spec.key_dim, dtype=spec.dtype, device=spec.device)
         self.values = torch.empty(*shape, spec.value_dim, dtype=spec.dtype, device=spec.device)
+
+    def grow(self, size: int) -> None:
+        """Have ``size`` slots; what the former ones hold stays."""
+        for name in ("keys", "values"):
+            former: torch.Tensor = getattr(self, name)
+            grown = former.new_empty(*former.shape[:3], size, former.shape[4])
+            grown.narrow(3, 0, self.size).copy_(former)
+            setattr(self, name, grown)
+        self.size = size
 
     def slices(self, first: int, count: int) -> tuple[Slices, Slices]:
         """Per layer, views [1, heads, count, dim] of keys and values from slot ``first`` on, cut in one go."""
@@ -74,24 +86,41 @@ class KVCache:
 
     Args:
         specs: one per layer; equal specs share tensors.
-        capacity: most tokens that will ever be committed.
+        capacity: most tokens that will ever be committed; memory follows those that are.
         rows: most rows of one forward, a prefill chunk's included.
+
+    Attributes:
+        grown: how often slots have moved; what was read of their addresses before holds no more.
     """
 
     def __init__(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> None:
         self.length = 0
         self.capacity = capacity
         self.rows = rows
+        self.grown = 0
         members: dict[LayerSpec, list[int]] = {}
         for layer, spec in enumerate(specs):
             members.setdefault(spec, []).append(layer)
         self.groups = [Slots(spec, len(layers), spec.slots(capacity, rows)) for spec, layers in members.items()]
         of_spec = dict(zip(members, self.groups, strict=True))
         self.group_of = [of_spec[spec] for spec in specs]
+        self.index_in_group = [members[spec].index(layer) for layer, spec in enumerate(specs)]
+        self._view()
+
+    def _view(self) -> None:
         # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
-        self.index_in_group = places = [members[spec].index(layer) for layer, spec in enumerate(specs)]
-        self.keys = [group.keys[place] for group, place in zip(self.group_of, places, strict=True)]
-        self.values = [group.values[place] for group, place in zip(self.group_of, places, strict=True)]
+        groups = list(zip(self.group_of, self.index_in_group, strict=True))
+        self.keys = [group.keys[place] for group, place in groups]
+        self.values = [group.values[place] for group, place in groups]
+
+    def reserve(self, end: int) -> None:
+        """Have room for positions up to ``end``; every block calls it for its rows."""
+        small = [group for group in self.groups if group.size < min(end, group.limit)]
+        for group in small:
+            group.grow(min(group.limit, max(end, 2 * group.size)))
+        if small:
+            self.grown += 1
+            self._view()
 
     @property
     def nbytes(self) -> int:

@@ -269,6 +269,7 @@ def measure(
 
     with target.active():
         cache = target.new_cache(capacity=lengths[-1], rows=rows[-1])
+        cache.reserve(lengths[-1] + rows[-1])
         for group in cache.groups:  # never written, they may hold numbers that are slow to compute with
             group.keys.zero_()
             group.values.zero_()

@@ -351,6 +351,7 @@ class Decoding:
         self._end_reason = "length" if self._end == len(prompt) + max_new_tokens else "context"
         self._chunk = engine.prefill_chunk or _prefill_chunk(target)
         self._cache = target.new_cache(capacity=self._end, rows=max(engine.max_rows, min(self._chunk, len(prompt))))
+        self._cache.reserve(len(prompt))
         self.sampler = Sampler(sampling, self.tokens, target.vocab_size, target.head_device, processors, sample)
         self._context = Context(
             target=target,

@@ -90,7 +90,7 @@ class NativeLayers:
         inner = first.products[3].inputs
         self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, self._dtype is torch.bfloat16)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
-        self._slots: weakref.WeakKeyDictionary[KVCache, ctypes.Array[CSlots]] = weakref.WeakKeyDictionary()
+        self._slots: weakref.WeakKeyDictionary[KVCache, tuple[int, ctypes.Array[CSlots]]] = weakref.WeakKeyDictionary()
         self._library = library()
 
     def run(
@@ -105,9 +105,10 @@ class NativeLayers:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``."""
         cache, rows, end = block.cache, block.rows, block.first + block.rows
-        slots = self._slots.get(cache)
-        if slots is None:
-            slots = self._slots[cache] = self._describe_slots(cache)
+        grown, slots = self._slots.get(cache, (-1, None))
+        if grown != cache.grown:
+            slots = self._describe_slots(cache)
+            self._slots[cache] = cache.grown, slots
         stream = hidden.to(torch.float32, copy=True).contiguous()
         cos, sines = cos.float(), signed_sin.float()
         if block.parents is None:
