@@ -12,7 +12,13 @@ from transformers import AutoTokenizer
 from specdec.model import TransformersTarget
 from specdec.target import Target
 
-__all__ = ["fingerprint", "known_tokenizer", "tokenizer_fingerprint"]
+__all__ = ["architecture", "fingerprint", "known_tokenizer", "tokenizer_fingerprint"]
+
+
+def architecture(target: Target) -> str:
+    """Class and sizes of a target, with which its fingerprint begins: known at once, where weights take a second."""
+    shape = f"{target.num_layers}x{target.hidden_size}-v{target.vocab_size}"
+    return f"{getattr(target, 'name', type(target).__name__)}-{shape}"
 
 
 def fingerprint(target: Target) -> str:
@@ -27,8 +33,7 @@ def fingerprint(target: Target) -> str:
             flat = weight.detach().reshape(-1)
             few = flat[:: max(1, len(flat) // 16)][:16].to("cpu", torch.bfloat16)
             digest.update(few.view(torch.int16).numpy().tobytes())
-    shape = f"{target.num_layers}x{target.hidden_size}-v{target.vocab_size}"
-    return f"{getattr(target, 'name', type(target).__name__)}-{shape}-{digest.hexdigest()[:16]}"
+    return f"{architecture(target)}-{digest.hexdigest()[:16]}"
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

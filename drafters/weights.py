@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drafters.fingerprint import fingerprint
+from drafters.fingerprint import architecture, fingerprint
 from specdec.errors import CheckpointError, ConfigError, first_line
 from specdec.files import replacing
 from specdec.target import Target
@@ -137,7 +137,9 @@ def weights_folder(given: str | None, embedded: Path, target: Target, option: st
     if given is not None:
         return Path(given)
     own = str(read_config(embedded)["target"]) if (embedded / CONFIG).exists() else "none"
-    found = fingerprint(target)
+    found = architecture(target)
+    if own.startswith(found):
+        found = fingerprint(target)
     if own != found:
         drafter, _, part = option.partition(".")
         raise CheckpointError(

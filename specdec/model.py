@@ -97,6 +97,7 @@ class TransformersTarget:
         self.eos_ids = eos_ids_of(model)
         self.device, self.dtype = device_of(embedding), next(embedding.parameters()).dtype
         self.head_device = device_of(head)
+        self._parameters = sum(weight.numel() for weight in model.parameters())
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._lent = _Lent(model)
         self.options: dict[str, Any] = {"attention": attention}
@@ -233,7 +234,7 @@ class TransformersTarget:
                 "hidden size": self.hidden_size,
                 "vocabulary": self.vocab_size,
                 "context": self.context_length,
-                "parameters": sum(weight.numel() for _, weight in self.named_weights()),
+                "parameters": self._parameters,
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": str(self.device),
             },
