@@ -59,7 +59,6 @@ class AdapterStep:
         states = self._qkv(normed).view(rows, 3 * heads, -1).transpose(0, 1)  # [3 H, T, d]
         cos, signed_sin = cache.rotary(rows)
         turned = rotate(states[: 2 * heads], cos, signed_sin)
-        cache.reserve(cache.length + rows)
         cache.write(0, turned[None, heads:], states[None, 2 * heads :], cache.length)
         cache.length += rows
         return turned[:heads]

@@ -114,7 +114,7 @@ class KVCache:
         self.values = [group.values[place] for group, place in groups]
 
     def reserve(self, end: int) -> None:
-        """Have room for positions up to ``end``; every block calls it for its rows."""
+        """Have room for positions up to ``end``; every block calls it for its rows, and every write."""
         small = [group for group in self.groups if group.size < min(end, group.limit)]
         for group in small:
             group.grow(min(group.limit, max(end, 2 * group.size)))
@@ -134,7 +134,9 @@ class KVCache:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """Store ``keys`` and ``values`` [1, heads, T, dim] of one layer at positions [start, start + T)."""
-        rows, size = keys.shape[2], self.group_of[layer].size
+        rows = keys.shape[2]
+        self.reserve(start + rows)
+        size = self.group_of[layer].size
         first = start % size
         if first + rows <= size:
             self.keys[layer].narrow(2, first, rows).copy_(keys)
