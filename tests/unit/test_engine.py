@@ -171,7 +171,7 @@ def test_a_drafter_that_has_no_use_for_it_is_shown_nothing() -> None:
 
     class Quiet(DrafterBase):
         name = "quiet"
-        learns = needs_observe = False
+        needs_observe = False
 
         def start(self, context: Context) -> Scripted:
             session = chain(2).start(context)
