@@ -72,7 +72,7 @@ class WeightsOptions:
         ConfigError: a value that cannot be.
     """
 
-    model: str = _model_option("tiny", "tiny (in the package), a folder, or a hub id.")
+    model: str = _model_option("tiny", "tiny, smollm2 (once `specdec pull smollm2`), a folder, GGUF file or hub id.")
     dtype: str = _model_option("auto", "Of weights and computation: float32, bfloat16, ...; auto: the checkpoint's.")
 
     def __post_init__(self) -> None:

@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from specdec.block import Block
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
@@ -24,12 +23,12 @@ from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError, SpecdecWarning
 from specdec.model import TransformersTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
-from specdec.pretrained import model_source, unused_generation_options
+from specdec.pretrained import unused_generation_options
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.sampling import Sampler, SamplingParams, Scores
 from specdec.target import Target
-from specdec.text import TextStream, check_stops
+from specdec.text import TextStream, check_stops, load_tokenizer
 from specdec.verify import verifier_for
 
 __all__ = ["Decoding", "Engine", "Prompt"]
@@ -112,7 +111,7 @@ class Engine:
         policy: str = "acceptance",
         progress: Callable[[float], None] | None = None,
     ) -> Engine:
-        """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
+        """Load target and tokenizer: a named model (``"tiny"``, ``"smollm2"``), a folder, a GGUF file, or a hub id.
 
         ``execution`` and ``attention`` are TransformersTarget's. The policy is ``acceptance`` here, so that no drafter
         loses much; an engine that is put together by hand takes its drafter at its word.
@@ -132,11 +131,13 @@ class Engine:
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-        place = model_source(path)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"no tokenizer at {str(path)!r}: {error}; save one beside the weights") from error
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        own = getattr(tokenizer, "vocab_size", 0)  # without tokens that were added: those may be beyond a model's
+        if own > target.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer at {str(path)!r} has {own} tokens, and the model {target.vocab_size}; it is another "
+                "model's: save this one's beside the weights"
+            )
         return cls(
             target,
             tokenizer,

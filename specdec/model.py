@@ -139,7 +139,7 @@ class TransformersTarget:
         trust_remote_code: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> TransformersTarget:
-        """Load a checkpoint: ``"tiny"`` (the embedded model), a folder, or a hub id. Safetensors only.
+        """Load a checkpoint: a named model, a folder or hub id (safetensors only), or a GGUF file.
 
         Raises:
             CheckpointError: no model there, a broken file, or tensors missing or left over.
