@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from specdec import attention
+from specdec.draft import Draft, ancestors
 from tests.property.test_attention import Case, World, cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -52,6 +53,35 @@ def test_more_rows_and_keys_than_one_program_takes(calls: list[bool]) -> None:
             assert got.dtype == dtype
             assert (got.double() - world.naive()).abs().max() < bound
     assert calls == [False, False, True, True]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("rows", [1, 4, 32])  # also as many as a group has heads, and as there are heads
+@pytest.mark.parametrize("indexed", [False, True])
+def test_grouped_heads_of_width_128(indexed: bool, rows: int, window: int | None) -> None:
+    """Llama's 32 query heads on 8 key heads, over a tail with a window's edge, going on from a prefix."""
+    generator = torch.Generator().manual_seed(rows)
+    keys, values = (torch.randn(1, 8, 60, 128, generator=generator) for _ in range(2))
+    query = torch.randn(1, 32, rows, 128, generator=generator)
+    parents = [-1, *(max(0, row - 3) for row in range(1, rows))]
+    depths = torch.tensor(Draft([0] * rows, parents).depths)
+    edge = 5  # keys before the tree that a window may hide
+    seen = torch.ones(rows, edge + rows, dtype=torch.bool)
+    seen[:, edge:] = torch.from_numpy(ancestors(parents))
+    if window is not None:
+        places = torch.cat([torch.arange(-edge, 0), depths])
+        seen &= depths[:, None] - places < window
+    mask = torch.zeros(rows, edge + rows).masked_fill_(~seen, -torch.inf)
+    first, scale = 20, 128**-0.5
+    tail = torch.randperm(40, generator=generator)[: edge + rows] + first if indexed else (first, first + edge + rows)
+    prior = attention._plain(query, keys[:, :, :first], values[:, :, :first], scale, None)
+    got = kernel(query, keys, values, tail, mask, scale, prior)
+    slots = tail if isinstance(tail, torch.Tensor) else torch.arange(*tail)
+    chosen = torch.cat([torch.arange(first), slots])
+    k, v = (x[:, :, chosen].double().repeat_interleave(4, 1) for x in (keys, values))
+    whole = torch.cat([torch.ones(rows, first, dtype=torch.bool), seen], 1)
+    scores = (query.double() @ k.transpose(2, 3) * scale).masked_fill(~whole, -torch.inf)
+    assert (got.double() - torch.softmax(scores, -1) @ v).abs().max() < 2e-6
 
 
 def test_widths_that_are_no_power_of_two() -> None:
