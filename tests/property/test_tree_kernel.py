@@ -10,9 +10,10 @@ from hypothesis import given, settings
 
 from specdec import attention
 from specdec.draft import Draft, ancestors
+from specdec.errors import SpecdecWarning
 from tests.property.test_attention import Case, World, cases
 
-pytest.importorskip("triton", reason="Triton is not installed")
+CompilationError = pytest.importorskip("triton", reason="Triton is not installed").CompilationError
 kernel = pytest.importorskip("specdec.kernels.tree").tree_attention
 if not torch.cuda.is_available():
     assert type(kernel.__globals__["_tree"]).__name__ == "InterpretedFunction", "tests/conftest.py sets the interpreter"
@@ -27,7 +28,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         made.append(args[-1] is not None)
         return kernel(*args)
 
-    monkeypatch.setattr(attention, "_tree_kernel", lambda query: counted)
+    monkeypatch.setattr(attention, "_tree_kernel", lambda query, keys, values: counted)
     return made
 
 
@@ -96,9 +97,16 @@ def test_widths_that_are_no_power_of_two() -> None:
     assert torch.equal(kernel(query, keys, values, slots, None, 0.3), got)
 
 
-def test_without_triton_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_is_replaced_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise CompilationError("", None, "cannot take constexpr")
+
+    shape = (torch.device("cpu"), torch.float32, 2, 8, 8)
+    assert attention._load_tree_kernel.__wrapped__(*shape) is kernel
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec.kernels.tree.tree_attention", refused)
+        with pytest.warns(SpecdecWarning, match=r"Triton kernel for trees is not used.*CompilationError"):
+            assert attention._load_tree_kernel.__wrapped__(*shape) is None
     monkeypatch.setitem(sys.modules, "specdec.kernels.tree", None)
-    assert attention._load_tree_kernel.__wrapped__() is None
-    case = Case(length=7, parents=[-1, 0, 0, 1], first=0, window=4, softcap=None, seed=0)
-    world = World(case)
-    assert (world.attended("split", pieces=False).double() - world.naive()).abs().max() < 1e-6
+    with pytest.warns(SpecdecWarning, match=r"Triton kernel for trees is not used.*ModuleNotFoundError"):
+        assert attention._load_tree_kernel.__wrapped__(*shape) is None
