@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specdec.block import Block, Layout
+from specdec.block import Block, Layout, Rows
 from specdec.cache import LayerSpec
 from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
 
@@ -114,7 +114,7 @@ def layer_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    block: Block | None = None,
+    block: Rows | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention modules call; ``block`` travels to it through the layers' arguments.
@@ -133,15 +133,22 @@ def layer_attention(
 
 
 def update_and_attend(
-    block: Block, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
+    block: Rows, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
 ) -> torch.Tensor:
     """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
     block.update(keys, values, layer)
     return attend(query, block, layer, scale)
 
 
-def attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:
-    """Attention of the block's rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
+def attend(query: torch.Tensor, block: Rows, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:
+    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
+    if isinstance(block, Block):
+        return _attend(query, block, layer, scale, softcap)
+    parts = [_attend(query[:, :, first:last], part, layer, scale, softcap) for part, first, last in block.parts]
+    return torch.cat(parts, 2)
+
+
+def _attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None) -> torch.Tensor:
     way = block.backend
     if way == "auto":
         if query.is_cuda:

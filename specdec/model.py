@@ -22,7 +22,7 @@ import transformers
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.attention import check_backend, check_runs, layer_attention, told
-from specdec.block import Block
+from specdec.block import Block, Rows
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
 from specdec.draft import Entry
@@ -162,7 +162,7 @@ class TransformersTarget:
 
     def forward(
         self,
-        block: Block,
+        block: Rows,
         *,
         entry: Entry | None = None,
         exit_layer: int | None = None,
