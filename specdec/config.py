@@ -91,7 +91,7 @@ class ModelOptions(WeightsOptions):
 
     device: str | None = _model_option(None, "Such as cpu or cuda:0.")
     device_map: str | dict[str, Any] | None = option(None, "Such as auto: split the model over devices.", panel="Model")
-    attention: str = _model_option("auto", "auto, sdpa or split.")
+    attention: str = _model_option("auto", "auto, sdpa or split; on a GPU aten or flash.")
     execution: str = _model_option("auto", "Which code runs the layers: auto, transformers, fused or native.")
     threads: int | None = _model_option(None, "CPU threads (default torch's own; 1 for tiny).")
 

@@ -21,8 +21,8 @@ import torch
 import transformers
 from transformers import AttentionInterface, PreTrainedModel
 
-from specdec.attention import check_backend, layer_attention
-from specdec.block import Block
+from specdec.attention import check_backend, check_runs, layer_attention, told
+from specdec.block import Block, Rows
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
 from specdec.draft import Entry
@@ -52,7 +52,7 @@ class TransformersTarget:
         execution: which code runs the layers. ``auto``: the fastest that is exact, for a model that specdec owns; its
             own modules for one that was handed in. ``transformers``: its own modules. ``fused``: lean torch operations
             where layers are known. ``native``: all layers in one call of C, on a CPU.
-        attention: ``auto``, ``sdpa`` or ``split``, see :mod:`specdec.attention`; the latter two rule out native layers.
+        attention: the kernels, by name, see :mod:`specdec.attention`; any but ``auto`` rules out native layers.
         owned: nobody else holds the model. Its weights may be laid out anew then, so that none is held twice: the
             model still computes, saves and copies what it did, but packed weights are slow for itself, and cannot be
             changed. ``plain_model`` gives one as it was.
@@ -109,8 +109,11 @@ class TransformersTarget:
         self.vocab_size = int(expected.shape[-1])
         try:
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
+            check_runs(attention, self.specs)
             self._reference = Reference(expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
+        except ConfigError:
+            raise
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
             raise TargetError(
                 f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}"
@@ -159,7 +162,7 @@ class TransformersTarget:
 
     def forward(
         self,
-        block: Block,
+        block: Rows,
         *,
         entry: Entry | None = None,
         exit_layer: int | None = None,
@@ -242,7 +245,7 @@ class TransformersTarget:
                 "runner": self.runner.name,
                 "because": self.plan.reason,
                 **{f"not {name}": reason for name, reason in self.plan.others.items()},
-                "attention": "in the same call" if self.runner.name == "native" else self.backend,
+                "attention": "in the same call" if self.runner.name == "native" else self._attention_told(),
                 "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             },
             "machine": {
@@ -256,6 +259,10 @@ class TransformersTarget:
                 "transformers": transformers.__version__,
             },
         }
+
+    def _attention_told(self) -> str:
+        softcap = getattr(self.config, "attn_logit_softcapping", None)
+        return told(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
 
     def _read_specs(self, maker: RunnerMaker, token: int) -> list[LayerSpec]:
         """What each layer caches, as seen by an attention function that only looks."""
