@@ -130,7 +130,7 @@ class Block(Rows):
         return ((self, 0, self.rows),)
 
     @cached_property
-    def positions(self) -> torch.Tensor:  # type: ignore[override]
+    def positions(self) -> torch.Tensor:
         depths = self.depths[self.first : self.first + self.rows]
         return torch.tensor([[self.length + depth for depth in depths]], device=self._device)
 
@@ -230,7 +230,7 @@ class Batch(Rows):
         return self._parts
 
     @cached_property
-    def positions(self) -> torch.Tensor:  # type: ignore[override]
+    def positions(self) -> torch.Tensor:
         return torch.cat([block.positions for block, _, _ in self.parts], 1)
 
     def update(

@@ -106,11 +106,11 @@ class NativeLayers:
         """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``."""
         stream = hidden.to(torch.float32, copy=True).contiguous()
         cos, sines = cos.float(), signed_sin.float()
-        trees = [_tree(part) for part, _, _ in block.parts]
-        blocks = (CBlock * len(trees))(
+        arrays = [(*_tree(part), self._slots_of(part.cache)) for part, _, _ in block.parts]
+        blocks = (CBlock * len(arrays))(
             *(
-                CBlock(part.length, part.first, part.rows, *map(ctypes.addressof, (*tree, self._slots_of(part.cache))))
-                for (part, _, _), tree in zip(block.parts, trees, strict=True)
+                CBlock(part.length, part.first, part.rows, *(ctypes.addressof(array) for array in own))
+                for (part, _, _), own in zip(block.parts, arrays, strict=True)
             )
         )
         keys = max(part.length + part.first + part.rows for part, _, _ in block.parts)
