@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
 from specdec.errors import CheckpointError, TargetError, first_line
 
@@ -92,6 +93,7 @@ def load_model(
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
         _refuse_outside(Path(place))
+        _refuse_adapter(place)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             config=config,
@@ -134,6 +136,19 @@ def _refuse_outside(folder: Path) -> None:
                 raise CheckpointError(
                     f"{str(index)!r} names weights outside its folder: {shard!r}; do not trust this checkpoint"
                 )
+
+
+def _refuse_adapter(place: str | Path) -> None:
+    """Raises CheckpointError where peft's adapter_config.json is beside the weights: whether transformers applies it,
+    and whether it loads the base model that stands in it, depends on what is installed and on the other files.
+    """
+    found = find_adapter_config_file(str(place))
+    if found is not None:
+        raise CheckpointError(
+            f"{str(place)!r} holds {found!r}, which names another model to be loaded or changes this one's weights; "
+            "delete it if the folder's own weights are meant. To decode with an adapter, load base and adapter with "
+            "peft and hand the model to TransformersTarget"
+        )
 
 
 def refuse_unfit(name: str, config: Any) -> None:
