@@ -538,13 +538,15 @@ def test_two_targets_of_one_model_decode_at_once() -> None:
     other = threading.Thread(target=lambda: found.append(second.generate(prompt, 20, on_step=wait).token_ids))
     with first.target.active():
         other.start()
-        inside.wait()
-    assert model.config._attn_implementation == "specdec"
-    assert first.generate(prompt, 20).token_ids == expected
-    with pytest.raises(TargetError, match="a target is being made of a .* that is decoding, .* or share one"):
-        TransformersTarget(model)
-    ended.set()
-    other.join()
+        inside.wait(60)
+    try:
+        assert model.config._attn_implementation == "specdec"
+        assert first.generate(prompt, 20).token_ids == expected
+        with pytest.raises(TargetError, match="a target is being made of a .* that is decoding, .* or share one"):
+            TransformersTarget(model)
+    finally:
+        ended.set()
+        other.join()
     assert found == [expected]
     assert model.config._attn_implementation == own
     assert models.reference(model, prompt, 20) == expected
