@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -99,7 +99,7 @@ class TransformersTarget:
         self.head_device = device_of(head)
         self._parameters = sum(weight.numel() for weight in model.parameters())
         self._plain: weakref.ref[PreTrainedModel] | None = None
-        self._lent = _Lent(model)
+        self._lent = _Lent.of(model)
         self.options: dict[str, Any] = {"attention": attention}
         maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
         self.runner: LayerRunner = maker.make("transformers")
@@ -340,14 +340,28 @@ def _timed(curve: CostCurve) -> list[float]:
 class _Lent:
     """What a model's modules are lent: an attention function, and eval mode. Counted, as several threads may hold it.
 
-    Modules look their function up in their own config object, a layer's may be a sub-config.
+    Modules look their function up in their own config object, a layer's may be a sub-config. There is one of these for
+    a model, however many targets are made of it.
     """
+
+    _all: ClassVar[weakref.WeakKeyDictionary[PreTrainedModel, _Lent]] = weakref.WeakKeyDictionary()
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> _Lent:
+        """The model's own, made with its first target."""
+        with cls._making:
+            if model not in cls._all:
+                cls._all[model] = cls(model)
+            return cls._all[model]
 
     def __init__(self, model: PreTrainedModel) -> None:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, note_layer)
         register_masks()
-        self._model, self._lock, self._holders = model, threading.Lock(), 0
+        self._model = weakref.ref(model)  # what is kept by model must not keep the model
+        self._lock, self._holders = threading.Lock(), 0
+        self._attention: str | None = None
         self._former: list[tuple[Any, Any]] = []
         self._training: list[Any] = []
 
@@ -356,14 +370,25 @@ class _Lent:
         """While inside, attention modules call this function (None: their own), and dropout is off.
 
         With the last holder's end the model is as it was.
+
+        Raises:
+            TargetError: somebody else has it, with another function: a target is made of a model that decodes.
         """
         with self._lock:
+            model = self._model()
+            assert model is not None
             if not self._holders:
-                modules: list[Any] = list(self._model.modules())
+                modules: list[Any] = list(model.modules())
                 self._training = [module for module in modules if module.training]
                 configs = {id(c): c for m in modules if attention and (c := getattr(m, "config", None)) is not None}
                 self._former = [(config, config._attn_implementation) for config in configs.values()]
                 self._set(False, [(config, attention) for config, _ in self._former])
+                self._attention = attention
+            elif attention != self._attention:
+                raise TargetError(
+                    f"a target is being made of a {type(model).__name__} that is decoding, in this thread or in another; "
+                    "make all targets of a model before any of them decodes, or share one (custom_generate's target=)"
+                )
             self._holders += 1
         try:
             yield
@@ -372,6 +397,7 @@ class _Lent:
                 self._holders -= 1
                 if not self._holders:
                     self._set(True, self._former)
+                    self._former, self._training = [], []  # which would keep the model
 
     def _set(self, training: bool, implementations: Sequence[tuple[Any, Any]]) -> None:
         for module in self._training:

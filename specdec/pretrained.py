@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 from transformers.utils.quantization_config import GgufConfig
 
 from specdec.errors import CheckpointError, TargetError, first_line
@@ -107,6 +108,7 @@ def load_model(
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
         if gguf is None:
             _refuse_outside(Path(place))
+            _refuse_adapter(place)
         else:
             _refuse_scaled(gguf, config)
         with quiet:
@@ -163,6 +165,19 @@ def _refuse_scaled(gguf: GgufFile, config: Any) -> None:
         raise CheckpointError(
             f"{str(gguf.path)!r} scales its rotary frequencies, which transformers does not read from GGUF: the model "
             "would be another one; load its folder of safetensors"
+        )
+
+
+def _refuse_adapter(place: str | Path) -> None:
+    """Raises CheckpointError where peft's adapter_config.json is beside the weights: whether transformers applies it,
+    and whether it loads the base model that stands in it, depends on what is installed and on the other files.
+    """
+    found = find_adapter_config_file(str(place))
+    if found is not None:
+        raise CheckpointError(
+            f"{str(place)!r} holds {found!r}, which names another model to be loaded or changes this one's weights; "
+            "delete it if the folder's own weights are meant. To decode with an adapter, load base and adapter with "
+            "peft and hand the model to TransformersTarget"
         )
 
 
