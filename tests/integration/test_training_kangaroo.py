@@ -122,7 +122,7 @@ def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -
     kinds = (("attention", 0.05, 4, 1), ("mlp", 0.0, 2, 1), ("layer", 1.0, 6, 3), ("head", 0.06, 3, 2))
     for variant, eta, gamma, branch in kinds:
         adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma, branch=branch), target)
-        engine = Engine(target, None, Kangaroo(KangarooConfig(), adapter.requires_grad_(False)))
+        engine = Engine(target, None, Kangaroo(KangarooConfig(), adapter.requires_grad_(False), target))
         texts, steps, tokens = [], 0, 0
         for seed in range(4):
             prompt = list(prompt_of(8, seed))

@@ -184,7 +184,7 @@ class Overruled(DrafterBase):
 def test_another_drafters_rows_are_learnt_from(target_of: Callable[..., TransformersTarget]) -> None:
     target, prompt, adapter = target_of("llama"), prompt_of(9), adapter_of()
     text = [*prompt, *Engine(target).generate(prompt, 30).token_ids]
-    drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter)
+    drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter, target)
     decoding = Engine(target, None, Overruled(drafter, text)).start(prompt, 30)
     with target.active():
         decoding.prefill()
@@ -212,7 +212,7 @@ def test_the_adapters_cache_is_that_of_the_text(
         if target is shallow_target:
             adapter.norm.fill_(1)
             adapter.o_proj.weight.mul_(0.2)  # often right, not always
-        drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter)
+        drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter, target)
         decoding = Engine(target, None, drafter, prefill_chunk=4).start(prompt_of(9), 60)
         lengths = set()
         with target.active():
