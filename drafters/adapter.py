@@ -174,7 +174,7 @@ class Adapter(nn.Module):
 
     def _split(self, states: torch.Tensor) -> torch.Tensor:
         """[B, T, heads x d] to [B, heads, T, d]."""
-        return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        return states.view(*states.shape[:2], -1, self.config.head_dim).transpose(1, 2)
 
     def _rotated(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         cos, sin = rotary

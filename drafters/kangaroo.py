@@ -94,8 +94,10 @@ class Kangaroo(DrafterBase):
         if config.exit_layer is None:
             adapter = Adapter.from_pretrained(weights_folder(config.adapter, target, "kangaroo.adapter"))
         else:
-            sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "heads": 1}
-            adapter = Adapter(AdapterConfig(**sizes, exit_layer=config.exit_layer, variant="none"))
+            size, vocabulary, layer = target.hidden_size, target.vocab_size, config.exit_layer
+            adapter = Adapter(
+                AdapterConfig(hidden_size=size, vocab_size=vocabulary, heads=1, exit_layer=layer, variant="none")
+            )
         check_adapter(adapter.config, target, check_target=config.check_target)
         return cls(config, adapter.to(target.head_device, target.dtype).requires_grad_(False).eval(), target)
 

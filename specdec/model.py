@@ -203,7 +203,7 @@ class TransformersTarget:
         weight = head.weight.detach()
         weight = weight if tokens is None else weight[tokens.to(self.head_device)]
         kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
-        return lambda hidden: self._capped(kernel(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1]))
+        return lambda hidden: self._capped(kernel(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1))
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap

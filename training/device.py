@@ -39,7 +39,7 @@ def _seconds(dtype: torch.dtype) -> float:
 
 
 def frozen_target(options: WeightsOptions, device: torch.device) -> tuple[TransformersTarget, str]:
-    """The target to train for, in a dtype that the device is fast in where ``auto`` leaves that open, and a line about it.
+    """The target to train for, in a dtype that the device is fast in where ``auto`` leaves it open; a line about it.
 
     Raises:
         SpecdecError: no model there, or one that specdec cannot drive.

@@ -153,7 +153,8 @@ class KangarooTraining:
             title="Kangaroo adapter",
             about=f"adapter of {size} behind layer {own.exit_layer}",
             opening=f"Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant "
-            f"`{own.variant}`, {size}, {head} on top{among(own.draft_vocab)}. It was trained from nothing; the target stays as it was.",
+            f"`{own.variant}`, {size}, {head} on top{among(own.draft_vocab)}. It was trained from nothing; the target "
+            "stays as it was.",
             columns=columns,
             note=f"Eta {own.eta:g}, gamma {own.gamma}, branch {own.branch}. Tokens per step count the bonus token; "
             "overlap is the mean of sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more.",

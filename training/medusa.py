@@ -153,7 +153,8 @@ class MedusaTraining:
         return CardText(
             title="Medusa heads",
             about=f"{own.heads} heads of {size} in all",
-            opening=f"{own.heads} heads for `{own.target}`, {matrix}{among(own.draft_vocab)}: {size}. The target stays as it was.",
+            opening=f"{own.heads} heads for `{own.target}`, {matrix}{among(own.draft_vocab)}: {size}. The target "
+            "stays as it was.",
             columns={"tokens_per_step": "tokens per step", **figures},
             note="Tokens per step, with the tree below, count the bonus token; `k.r` is how often the token k + 1 "
             "places on had rank r with head k.",
