@@ -8,7 +8,7 @@ Ranks are chosen, not drawn, so a draft carries no q.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 import yaml
 
 from drafters.medusa_heads import MedusaHeads
+from drafters.vocabulary import DraftVocabulary
 from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError, unknown
-from specdec.pretrained import embedded_model
 from specdec.target import FINAL, Target
 
-__all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "embedded_heads", "nodes_of", "paths_of"]
+__all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "nodes_of", "paths_of"]
 
 TREES = {
     "chain": "0 00 000 0000 00000",
@@ -47,7 +47,7 @@ class MedusaConfig:
     """Options.
 
     Attributes:
-        heads: folder of trained heads, ours or published ones; None is the one in this package, which fits the embedded
+        heads: folder of trained heads, ours or published ones; None is the one in this package that was trained for the
             model.
         tree: a name in ``TREES``, a ``.yaml`` file (of ``specdec tree-search``, or with a list), or rank paths such as
             ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None takes the authors' tree, as
@@ -132,11 +132,6 @@ def nodes_of(paths: Sequence[Path_]) -> list[Node]:
     return nodes
 
 
-def embedded_heads() -> Path:
-    """Folder of the heads for the embedded model."""
-    return embedded_model().parent / "tiny-medusa"
-
-
 class Medusa(DrafterBase):
     """Trained heads, stacked so that all run at once, and the tree."""
 
@@ -146,8 +141,9 @@ class Medusa(DrafterBase):
     taps = frozenset({FINAL})
     fixed_cost_rows = 2  # the heads' own products, and the output matrix once more
 
-    def __init__(self, config: MedusaConfig, heads: MedusaHeads) -> None:
+    def __init__(self, config: MedusaConfig, heads: MedusaHeads, target: Target) -> None:
         super().__init__(config)
+        self._vocabulary = DraftVocabulary(heads.draft_tokens, target)
         own = heads.config
         weights = {name: weight.detach() for name, weight in heads.named_parameters()}
         numbers = range(own.heads)
@@ -162,8 +158,8 @@ class Medusa(DrafterBase):
         self._matrices = [weights[f"{head}.{own.layers}.weight"] for head in numbers] if own.own_head else None
         paths = paths_of(config.tree or "mc_sim_7b_63")
         if config.tree is None:
-            paths = [path for path in paths if len(path) <= own.heads and max(path) < own.vocab_size]
-        check_tree(paths, heads=own.heads, ranks=own.vocab_size)
+            paths = [path for path in paths if len(path) <= own.heads and max(path) < own.ranks]
+        check_tree(paths, heads=own.heads, ranks=own.ranks)
         self.nodes = nodes_of(paths)
         self._depth = max(node.depth for node in self.nodes)
         self._ranks = max(node.rank for node in self.nodes) + 1
@@ -176,17 +172,15 @@ class Medusa(DrafterBase):
             CheckpointError: no heads, broken ones, or those of another model.
             ConfigError: a tree that the heads or the vocabulary cannot fill.
         """
-        heads = MedusaHeads.from_pretrained(weights_folder(config.heads, embedded_heads(), target, "medusa.heads"))
+        heads = MedusaHeads.from_pretrained(weights_folder(config.heads, target, "medusa.heads"))
         check_fit(heads.config, target, cls.name, check_target=config.check_target)
-        lm_head = getattr(target, "lm_head", None)
-        device = target.device if lm_head is None else lm_head.weight.device
-        return cls(config, heads.to(device, target.dtype))
+        return cls(config, heads.to(target.head_device, target.dtype), target)
 
     def start(self, context: Context) -> MedusaSession:
         return MedusaSession(self, context)
 
     @torch.no_grad()
-    def guesses(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> list[list[int]]:
+    def guesses(self, hidden: torch.Tensor) -> list[list[int]]:
         """Per head its likeliest tokens, best first, from one hidden state [1, D]."""
         weight, _ = self._blocks[0]
         states = hidden.to(weight.device, weight.dtype).expand(self._depth, 1, -1)  # [K, 1, D]
@@ -194,11 +188,11 @@ class Medusa(DrafterBase):
             states = states + F.silu(torch.baddbmm(bias[: self._depth], states, weight[: self._depth]))
         rows = states[:, 0]  # [K, D]
         if self._matrices is None:
-            logits = head(rows)
+            logits = self._vocabulary.head(rows)
         else:
             logits = torch.stack([F.linear(row, own) for row, own in zip(rows, self._matrices, strict=False)])
         found: list[list[int]] = logits.topk(self._ranks, -1).indices.tolist()
-        return found
+        return [[self._vocabulary.token(number) for number in ranks] for ranks in found]
 
 
 class MedusaSession:
@@ -216,7 +210,7 @@ class MedusaSession:
         tokens, parents = [context.root], [-1]
         if self._seen is None or room < 2 or deepest < 1:
             return Draft(tokens, parents)
-        guesses = self._drafter.guesses(self._seen[self._last : self._last + 1], context.target.head)
+        guesses = self._drafter.guesses(self._seen[self._last : self._last + 1])
         rows = [0]
         for node in self._nodes:
             if len(tokens) == room:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.attention import check_backend, check_runs, layer_attention, told
@@ -33,7 +34,8 @@ from specdec.masks import MASKS, layer_masks, named_limits, register_masks, wind
 from specdec.native.library import compiler, library
 from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
 from specdec.runners import EXECUTIONS
-from specdec.runners.linear import PackedLinear, TiedEmbedding
+from specdec.runners.known import why_special
+from specdec.runners.linear import DenseLinear, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
 from specdec.runners.runner import LayerRunner
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
@@ -186,11 +188,28 @@ class TransformersTarget:
             chosen = chosen[list(rows)]
         return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
 
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.runner.norm(hidden)
+
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.runner.head(hidden)
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+        return self._capped(self.runner.head(hidden))
+
+    def head_of(
+        self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As :meth:`Target.head_of`, of all tokens for None; with a ``dtype`` gradients may pass, as in training."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        plain = type(head) in (nn.Linear, PackedLinear) and head.bias is None and why_special(head) is None
+        if not plain:  # what it does to its logits only its own module knows
+            every = slice(None) if tokens is None else tokens
+            return lambda hidden: self.head(hidden.to(self.dtype))[..., every]
+        weight = head.weight.detach()
+        weight = weight if tokens is None else weight[tokens.to(self.head_device)]
+        kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
+        return lambda hidden: self._capped(kernel(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed since its runner read it; called before every generation."""

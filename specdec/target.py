@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -75,5 +75,11 @@ class Target(Protocol):
     def active(self) -> AbstractContextManager[None]:
         """A context manager inside which ``forward`` may be called."""
 
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [..., D] through the last norm."""
+
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D] that passed the last norm."""
+
+    def head_of(self, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The head over these tokens [d] alone: [..., D] to [..., d], with a copy of their rows."""

@@ -87,7 +87,13 @@ class Reciter:
             row = row - 1 if block.parents is None else block.parents[row]
         return [slots[slot] for slot in (*range(block.length), *path)]
 
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def head_of(self, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         raise NotImplementedError
 
 

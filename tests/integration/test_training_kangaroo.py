@@ -122,7 +122,7 @@ def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -
     kinds = (("attention", 0.05, 4, 1), ("mlp", 0.0, 2, 1), ("layer", 1.0, 6, 3), ("head", 0.06, 3, 2))
     for variant, eta, gamma, branch in kinds:
         adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma, branch=branch), target)
-        engine = Engine(target, None, Kangaroo(KangarooConfig(), adapter.requires_grad_(False)))
+        engine = Engine(target, None, Kangaroo(KangarooConfig(), adapter.requires_grad_(False), target))
         texts, steps, tokens = [], 0, 0
         for seed in range(4):
             prompt = list(prompt_of(8, seed))
@@ -357,12 +357,26 @@ class TestConversion:
         prompt = prompt_of(8)
         assert engine.generate(prompt, 20).token_ids == engine.with_drafter("none").generate(prompt, 20).token_ids
 
-    def test_the_official_computation(self, official: Path, tmp_path: Path) -> None:
-        """Against transformers' own Llama layer with the MLP taken out of the way."""
+    @pytest.mark.parametrize(
+        "rope", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}]
+    )
+    @pytest.mark.parametrize("key_heads", [4, 2])
+    def test_the_official_computation(
+        self, official: Path, tmp_path: Path, key_heads: int, rope: dict[str, Any]
+    ) -> None:
+        """Against transformers' own Llama layer with its MLP out of the way; configs as versions 4 and 5 write them."""
+        values = json.loads((official / "config.json").read_text())
+        (official / "config.json").write_text(json.dumps({**values, **rope, "num_key_value_heads": key_heads}))
+        tensors = torch.load(official / "pytorch_model.bin", weights_only=True)
+        for part in ("k_proj", "v_proj"):
+            name = f"module.layers.0.self_attn.{part}.weight"
+            tensors[name] = tensors[name][: key_heads * 8].clone()
+        torch.save(tensors, official / "pytorch_model.bin")
         adapter = convert(official, tmp_path / "ours", exit_layer=2).requires_grad_(False)
         config = LlamaConfig(
-            hidden_size=32, intermediate_size=8, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1,
-            vocab_size=32, rms_norm_eps=1e-5,
+            hidden_size=32, intermediate_size=8, num_attention_heads=4, num_key_value_heads=key_heads,
+            num_hidden_layers=1, vocab_size=32, rms_norm_eps=1e-5,
+            rope_parameters={"rope_theta": 500.0, "rope_type": "default"},
         )  # fmt: skip
         model = LlamaForCausalLM(config).eval().requires_grad_(False)
         layer = model.model.layers[0]
@@ -371,10 +385,17 @@ class TestConversion:
         model.model.norm.weight.copy_(adapter.norm)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             getattr(layer.self_attn, name).weight.copy_(getattr(adapter, name).weight)
-        features = torch.randn(1, 9, 32)
+        features = torch.randn(1, 40, 32)
         expected = model(inputs_embeds=features).logits[0]
-        found = adapter(features, torch.arange(9)[None], model.lm_head)
+        found = adapter(features, torch.arange(40)[None], model.lm_head)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+    def test_scaled_positions_are_refused(self, official: Path, tmp_path: Path, key: str) -> None:
+        values = json.loads((official / "config.json").read_text())
+        (official / "config.json").write_text(json.dumps({**values, key: {"rope_type": "yarn", "factor": 4.0}}))
+        with pytest.raises(CheckpointError, match=r"scaled \(yarn\)"):
+            convert(official, tmp_path / "ours", exit_layer=2)
 
     @pytest.mark.parametrize(
         ("damage", "words"),

@@ -120,7 +120,7 @@ def test_a_stopped_run_ends_like_one_that_was_not(windows: Windows, tmp_path: Pa
     def stop(batch: Batch) -> bool:
         nonlocal seen
         seen += 1
-        if seen == 9:  # after the evaluation at 8, before the checkpoint at 9
+        if seen == 3 + 9:  # three to see what it takes; then after the evaluation at 8, before the checkpoint at 9
             raise Stop
         return False
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drafters import medusa
 from drafters.medusa import Medusa, MedusaConfig, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from drafters.weights import embedded_weights
 from specdec import Engine, SamplingParams
 from specdec.draft import Draft
 from specdec.errors import CheckpointError, ConfigError
@@ -126,7 +126,7 @@ def test_a_narrow_room_keeps_the_first_nodes(target: TransformersTarget, tmp_pat
 
 def test_untrained_heads_repeat_the_target(target: TransformersTarget) -> None:
     """W = 0: head 1 says of n what the target said, which is the root itself."""
-    drafter = Medusa(MedusaConfig(tree="chain"), new_heads(NewHeads(heads=5), target).double())
+    drafter = Medusa(MedusaConfig(tree="chain"), new_heads(NewHeads(heads=5), target).double(), target)
     drafts: list[Draft] = []
     Engine(target, None, Spy(drafter, drafts.append)).generate(PROMPT, 12)
     assert all(len(set(draft.tokens)) == 1 for draft in drafts[1:])
@@ -292,7 +292,7 @@ def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget], t
     target = target_of("llama", torch.float32)
     heads = new_heads(NewHeads(heads=3), target)  # repeats the target's own token, which looping texts reward
     tree = [[rank] for rank in range(12)] + [[0, rank] for rank in range(6)] + [[0, 0, 0], [3, 0], [3, 0, 1]]
-    drafter = Medusa(MedusaConfig(tree=tree), heads)
+    drafter = Medusa(MedusaConfig(tree=tree), heads, target)
     texts, steps, tokens = [], 0, 0
     for seed in range(4):
         prompt = list(prompt_of(1 + 3 * seed, seed))
@@ -332,7 +332,7 @@ def test_odd_training_options_are_named() -> None:
 
 
 def test_shipped_heads_serve_the_embedded_model(tiny_engine: Engine) -> None:
-    assert (medusa.embedded_heads() / "README.md").exists()
+    assert all((folder / "README.md").exists() for folder in embedded_weights("medusa").values())
     engine = tiny_engine.with_drafter({"name": "medusa", "tree": "small"})  # the default's size follows the clock
     prompt = "def read(path):\n    with open(path) as file:\n"
     found, plain = engine.generate(prompt, 48), tiny_engine.generate(prompt, 48)
