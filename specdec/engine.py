@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from time import perf_counter
@@ -23,14 +24,15 @@ from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError, SpecdecWarning
 from specdec.model import TransformersTarget
+from specdec.parallel.load import load_parallel
+from specdec.parallel.target import ParallelTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
 from specdec.pretrained import model_source, unused_generation_options
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Statistics, Step
-from specdec.sampling import Sampler, SamplingParams, Scores
+from specdec.sampling import Sampler, SamplingParams
 from specdec.target import Target
 from specdec.text import TextStream, check_stops
-from specdec.verify import verifier_for
 
 __all__ = ["Decoding", "Engine", "Prompt"]
 
@@ -87,6 +89,10 @@ class Engine:
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
         by_clock = self._weighs and policy not in ("off", "acceptance")
+        if by_clock and isinstance(target, ParallelTarget):
+            raise ConfigError(
+                f"policy={policy!r} goes by the clock, which is another one on every rank; use acceptance or off"
+            )
         self._cost_policy = CostPolicy(self.costs) if by_clock else None
 
     def row_policy(self) -> RowPolicy | None:
@@ -107,6 +113,7 @@ class Engine:
         execution: str = "auto",
         attention: str = "auto",
         trust_remote_code: bool = False,
+        parallel: str = "off",
         max_rows: int = 128,
         prefill_chunk: int | None = None,
         policy: str = "acceptance",
@@ -114,15 +121,20 @@ class Engine:
     ) -> Engine:
         """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
 
-        ``execution`` and ``attention`` are TransformersTarget's. The policy is ``acceptance`` here, so that no drafter
-        loses much; an engine that is put together by hand takes its drafter at its word.
+        ``execution`` and ``attention`` are TransformersTarget's. ``parallel`` is for processes that torchrun started:
+        ``rows`` splits each step's rows over them, ``tensor`` each weight (:mod:`specdec.parallel`). The policy is
+        ``acceptance`` here, so that no drafter loses much; an engine that is put together by hand takes its drafter at
+        its word.
 
         Raises:
             CheckpointError: no model or tokenizer there, or a broken one.
             TargetError: a model that specdec cannot drive exactly.
             ConfigError: unknown drafter or option.
         """
-        target = TransformersTarget.from_pretrained(
+        load = TransformersTarget.from_pretrained
+        if parallel != "off":
+            load = partial(load_parallel, parallel, max_rows=max_rows)
+        target = load(
             path,
             dtype=dtype,
             device=device,
@@ -345,6 +357,7 @@ class Decoding:
         self._target, self._tokenizer, self._drafter = target, engine.tokenizer, engine.drafter
         self._policy = engine.row_policy()
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
+        self._likeliest = engine.drafter.likeliest if engine.drafter.needs_observe else 0
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
         self.tokens = list(prompt)
         self._end = min(len(prompt) + max_new_tokens, target.context_length)
@@ -401,14 +414,11 @@ class Decoding:
         self._check(draft, room)
         drafted = perf_counter()
 
-        rows = draft.scored_rows()
         block = Block.of(draft, self._cache, self._target.device, self._target.backend)
-        output = self._target.forward(block, entry=draft.entry, taps=self._drafter.taps, rows=rows)
-        assert output.logits is not None
-        scores = Scores(output.logits, rows)
+        output = self._target.forward(block, entry=draft.entry, taps=self._drafter.taps, rows=draft.scored_rows())
         forwarded = perf_counter()
 
-        verdict = verifier_for(self.sampler.params, draft, sampling=self.sampler.sample)(draft, scores, self.sampler)
+        verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest)
         verdict = verdict.cut(self._cut(verdict.tokens))
         verified = perf_counter()
 

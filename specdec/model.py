@@ -25,7 +25,7 @@ from specdec.attention import check_backend, layer_attention
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
-from specdec.draft import Entry
+from specdec.draft import Draft, Entry
 from specdec.errors import ConfigError, TargetError, first_line
 from specdec.files import cache_folder
 from specdec.machine import processor
@@ -36,8 +36,10 @@ from specdec.runners import EXECUTIONS
 from specdec.runners.linear import PackedLinear, TiedEmbedding
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
 from specdec.runners.runner import LayerRunner
+from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
 from specdec.target import FINAL, TargetOutput
+from specdec.verify import Verdict, verify
 
 __all__ = ["TransformersTarget", "time_runners"]
 
@@ -182,6 +184,10 @@ class TransformersTarget:
         if rows is not None:
             chosen = chosen[list(rows)]
         return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
+
+    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
+        assert output.logits is not None
+        return verify(output.logits, draft, sampler)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.runner.head(hidden)

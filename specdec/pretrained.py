@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from specdec.errors import CheckpointError, TargetError, first_line
 
@@ -80,8 +81,11 @@ def load_model(
     device: str | torch.device | None,
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
+    split: bool = False,
 ) -> PreTrainedModel:
     """A checkpoint's model: ``"tiny"`` (the embedded one), a folder's, or a hub id's. Safetensors only.
+
+    ``split``: over the processes of torch.distributed, each weight by the model's own plan.
 
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
@@ -101,6 +105,7 @@ def load_model(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
+            distributed_config=DistributedConfig(tp_plan="auto") if split else None,
         )
     except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(

@@ -11,7 +11,9 @@ import torch
 
 from specdec.block import Block
 from specdec.cache import KVCache
-from specdec.draft import Entry
+from specdec.draft import Draft, Entry
+from specdec.sampling import Sampler, Scores
+from specdec.verify import Verdict
 
 __all__ = ["FINAL", "Target", "TargetOutput"]
 
@@ -65,6 +67,9 @@ class Target(Protocol):
 
         ``rows``: those whose logits are wanted; None for all, empty for none.
         """
+
+    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
+        """Judge a draft by what its forward gave; ``likeliest`` is the drafter's."""
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
