@@ -55,6 +55,7 @@ class TokenRecycling(DrafterBase):
 
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
         super().__init__(config)
+        self.likeliest = self.config.successors
         self._shared = Successors(self.config.successors)
 
     def start(self, context: Context) -> TokenRecyclingSession:
@@ -111,8 +112,7 @@ class Successors:
 
     def learn(self, draft: Draft, path: Sequence[int], scores: Scores) -> None:
         """Take the top k of every scored row; where a token stands in several rows, an accepted one counts."""
-        size = min(self._size, scores.logits.shape[-1])
-        best: list[list[int]] = scores.logits.topk(size, -1).indices.tolist()
+        best = scores.likeliest(self._size)
         rows = scores.rows if scores.rows is not None else range(len(draft))
         for row, tokens in zip(rows, best, strict=True):
             self._of[draft.tokens[row]] = tokens

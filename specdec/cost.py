@@ -214,6 +214,9 @@ def cost_curve(
     Raises:
         ConfigError: ``file`` does not exist.
     """
+    agreed = getattr(target, "agreed_curve", None)
+    if agreed is not None:  # several processes have to go by the same one
+        return agreed(progress)  # type: ignore[no-any-return]
     machine = describe(target)
     path = stored_at(machine) if file is None else Path(file)
     if file is not None and not path.exists():
@@ -223,9 +226,16 @@ def cost_curve(
     return new_curve(target, None if file is not None else path, progress)  # a user's own file is not overwritten
 
 
-def new_curve(target: Target, path: Path | None = None, progress: Callable[[float], None] | None = None) -> CostCurve:
+def new_curve(
+    target: Target,
+    path: Path | None = None,
+    progress: Callable[[float], None] | None = None,
+    clock: Callable[[], float] = perf_counter,
+) -> CostCurve:
     """The target's curve, measured in about a second; kept at ``path``, with a warning where that cannot be."""
-    curve = measure(target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress)
+    curve = measure(
+        target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress, clock=clock
+    )
     try:
         if path is not None:
             curve.save(path)

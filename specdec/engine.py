@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specdec.batch import Event, Scheduler, make_requests
+from specdec.batch import Event, Request, Scheduler, make_requests
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, first_line
 from specdec.model import TransformersTarget
+from specdec.parallel.load import load_parallel
+from specdec.parallel.target import ParallelTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
 from specdec.pretrained import unused_generation_options
 from specdec.registry import make_drafter
@@ -81,6 +84,10 @@ class Engine:
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
         by_clock = self._weighs and policy not in ("off", "acceptance")
+        if by_clock and isinstance(target, ParallelTarget):
+            raise ConfigError(
+                f"policy={policy!r} goes by the clock, which is another one on every rank; use acceptance or off"
+            )
         self._cost_policy = CostPolicy(self.costs) if by_clock else None
 
     @property
@@ -109,6 +116,7 @@ class Engine:
         execution: str = "auto",
         attention: str = "auto",
         trust_remote_code: bool = False,
+        parallel: str = "off",
         max_rows: int = 128,
         prefill_chunk: int | None = None,
         policy: str = "acceptance",
@@ -116,15 +124,20 @@ class Engine:
     ) -> Engine:
         """Load target and tokenizer: a named model (``"tiny"``, ``"smollm2"``), a folder, a GGUF file, or a hub id.
 
-        ``execution`` and ``attention`` are TransformersTarget's. The policy is ``acceptance`` here, so that no drafter
-        loses much; an engine that is put together by hand takes its drafter at its word.
+        ``execution`` and ``attention`` are TransformersTarget's. ``parallel`` is for processes that torchrun started:
+        ``rows`` splits each step's rows over them, ``tensor`` each weight (:mod:`specdec.parallel`). The policy is
+        ``acceptance`` here, so that no drafter loses much; an engine that is put together by hand takes its drafter at
+        its word.
 
         Raises:
             CheckpointError: no model or tokenizer there, or a broken one.
             TargetError: a model that specdec cannot drive exactly.
             ConfigError: unknown drafter or option.
         """
-        target = TransformersTarget.from_pretrained(
+        load = TransformersTarget.from_pretrained
+        if parallel != "off":
+            load = partial(load_parallel, parallel, max_rows=max_rows)
+        target = load(
             path,
             dtype=dtype,
             device=device,
@@ -271,7 +284,7 @@ class Engine:
         requests = make_requests(
             prompts, max_new_tokens, sampling, seed=seed, stop=stop, logits_processor=logits_processor, stream=False
         )
-        scheduler = Scheduler(self, requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
+        scheduler = self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
         done: dict[int, Generation] = {}
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar, self.target.active():
             for event in chain.from_iterable(scheduler.run()):
@@ -307,8 +320,12 @@ class Engine:
         requests = make_requests(
             prompts, max_new_tokens, sampling, seed=seed, stop=stop, logits_processor=logits_processor, stream=True
         )
-        steps = Scheduler(self, requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run()
-        return self._chunks(steps)
+        return self._chunks(self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run())
+
+    def _scheduler(self, requests: list[Request], **sizes: Any) -> Scheduler:
+        if isinstance(self.target, ParallelTarget):
+            raise ConfigError("batches are decoded by one process; leave out parallel=, or take one prompt at a time")
+        return Scheduler(self, requests, **sizes)
 
     def _chunks(self, steps: Iterator[list[Event]]) -> Iterator[tuple[int, Chunk]]:
         """The model is as it was while the caller has a chunk."""

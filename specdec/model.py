@@ -26,7 +26,7 @@ from specdec.attention import check_backend, check_runs, layer_attention, told
 from specdec.block import Block, Rows
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
-from specdec.draft import Entry
+from specdec.draft import Draft, Entry
 from specdec.errors import ConfigError, TargetError, first_line
 from specdec.files import cache_folder
 from specdec.machine import processor
@@ -38,8 +38,10 @@ from specdec.runners.known import why_special
 from specdec.runners.linear import DenseLinear, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
 from specdec.runners.runner import LayerRunner
+from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
 from specdec.target import FINAL, TargetOutput
+from specdec.verify import Verdict, verify
 
 __all__ = ["TransformersTarget", "time_runners"]
 
@@ -190,6 +192,9 @@ class TransformersTarget:
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)
+
+    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
+        return verify(output.scores(draft.scored_rows()), draft, sampler)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._capped(self.runner.head(hidden))
@@ -405,7 +410,7 @@ class _Lent:
                 self._attention = attention
             elif attention != self._attention:
                 raise TargetError(
-                    f"a target is being made of a {type(model).__name__} that is decoding, in this thread or in another; "
+                    f"a target is being made of a {type(model).__name__} that is decoding, in this thread or another; "
                     "make all targets of a model before any of them decodes, or share one (custom_generate's target=)"
                 )
             self._holders += 1

@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import find_adapter_config_file
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils.peft_utils import find_adapter_config_file
 from transformers.utils.quantization_config import GgufConfig
 
 from specdec.errors import CheckpointError, TargetError, first_line
@@ -87,8 +88,11 @@ def load_model(
     device: str | torch.device | None,
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
+    split: bool = False,
 ) -> PreTrainedModel:
     """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's, dequantised.
+
+    ``split``: over the processes of torch.distributed, each weight by the model's own plan.
 
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
@@ -120,6 +124,7 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
+                distributed_config=DistributedConfig(tp_plan="auto") if split else None,
                 **reading,
                 **dequantised,
             )

@@ -11,7 +11,9 @@ import torch
 
 from specdec.block import Rows
 from specdec.cache import KVCache
-from specdec.draft import Entry
+from specdec.draft import Draft, Entry
+from specdec.sampling import Peaks, Sampler, Scores
+from specdec.verify import Verdict
 
 __all__ = ["FINAL", "Target", "TargetOutput"]
 
@@ -27,11 +29,18 @@ class TargetOutput:
         logits: [R, V] of the rows asked for, in the target's dtype; None where none were, or the forward left early.
         hidden: [T, D] residual stream after the last layer that ran.
         taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
+        peaks: the likeliest tokens of a batch's rows, found for all at once, and where these rows begin among them.
     """
 
     logits: torch.Tensor | None
     hidden: torch.Tensor
     taps: dict[int, torch.Tensor] = field(default_factory=dict)
+    peaks: tuple[Peaks, int] | None = None
+
+    def scores(self, rows: Sequence[int] | None) -> Scores:
+        """Of the ``rows`` that logits were asked for."""
+        assert self.logits is not None
+        return Scores(self.logits, rows, self.peaks)
 
 
 class Target(Protocol):
@@ -65,6 +74,9 @@ class Target(Protocol):
 
         ``rows``: those whose logits are wanted; None for all, empty for none.
         """
+
+    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
+        """Judge a draft by what its forward gave; ``likeliest`` is the drafter's."""
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""

@@ -13,8 +13,9 @@ from specdec import Context, Draft, Drafter, DrafterBase, DrafterWrapper, DraftS
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Entry
-from specdec.sampling import Noise
+from specdec.sampling import Noise, Sampler, Scores
 from specdec.target import TargetOutput
+from specdec.verify import Verdict, verify
 
 CPU = torch.device("cpu")
 
@@ -78,6 +79,10 @@ class Reciter:
         for place, row in enumerate(wanted):
             logits[place, self.rule(self.text(block, row))] = 10
         return TargetOutput(logits, hidden)
+
+    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
+        assert output.logits is not None
+        return verify(output.scores(draft.scored_rows()), draft, sampler)
 
     def text(self, block: Block, row: int) -> list[int]:
         slots = [int(token) for token in block.cache.keys[0][0, 0, :, 0].nan_to_num()]
