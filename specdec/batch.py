@@ -61,9 +61,9 @@ def make_requests(
     seed: int | Sequence[int] | None,
     stop: str | Sequence[str] | Sequence[Sequence[str]],
     logits_processor: Sequence[Any],
-    stream: bool,
+    **others: Any,
 ) -> list[Request]:
-    """One request per prompt, of parameters that are for all, or one for each.
+    """One request per prompt, of parameters that are for all, or one for each; ``others`` are for all.
 
     Stop strings and processors are lists already, so that one for each is a list of lists.
 
@@ -94,7 +94,7 @@ def make_requests(
     stops = each("stop", stop, of_lists(stop))
     chains = each("logits_processor", logits_processor, of_lists(logits_processor))
     return [
-        Request(prompt, budget, {"sampling": own, "stop": ends, "logits_processor": chain, "stream": stream})
+        Request(prompt, budget, {"sampling": own, "stop": ends, "logits_processor": chain, **others})
         for prompt, budget, own, ends, chain in zip(prompts, budgets, params, stops, chains, strict=True)
     ]
 

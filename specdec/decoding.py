@@ -20,7 +20,7 @@ from specdec.draft import Draft, Entry
 from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import DraftError
 from specdec.policy import RowPolicy
-from specdec.results import Chunk, Generation, Statistics, Step
+from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
 from specdec.sampling import Sampler, SamplingParams
 from specdec.target import Target, TargetOutput
 from specdec.text import TextStream
@@ -88,6 +88,7 @@ class Decoding:
         sample: bool | None,
         eos_ids: frozenset[int],
         text: TextStream | None,
+        logprobs: int | None,
     ) -> None:
         target = engine.target
         target.check_unchanged()
@@ -121,6 +122,8 @@ class Decoding:
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
         self.steps: list[Step] = []
+        self._top = logprobs
+        self._logprobs: list[TokenLogprobs] = []
 
     @property
     def cache_bytes(self) -> int:
@@ -194,6 +197,8 @@ class Decoding:
         assert draft is not None
         verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest)
         verdict = verdict.cut(self._cut(verdict.tokens))
+        if self._top is not None:
+            self._logprobs += scores.logprobs(verdict.path, verdict.tokens, self._top)
         verified = perf_counter()
 
         self._cache.commit(verdict.path)
@@ -224,7 +229,8 @@ class Decoding:
             text = self._text.text
         else:
             text = "" if self._tokenizer is None else self._tokenizer.decode(new, skip_special_tokens=True)
-        return Generation(text, new, self.finish_reason or "unfinished", self.stats, self.steps)
+        logprobs = None if self._top is None else self._logprobs
+        return Generation(text, new, self.finish_reason or "unfinished", self.stats, self.steps, logprobs)
 
     def chunks(self) -> Iterator[Chunk]:
         """Drive to the end, yielding each step; the model is as it was while the caller has the chunk."""

@@ -204,6 +204,7 @@ class Engine:
         *,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
+        logprobs: int | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> Generation:
         """Decode a prompt: text, token ids, or chat messages.
@@ -215,13 +216,17 @@ class Engine:
             stop: strings that end the text; the result's text is cut before them.
             logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
                 prefix, so they act as in plain decoding.
+            logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
+                likeliest tokens' (0 for none); None keeps nothing.
             on_step: called after every step.
 
         Raises:
             PromptError: empty, too long, or tokens outside the vocabulary.
             NumericalError: the model's logits are no distribution.
         """
-        decoding = self.start(prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor)
+        decoding = self.start(
+            prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor, logprobs=logprobs
+        )
         with self.target.active():
             decoding.prefill()
             while decoding.finish_reason is None:
@@ -258,6 +263,7 @@ class Engine:
         seed: int | Sequence[int] | None = None,
         stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
         logits_processor: Sequence[Any] = (),
+        logprobs: int | None = None,
         step_rows: int | None = None,
         cache_bytes: int | None = None,
         progress: bool = False,
@@ -270,6 +276,7 @@ class Engine:
 
         Args:
             seed: in place of ``sampling``'s.
+            logprobs: as ``generate``'s.
             step_rows, cache_bytes: see :class:`specdec.batch.Scheduler`.
             progress: show a bar.
             on_done: called with place and generation as each ends, so that nothing is lost where a later one is
@@ -282,7 +289,13 @@ class Engine:
             ConfigError: a parameter with another number of values than there are prompts, or a size that cannot be.
         """
         requests = make_requests(
-            prompts, max_new_tokens, sampling, seed=seed, stop=stop, logits_processor=logits_processor, stream=False
+            prompts,
+            max_new_tokens,
+            sampling,
+            seed=seed,
+            stop=stop,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
         )
         scheduler = self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
         done: dict[int, Generation] = {}
@@ -349,6 +362,7 @@ class Engine:
         sample: bool | None = None,
         eos_ids: frozenset[int] | None = None,
         stream: bool = False,
+        logprobs: int | None = None,
     ) -> Decoding:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
@@ -358,6 +372,8 @@ class Engine:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         if eos_ids is None:  # a caller with its own has read the generation config
             self._warn_of_unused(sampling)
+        if logprobs is not None and logprobs < 0:
+            raise ConfigError(f"logprobs is {logprobs}; it must be at least 0, or None")
         stops = check_stops(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
@@ -371,6 +387,7 @@ class Engine:
             sample=sample,
             eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
             text=TextStream(self.tokenizer, stops) if stops or stream else None,
+            logprobs=logprobs,
         )
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:

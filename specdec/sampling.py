@@ -23,6 +23,7 @@ from transformers import (
 
 from specdec.errors import NumericalError
 from specdec.params import ACCEPTANCES, SamplingParams
+from specdec.results import TokenLogprobs
 
 __all__ = ["ACCEPTANCES", "Noise", "Peaks", "Sampler", "SamplingParams", "Scores"]
 
@@ -166,6 +167,18 @@ class Scores:
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
         return Scores(self.logits[[self.place(row) for row in rows]], numbers)
+
+    def logprobs(self, path: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+        """Of the token emitted after each row of the path, and of so many likeliest ones, from the raw logits."""
+        logits = self.logits[[self.place(row) for row in path]]
+        logits = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+        own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+        best = logits.topk(min(top, logits.shape[-1]), -1)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [
+            TokenLogprobs(token, value, tuple(zip(*pair, strict=True)))
+            for token, value, pair in zip(tokens, own, pairs, strict=True)
+        ]
 
 
 def _no_distribution(logits: torch.Tensor) -> NumericalError:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specdec import Context, Draft, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
-from specdec.block import Block
+from specdec.block import Block, Rows
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Entry
 from specdec.sampling import Noise, Sampler, Scores
@@ -61,7 +61,7 @@ class Reciter:
 
     def forward(
         self,
-        block: Block,
+        block: Rows,
         *,
         entry: Entry | None = None,
         exit_layer: int | None = None,
@@ -77,7 +77,8 @@ class Reciter:
         wanted = range(block.rows) if rows is None else rows
         logits = torch.zeros(len(wanted), self.vocab_size, dtype=self.dtype)
         for place, row in enumerate(wanted):
-            logits[place, self.rule(self.text(block, row))] = 10
+            part, first = next((part, first) for part, first, last in block.parts if row < last)
+            logits[place, self.rule(self.text(part, row - first))] = 10
         return TargetOutput(logits, hidden)
 
     def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
@@ -206,7 +207,7 @@ class DrawingSession:
         context, drafter = self._context, self._drafter
         tokens, parents, q = [context.root], [-1], dict[int, torch.Tensor]()
         level = [0]
-        for depth, width in enumerate(drafter.widths[: context.remaining - 1]):
+        for depth, width in enumerate(drafter.widths[: min(context.remaining, room) - 1]):
             below: list[int] = []
             for row in level:
                 drawn = drafter.q[tokens[row]]
