@@ -147,19 +147,18 @@ def _answer(
     engine: Engine, prompt: Question, form: str, max_new_tokens: int, sampling: SamplingParams, stop: Sequence[str]
 ) -> tuple[dict[str, Any], int]:
     """A line of the unfinished file, and the tokens that it cost. A later turn follows the target's own answers."""
-    asked_turns = prompt.turns
-    if prompt.category == SELF and not asked_turns:
-        question, spent = _own_question(engine, sampling.seed)
+    tokens = 0
+    if prompt.category == SELF:
+        question, tokens = _own_question(engine, sampling.seed)
         if not question:
-            return {"record": None, "skipped": "a question that does not end, or is none"}, spent
-        asked_turns = (question,)
+            return {"record": None, "skipped": "a question that does not end, or is none"}, tokens
+        prompt = replace(prompt, turns=(question,))
     answers: list[str] = []
     turns: list[dict[str, str]] = []
-    tokens = 0
     reason = ""
-    for said in asked_turns:
+    for said in prompt.turns:
         try:
-            asked = build_prompt(replace(prompt, turns=asked_turns), answers, form, engine.tokenizer)
+            asked = build_prompt(prompt, answers, form, engine.tokenizer)
             found = engine.generate(asked, max_new_tokens, sampling, stop=stop)
         except PromptError:
             reason = "prompt longer than the context"
