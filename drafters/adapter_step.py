@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafters.adapter import Adapter, rotations
+from specdec.attention import attend_all
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.rotary import rotate, signed
@@ -81,9 +82,7 @@ class AdapterStep:
         hidden = features[-1:]
         if self.config.attends:
             query = self.absorb(features, cache)[None, :, -1:]
-            keys, values = cache.seen()
-            grouped = keys.shape[1] < query.shape[1]
-            seen = F.scaled_dot_product_attention(query, keys, values, enable_gqa=grouped)  # [1, H, 1, d]
+            seen = attend_all(query, *cache.seen())  # [1, H, 1, d]
             hidden = self._out.add(seen.reshape(1, -1), hidden)
         if self.config.has_mlp:
             gate, up = self._gate_up(self._normed(hidden, self._mlp_norm)).chunk(2, -1)

@@ -138,6 +138,7 @@ class Medusa(DrafterBase):
     """Trained heads, stacked so that all run at once, and the tree."""
 
     name = "medusa"
+    draws = False
     Config = MedusaConfig
     taps = frozenset({FINAL})
     fixed_cost_rows = 2  # the heads' own products, and the output matrix once more

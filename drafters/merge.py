@@ -134,6 +134,8 @@ class Bandit:
 class Merged(DrafterBase):
     """The parts, and what is known of them; sequences share it."""
 
+    draws = False
+
     def __init__(self, config: MergedConfig, parts: Sequence[Drafter]) -> None:
         super().__init__(config)
         self.parts = parts

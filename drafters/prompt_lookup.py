@@ -53,6 +53,7 @@ class PromptLookup(DrafterBase):
     """Copies from the text so far."""
 
     name = "prompt_lookup"
+    draws = False
     Config = PromptLookupConfig
     needs_observe = False
 

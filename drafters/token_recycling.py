@@ -50,6 +50,7 @@ class TokenRecycling(DrafterBase):
     """The options, and the shared table where sequences share one."""
 
     name = "token_recycling"
+    draws = False
     Config = TokenRecyclingConfig
     fixed_cost_rows = 1  # the best tokens of every row
 

@@ -107,6 +107,14 @@ class KVCache:
         self.index_in_group = [members[spec].index(layer) for layer, spec in enumerate(specs)]
         self._view()
 
+    @staticmethod
+    def most_bytes(specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> int:
+        """Bytes that such a cache may come to hold."""
+        return sum(
+            spec.slots(capacity, rows) * spec.heads * (spec.key_dim + spec.value_dim) * spec.dtype.itemsize
+            for spec in specs
+        )
+
     def _view(self) -> None:
         # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
         groups = list(zip(self.group_of, self.index_in_group, strict=True))

@@ -107,6 +107,8 @@ class Drafter(Protocol):
             then told nothing.
         proposes: False where drafts are the root alone, so that nothing has to be known of what rows cost.
         plans_rows: sessions choose their rows by ``context.policy.prices``; others' room is bounded by the policy.
+        draws: False where no draft comes with a q. Otherwise a text that is sampled depends on the rows proposed, and
+            in a batch these must not depend on the other sequences.
         fixed_cost_rows: what drafting costs besides the rows that are verified, in rows of a small model: a tenth of a
             millisecond each. A rough guess, for policies that read no clock.
     """
@@ -116,6 +118,7 @@ class Drafter(Protocol):
     needs_observe: bool
     proposes: bool
     plans_rows: bool
+    draws: bool
     fixed_cost_rows: int
 
     def start(self, context: Context) -> DraftSession:
@@ -135,6 +138,7 @@ class DrafterBase:
     needs_observe: bool = True
     proposes: bool = True
     plans_rows: bool = False
+    draws: bool = True
     fixed_cost_rows: int = 0
 
     def __init__(self, config: Any = None) -> None:
@@ -159,6 +163,7 @@ class DrafterWrapper:
         self.needs_observe = inner.needs_observe
         self.proposes = inner.proposes
         self.plans_rows = inner.plans_rows
+        self.draws = inner.draws
         self.fixed_cost_rows = inner.fixed_cost_rows
 
     def start(self, context: Context) -> DraftSession:

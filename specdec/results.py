@@ -82,12 +82,13 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a stream: the tokens of one step and the text that they complete."""
+    """A piece of a stream: the tokens of one step and the text that they complete; ``error`` as a Generation's."""
 
     text: str
     token_ids: Sequence[int]
     step: Step | None
     finish_reason: str | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,11 @@ class Generation:
     Attributes:
         text: of the new tokens, special tokens left out, cut before a stop string.
         token_ids: the new tokens, an end-of-sequence token and a stop string's included.
-        finish_reason: ``eos``, ``stop`` (a stop string or criterion), ``length`` (max_new_tokens) or ``context``.
+        finish_reason: ``eos``, ``stop`` (a stop string or criterion), ``length`` (max_new_tokens) or ``context``; in
+            a batch also ``error``.
         stats: what it cost.
         steps: step by step, for traces.
+        error: in a batch, why this prompt failed; the tokens are those before.
     """
 
     text: str
@@ -107,6 +110,7 @@ class Generation:
     finish_reason: str
     stats: Statistics
     steps: list[Step]
+    error: Exception | None = None
 
     @property
     def lossy(self) -> bool:

@@ -24,7 +24,7 @@ from transformers import (
 from specdec.errors import NumericalError
 from specdec.params import ACCEPTANCES, SamplingParams
 
-__all__ = ["ACCEPTANCES", "Noise", "Sampler", "SamplingParams", "Scores"]
+__all__ = ["ACCEPTANCES", "Noise", "Peaks", "Sampler", "SamplingParams", "Scores"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -101,6 +101,21 @@ class Processor(Protocol):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor: ...
 
 
+class Peaks:
+    """The largest of each row's logits [R, V]: one reduction and one transfer for all rows, once somebody asks."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        self._found: tuple[list[float], list[int]] | None = None
+
+    def of(self, first: int, last: int) -> tuple[list[float], list[int]]:
+        """Values and tokens of rows [first, last)."""
+        if self._found is None:
+            values, tokens = self._logits.max(-1)
+            self._found = values.tolist(), tokens.tolist()
+        return self._found[0][first:last], self._found[1][first:last]
+
+
 @dataclass(slots=True, eq=False)
 class Scores:
     """The logits of one step's scored rows.
@@ -108,10 +123,12 @@ class Scores:
     Attributes:
         logits: [R, V], raw, in the target's dtype.
         rows: the R draft rows, ascending; None where row i is logits[i].
+        shared: where the rows went through the target beside others: the peaks of all, and the first of these rows.
     """
 
     logits: torch.Tensor
     rows: Sequence[int] | None = None
+    shared: tuple[Peaks, int] | None = None
     _place: dict[int, int] = field(default_factory=dict)
     _best: list[int] = field(default_factory=list)
 
@@ -128,16 +145,17 @@ class Scores:
         return self._place[row]
 
     def argmax(self, row: int) -> int:
-        """The token with the largest raw logit at a row; one reduction and one transfer serve all rows of a step.
+        """The token with the largest raw logit at a row.
 
         Raises:
             NumericalError: a row holds NaN, or no finite logit at all.
         """
         if not self._best:
-            values, tokens = self.logits.max(-1)
-            self._best.extend(tokens.tolist())
-            if not all(map(math.isfinite, values.tolist())):
+            peaks, first = self.shared or (Peaks(self.logits), 0)
+            values, tokens = peaks.of(first, first + len(self.logits))
+            if not all(map(math.isfinite, values)):
                 raise _no_distribution(self.logits)
+            self._best.extend(tokens)
         return self._best[self.place(row)]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specdec.block import Block
+from specdec.block import Rows
 from specdec.cache import KVCache
 from specdec.draft import Entry
 
@@ -58,7 +58,7 @@ class Target(Protocol):
 
     def forward(
         self,
-        block: Block,
+        block: Rows,
         *,
         entry: Entry | None = None,
         exit_layer: int | None = None,
