@@ -44,7 +44,8 @@ class AdapterConfig(WeightsConfig):
         intermediate_size: inner width of the MLP, for the variants that have one.
         rope_base: of the rotary positions.
         norm_eps: of the RMS norms.
-        eta: confidence at or below which drafting stops.
+        eta: confidence at or below which drafting stops; None lets it go on while it pays, see
+            :class:`drafters.kangaroo.KangarooConfig`.
         gamma: most drafts of a round.
         branch: alternatives for the token with which a round ends for want of confidence.
     """
@@ -57,7 +58,7 @@ class AdapterConfig(WeightsConfig):
     intermediate_size: int = 0
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
-    eta: float = 0.6
+    eta: float | None = 0.6
     gamma: int = 6
     branch: int = 1
 
@@ -76,7 +77,7 @@ class AdapterConfig(WeightsConfig):
             raise ConfigError(f"adapter.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
         if self.has_mlp and self.intermediate_size < 1:
             raise ConfigError(f"adapter.variant {self.variant!r} has an MLP and needs intermediate_size >= 1")
-        if not 0 <= self.eta <= 1:
+        if self.eta is not None and not 0 <= self.eta <= 1:
             raise ConfigError(f"adapter.eta is {self.eta}; it is a probability, in [0, 1]")
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from operator import eq
 from typing import Any
 
@@ -33,6 +33,8 @@ from specdec.target import Target
 
 __all__ = ["Kangaroo", "KangarooConfig", "check_adapter"]
 
+_PRIOR, _PRIOR_WEIGHT = 0.6, 4.0  # share of accepted drafts before any was seen, and the drafts that it counts as
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KangarooConfig:
@@ -43,7 +45,9 @@ class KangarooConfig:
         exit_layer: draft with no adapter at all: leave behind this layer through the target's own norm and head, for
             models that were trained for it (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710). The head is then run
             for every draft.
-        eta: confidence at or below which a round ends; None takes the adapter's own.
+        eta: confidence at or below which a round ends; None takes the adapter's own, and where that is None, too, a
+            round goes on while it pays: while the next draft's chance to be accepted is worth more than its shallow
+            pass, adapter, head and row of verification cost.
         gamma: most drafts of a round; None takes the adapter's own.
         branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
             paper's chain; None takes the adapter's own.
@@ -83,6 +87,12 @@ class Kangaroo(DrafterBase):
         self.gamma = adapter.config.gamma if config.gamma is None else config.gamma
         self.branch = adapter.config.branch if config.branch is None else config.branch
         self.taps = frozenset({self.exit_layer})
+        # What is read to draft a token, and what its shallow pass reads of that, in plain steps.
+        step = target.layer_weights + target.vocab_size * target.hidden_size
+        shallow = target.layer_weights * self.exit_layer / target.num_layers
+        head = (adapter.config.draft_vocab or target.vocab_size) * target.hidden_size
+        own = sum(weight.numel() for weight in adapter.parameters())
+        self.shallow_cost, self.draft_cost = shallow / step, (shallow + own + head) / step
 
     @classmethod
     def build(cls, config: KangarooConfig, target: Target) -> Kangaroo:
@@ -128,6 +138,15 @@ class KangarooSession:
         self._reads_prefix = params.repetition_penalty != 1
         self._sampled = params.temperature > 0 and params.acceptance != "typical"
         self._coupled = self._sampled and params.acceptance == "match"
+        self._prices = self._draft_prices()
+        self._accepted, self._reached = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+
+    def _draft_prices(self) -> list[float]:
+        """What draft number 1, 2, ... costs, in plain steps: making it, and verifying its row."""
+        drafter = self._drafter
+        steps = self._context.costs.steps(self._context.prompt_length, drafter.gamma + 2)
+        deep = 1 - drafter.shallow_cost
+        return [drafter.draft_cost + deep * (after - before) for before, after in pairwise(steps[1:])]
 
     def propose(self, room: int) -> Draft:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
@@ -138,11 +157,12 @@ class KangarooSession:
             return Draft(tokens, parents)
         features = [self._shallow(tokens, parents, 0)]
         q: dict[int, torch.Tensor] = {}
-        confident, last = True, 0
+        confident, last, reached = True, 0, 1.0
         while confident and last < most:
             probabilities = self._probabilities(self._guess(tokens[last], features[-1]), tokens[1:])
             confidence, best = probabilities.max(-1)
-            confident = float(confidence) > drafter.eta
+            reached *= self._chance if self._sampled else float(confidence)
+            confident = self._goes_on(float(confidence), reached, len(tokens))
             branch = 1 if confident else min(drafter.branch, room - len(tokens))
             chosen = [
                 drafter.vocabulary.token(number)
@@ -159,6 +179,17 @@ class KangarooSession:
             last = first
         return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, torch.cat(features)))
 
+    def _goes_on(self, confidence: float, reached: float, drafts: int) -> bool:
+        """Whether to draft behind draft number ``drafts``; ``reached``: the chance that all drafts so far are right."""
+        if self._drafter.eta is not None:
+            return confidence > self._drafter.eta
+        return reached * self._chance > self._prices[drafts]
+
+    @property
+    def _chance(self) -> float:
+        """Share of this text's drafts that were accepted, of those behind accepted ones."""
+        return self._accepted / self._reached
+
     def observe(self, seen: Observation) -> None:
         features = seen.taps[self._drafter.exit_layer]
         if seen.draft is None:
@@ -170,6 +201,9 @@ class KangarooSession:
         known = sum(takewhile(bool, map(eq, self._drafted, committed)))
         if self._drafted:
             self._cache.length = self._committed + known
+            accepted = len(seen.path) - 1
+            self._accepted += accepted
+            self._reached += accepted + (accepted < len(self._drafted))
         self._committed += len(committed)
         if known < len(committed):
             self._pending.append(features[list(seen.path[known:])])

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import yaml
 
 from drafters.medusa_heads import MedusaHeads
+from drafters.tree import grow, paying
 from drafters.vocabulary import DraftVocabulary
 from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
@@ -40,6 +41,7 @@ TREES = {
 """Named trees: a rank path per word, a digit per rank, likeliest first."""
 
 Path_ = Sequence[int]
+_MOST = 63  # nodes of a tree, as the authors' has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,8 @@ class MedusaConfig:
         heads: folder of trained heads, ours or published ones; None is the one in this package that was trained for the
             model.
         tree: a name in ``TREES``, a ``.yaml`` file (of ``specdec tree-search``, or with a list), or rank paths such as
-            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None takes the authors' tree, as
-            many of its rows as pay.
+            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None grows one by how often the
+            heads were right in training, or takes the authors' where that is not known, as many rows as pay.
         check_target: refuse a model that is not the one the heads were trained for.
     """
 
@@ -156,11 +158,15 @@ class Medusa(DrafterBase):
             for layer in range(own.layers)
         ]
         self._matrices = [weights[f"{head}.{own.layers}.weight"] for head in numbers] if own.own_head else None
-        paths = paths_of(config.tree or "mc_sim_7b_63")
-        if config.tree is None:
-            paths = [path for path in paths if len(path) <= own.heads and max(path) < own.ranks]
-        check_tree(paths, heads=own.heads, ranks=own.ranks)
-        self.nodes = nodes_of(paths)
+        self.grown = grow(own.accuracy, _MOST) if config.tree is None and own.accuracy else []
+        if self.grown:
+            self.nodes = [Node(node.parent, node.rank, node.depth) for node in self.grown]
+        else:
+            paths = paths_of(config.tree or "mc_sim_7b_63")
+            if config.tree is None:
+                paths = [path for path in paths if len(path) <= own.heads and max(path) < own.ranks]
+            check_tree(paths, heads=own.heads, ranks=own.ranks)
+            self.nodes = nodes_of(paths)
         self._depth = max(node.depth for node in self.nodes)
         self._ranks = max(node.rank for node in self.nodes) + 1
 
@@ -198,8 +204,11 @@ class Medusa(DrafterBase):
 class MedusaSession:
     def __init__(self, drafter: Medusa, context: Context) -> None:
         self._drafter, self._context, self._nodes = drafter, context, drafter.nodes
-        if drafter.config.tree is None:
-            self._nodes = drafter.nodes[: context.costs.tree_rows(context.prompt_length, len(drafter.nodes))]
+        costs, length = context.costs, context.prompt_length
+        if drafter.grown:
+            self._nodes = drafter.nodes[: paying(drafter.grown, costs, length)]
+        elif drafter.config.tree is None:
+            self._nodes = drafter.nodes[: costs.tree_rows(length, len(drafter.nodes))]
         self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
 

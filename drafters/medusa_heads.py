@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,14 @@ class HeadsConfig(WeightsConfig):
         hidden_size, vocab_size, target: see :class:`drafters.weights.WeightsConfig`.
         own_head: each head ends in its own [V, D] matrix; else in the target's.
         draft_vocab: d, tokens that they propose among, see :mod:`drafters.vocabulary`; 0 is all of them.
+        accuracy: per head, how often its guess of each rank was right on held-out text; empty if not known.
     """
 
     heads: int
     layers: int
     own_head: bool = False
     draft_vocab: int = 0
+    accuracy: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         names = ("heads", "layers", "hidden_size", "vocab_size")
@@ -216,5 +218,6 @@ def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) ->
         vocab_size=told_size if matrix is None or tokens is not None else len(matrix),
         draft_vocab=0 if tokens is None else len(tokens),
         own_head=len(blocks) < len(parts),
+        accuracy=[[float(rate) for rate in rates] for rates in values.get("accuracy", [])],
         target=str(values.get("target", "")),
     )

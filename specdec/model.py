@@ -101,6 +101,7 @@ class TransformersTarget:
         self.eos_ids = eos_ids_of(model)
         self.device, self.dtype = device_of(embedding), next(embedding.parameters()).dtype
         self.head_device = device_of(head)
+        self.layer_weights = sum(weight.numel() for weight in self.layers.parameters())
         self._parameters = sum(weight.numel() for weight in model.parameters())
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._lent = _Lent.of(model)

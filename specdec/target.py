@@ -44,12 +44,16 @@ class TargetOutput:
 
 
 class Target(Protocol):
-    """What engine and drafters need of a model."""
+    """What engine and drafters need of a model.
+
+    ``layer_weights`` counts the numbers in all layers' weights, which a forward reads besides those of the head.
+    """
 
     name: str
     vocab_size: int
     hidden_size: int
     num_layers: int
+    layer_weights: int
     context_length: int
     eos_ids: frozenset[int]
     device: torch.device

@@ -27,7 +27,7 @@ class Reciter:
     ancestors; so a row that is stored, gathered or seen wrongly makes it say something else.
     """
 
-    hidden_size = num_layers = 1
+    hidden_size = num_layers = layer_weights = 1
     device = head_device = CPU
     dtype = torch.float64
     backend = "sdpa"

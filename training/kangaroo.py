@@ -39,7 +39,7 @@ class NewAdapter:
     key_heads: int = 0
     draft_vocab: int = 0
     intermediate_size: int = 0
-    eta: float = 0.6
+    eta: float | None = None
     gamma: int = 6
     branch: int = 1
 
@@ -115,7 +115,7 @@ class KangarooTraining:
         tally, matched, count = Tally(config.gamma), 0.0, 0
         for text in self._texts:
             ranks, confidence, overlap = self.judge(text)
-            trusted = [c > config.eta for c in confidence]
+            trusted = [config.eta is None or c > config.eta for c in confidence]
             right = [rank < (1 if sure else config.branch) for rank, sure in zip(ranks, trusted, strict=True)]
             tally.add(right, trusted)
             matched, count = matched + overlap, count + len(ranks)
@@ -156,7 +156,8 @@ class KangarooTraining:
             f"`{own.variant}`, {size}, {head} on top{among(own.draft_vocab)}. It was trained from nothing; the target "
             "stays as it was.",
             columns=columns,
-            note=f"Eta {own.eta:g}, gamma {own.gamma}, branch {own.branch}. Tokens per step count the bonus token; "
+            note=f"Eta {'by cost' if own.eta is None else own.eta}, gamma {own.gamma}, branch {own.branch}. "
+            "Tokens per step count the bonus token; "
             "overlap is the mean of sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more.",
         )
 

@@ -26,7 +26,7 @@ from training.run import parameters_of, run_training
 
 __all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
 
-_RANKS = 3  # whose accuracy is logged
+_RANKS, _KEPT = 3, 10  # whose accuracy is logged, and kept with the heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +120,11 @@ class MedusaTraining:
             for own, new in zip(ranks, found, strict=True):
                 own += [rank for rank in new if rank >= 0]
         figures = {"tokens_per_step": tokens / max(steps, 1)}
-        for number, own in enumerate(ranks, 1):
-            for rank in range(_RANKS):
-                figures[f"head_{number}_rank_{rank}"] = own.count(rank) / max(len(own), 1)
+        kept = range(min(_KEPT, self.heads.config.ranks))
+        accuracy = [[round(own.count(rank) / max(len(own), 1), 4) for rank in kept] for own in ranks]
+        self.heads.config = replace(self.heads.config, accuracy=accuracy)
+        for number, rates in enumerate(accuracy, 1):
+            figures |= {f"head_{number}_rank_{rank}": rate for rank, rate in enumerate(rates[:_RANKS])}
         return figures
 
     def judge(self, text: Written) -> list[list[int]]:

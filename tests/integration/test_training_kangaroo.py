@@ -19,24 +19,29 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from drafters.adapter import Adapter
 from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig
+from drafters.vocabulary import most_frequent, token_counts
 from specdec import Engine
-from specdec.config import parse
+from specdec.config import WeightsOptions, parse
+from specdec.draft import Draft
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
 from specdec.text import load_tokenizer
+from tests.fakes import Spy
 from tests.models import FAMILIES, prompt_of
+from training import kangaroo, medusa
 from training.acceptance import Tally, Written
 from training.card import command_line, write_card
 from training.cli import app, coloured
 from training.convert import convert
 from training.data import Sample, TextConfig, load_samples
+from training.device import frozen_target, half_is_fast
 from training.features import FrozenTarget
 from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss
 from training.log import read_log
@@ -113,6 +118,64 @@ def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], 
         found = logits[row : row + len(text) - 1]
         torch.testing.assert_close(found, hidden.logits[0, :-1], rtol=1e-5, atol=1e-5)
         start, row = start + len(text), row + len(text) - 1
+
+
+def test_kept_features_are_those_computed(target_of: Callable[..., TransformersTarget]) -> None:
+    """A window is computed once, whatever batch it comes in; what does not fit is computed anew."""
+    target = target_of("llama", torch.float32)
+    windows = pack([Sample(list(prompt_of(40, 1)), [True] * 40, False)], 8)
+    each = 2 * 8 * 32 * 4  # taps, tokens, width, bytes
+    forwards: list[int] = []
+    frozen = FrozenTarget(target, [1], keep=3 * each)
+    frozen._computed = lambda *window, of=frozen._computed: forwards.append(1) or of(*window)  # type: ignore[func-returns-value,method-assign]
+    every, again = windows.at(np.arange(5)), windows.at(np.array([4, 2, 0]))
+    features, states = frozen.read(every)
+    found, _ = frozen.read(again)
+    assert len(forwards) == 5 + 1
+    torch.testing.assert_close(found[1], features[1][[4, 2, 0]], rtol=0, atol=0)
+    assert states.shape == (35, 32)
+    assert not found[1].is_inference()
+
+
+def test_half_precision_is_left_where_it_is_slow(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AutoModelForCausalLM.from_pretrained(model_folder).bfloat16().save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    assert isinstance(half_is_fast(cpu), bool)
+    for fast, auto in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("training.device.half_is_fast", lambda device, fast=fast: fast)
+        target, line = frozen_target(WeightsOptions(model=str(tmp_path)), cpu)
+        assert target.dtype is auto
+        assert ("slow here" in line) is not fast
+        target, _ = frozen_target(WeightsOptions(model=str(tmp_path), dtype="bfloat16"), cpu)
+        assert target.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("drafter", ["kangaroo", "medusa"])
+def test_training_over_a_draft_vocabulary(model_folder: Path, talks: Path, tmp_path: Path, drafter: str) -> None:
+    """It is counted on the data, lies with the weights, and what was trained drafts from it alone."""
+    sizes = {"adapter": {"exit_layer": 1, "draft_vocab": 64}, "heads": {"draft_vocab": 64}}
+    options = values(model_folder, talks, tmp_path)
+    options.pop("adapter")
+    part, module = ("adapter", kangaroo) if drafter == "kangaroo" else ("heads", medusa)
+    best = module.run(parse(module.Config, {**options, part: sizes[part]}, where="train"))
+    tokens = load_file(next((tmp_path / "best").glob("*.safetensors")))["draft_tokens"]
+    counts = token_counts(
+        (
+            s.tokens
+            for s in load_samples([str(talks)], [], TextConfig(held_out_one_in=6), load_tokenizer(str(model_folder)))[0]
+        ),
+        len(load_tokenizer(str(model_folder))),
+    )
+    assert torch.equal(tokens, most_frequent(counts, 64))
+    assert best["tokens_per_step"] >= 1
+    engine = Engine.from_pretrained(str(model_folder), {"name": drafter, part: str(tmp_path / "best")}, policy="off")
+    drafts: list[Draft] = []
+    engine = engine.with_drafter(Spy(engine.drafter, drafts.append))
+    assert engine.generate("What is", 20).token_ids == engine.with_drafter("none").generate("What is", 20).token_ids
+    assert {token for draft in drafts for token in draft.tokens[1:]} <= set(tokens.tolist())
+    assert "64 tokens that are the most frequent" in (tmp_path / "best" / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from drafters.adapter_step import AdapterCache, AdapterStep
 from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig, KangarooSession
 from specdec import Engine, SamplingParams
+from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError
@@ -138,6 +139,34 @@ def test_a_round_ends_where_confidence_ends(
 ) -> None:
     found = Engine(shallow_target, None, perfect(gamma=5, eta=1.0)).generate(prompt_of(9), 12)
     assert found.stats.rows == [2] * 6  # the first guess is made and verified, and no other
+
+
+@pytest.mark.parametrize(("slope", "rows"), [(0.0, 6), (0.1, None), (1.0, 2)])
+def test_a_round_ends_where_drafts_do_not_pay(
+    perfect: Callable[..., Watched], shallow_target: TransformersTarget, slope: float, rows: int | None
+) -> None:
+    """Without eta: free rows are drafted to the end, dear ones only once, and what is right is trusted further."""
+    drafter = perfect(gamma=5)
+    drafter.eta = None
+    drafter.draft_cost = drafter.shallow_cost = 0.0
+    costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 1.0 + 100 * slope]])
+    found = Engine(shallow_target, None, drafter, costs=costs).generate(
+        prompt_of(9), 40, SamplingParams(temperature=1.0, acceptance="match")
+    )
+    if rows is None:
+        assert found.stats.rows[0] < max(found.stats.rows) == 6
+    else:
+        assert set(found.stats.rows[:-1]) == {rows}
+
+
+def test_what_a_draft_costs(shallow_target: TransformersTarget, tmp_path: Path) -> None:
+    """By the weights that are read: two of three layers, the adapter, and eight of the head's 32 rows."""
+    adapter = random_adapter(shallow_target, tmp_path, exit_layer=2, draft_vocab=8)
+    made = Kangaroo.build(KangarooConfig(adapter=str(tmp_path)), shallow_target)
+    layers = sum(weight.numel() for layer in shallow_target.layers for weight in layer.parameters())
+    step, own = layers + 32 * 32, sum(weight.numel() for weight in adapter.parameters())
+    assert made.shallow_cost == pytest.approx(layers * 2 / 3 / step)
+    assert made.draft_cost == pytest.approx((layers * 2 / 3 + own + 8 * 32) / step)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
