@@ -19,13 +19,14 @@ from torch import nn
 
 from drafters.weights import CONFIG, WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.config import check_positive
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.target import Target
 
 __all__ = ["HeadsConfig", "MedusaHeads"]
 
 _WEIGHTS, _PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _MERGED = "medusa_head."
+_MOST = 64  # heads, and blocks of a head
 _NAME = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
 
 
@@ -47,6 +48,7 @@ class HeadsConfig(WeightsConfig):
     def __post_init__(self) -> None:
         names = ("heads", "layers", "hidden_size", "vocab_size")
         check_positive("heads.", **{name: getattr(self, name) for name in names})
+        check_positive("heads.", most=_MOST, heads=self.heads, layers=self.layers)
 
 
 class ResBlock(nn.Module):
@@ -114,7 +116,9 @@ class MedusaHeads(nn.ModuleList):
         remedy = f"it takes {CONFIG} beside {_WEIGHTS}, {_PICKLED} or a model's *.safetensors with {_MERGED}* in it"
         with reading("Medusa heads", folder, remedy):
             tensors = {name.removeprefix(_MERGED): tensor for name, tensor in _tensors(folder).items()}
-            heads = cls(config_of(tensors, read_config(folder)))
+            config = config_of(tensors, read_config(folder))
+            with torch.device("meta"):  # one bias may say any size
+                heads = cls(config)
         load_strictly(heads, tensors, folder, "a set of Medusa heads")
         return heads
 
@@ -146,13 +150,15 @@ def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) ->
         raise ConfigError("no tensor is called {head}.{layer}.linear.weight")
     heads, layers = (len({part[group] for part in blocks}) for group in (1, 2))
     if (told := values.get("medusa_num_layers", layers)) != layers:
-        raise ConfigError(f"{CONFIG} counts {told} layers, the tensors {layers}")
+        raise ConfigError(f"{CONFIG} counts {shown(told)} layers, the tensors {layers}")
+    if type(size := values.get("vocab_size", 1)) is not int:
+        raise ConfigError(f"vocab_size in {CONFIG} is {shown(size)}; it must be a whole number")
     matrix = tensors.get(f"0.{layers}.weight")
     return HeadsConfig(
         heads=heads,
         layers=layers,
         hidden_size=tensors[blocks[0][0]].shape[0],
-        vocab_size=int(values.get("vocab_size", 1)) if matrix is None else len(matrix),
+        vocab_size=size if matrix is None else len(matrix),
         own_head=len(blocks) < len(parts),
         target=str(values.get("target", "")),
     )

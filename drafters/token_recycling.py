@@ -54,15 +54,17 @@ class TokenRecycling(DrafterBase):
 
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
         super().__init__(config)
-        self._shared = Successors(self.config.successors)
+        self._shared: Successors | None = None
 
     def start(self, context: Context) -> TokenRecyclingSession:
         options: TokenRecyclingConfig = self.config
-        table = self._shared if options.persistent else Successors(options.successors)
+        kept = min(options.successors, context.max_rows)  # more would not be proposed
+        table = self._shared if options.persistent and self._shared is not None else Successors(kept)
+        self._shared = table if options.persistent else None
         if options.from_prompt:
             table.read(context.tokens)
-        rows = options.rows or context.costs.tree_rows(context.prompt_length, 80)
-        return TokenRecyclingSession(template(rows, options.depth, options.successors), table, context)
+        rows = min(options.rows or context.costs.tree_rows(context.prompt_length, 80), context.max_rows)
+        return TokenRecyclingSession(template(rows, options.depth, kept), table, context)
 
 
 def template(rows: int, depth: int, ranks: int) -> list[tuple[int, int]]:
