@@ -6,6 +6,7 @@ arXiv 2404.18911, section 3.1). A checkpoint is a folder with ``model.safetensor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ VARIANTS = ("attention", "head", "layer", "mlp")
 there is ``none``, which is not trained: the target's own last norm and head (LayerSkip)."""
 
 _WEIGHTS = "model.safetensors"
+_LONGEST, _WIDEST = 1024, 64  # most drafts of a round; most widths of the MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class AdapterConfig(WeightsConfig):
     def __post_init__(self) -> None:
         names = ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma", "branch")
         check_positive("adapter.", **{name: getattr(self, name) for name in names})
+        check_positive("adapter.", most=_LONGEST, gamma=self.gamma, branch=self.branch)
         if self.variant not in (*VARIANTS, "none"):
             raise ConfigError(f"adapter.variant is {self.variant!r}; it must be one of {', '.join(VARIANTS)}")
         if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
@@ -77,8 +80,16 @@ class AdapterConfig(WeightsConfig):
             raise ConfigError(f"adapter.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
         if self.has_mlp and self.intermediate_size < 1:
             raise ConfigError(f"adapter.variant {self.variant!r} has an MLP and needs intermediate_size >= 1")
+        if self.intermediate_size > _WIDEST * self.hidden_size:
+            raise ConfigError(
+                f"adapter.intermediate_size is {self.intermediate_size}; it must be at most {_WIDEST} times the "
+                f"hidden_size of {self.hidden_size}"
+            )
         if self.eta is not None and not 0 <= self.eta <= 1:
             raise ConfigError(f"adapter.eta is {self.eta}; it is a probability, in [0, 1]")
+        for name, value in (("rope_base", self.rope_base), ("norm_eps", self.norm_eps)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"adapter.{name} is {value}; it must be a finite number above 0")
 
     @property
     def attends(self) -> bool:
@@ -219,8 +230,12 @@ class Adapter(nn.Module):
         folder = Path(folder)
         remedy = "give a folder that `specdec train kangaroo` or `specdec convert kangaroo` wrote"
         with reading("Kangaroo adapter", folder, remedy):
-            adapter = cls(parse(AdapterConfig, read_config(folder), where="adapter"))
-            tensors = load_tensors(folder / _WEIGHTS)
+            config, tensors = (
+                parse(AdapterConfig, read_config(folder), where="adapter"),
+                load_tensors(folder / _WEIGHTS),
+            )
+            with torch.device("meta"):  # the config may say any size
+                adapter = cls(config)
         load_strictly(adapter, tensors, folder, f"a {adapter.config.variant!r} adapter")
         check_draft_tokens(adapter.draft_tokens, adapter.config.vocab_size, folder)
         return adapter

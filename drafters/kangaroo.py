@@ -128,7 +128,8 @@ def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool =
 class KangarooSession:
     def __init__(self, drafter: Kangaroo, context: Context) -> None:
         self._drafter, self._adapter, self._context = drafter, drafter.adapter, context
-        capacity = context.prompt_length + context.remaining + drafter.gamma
+        self._gamma = min(drafter.gamma, context.max_rows)  # more would not fit a step
+        capacity = context.prompt_length + context.remaining + self._gamma
         self._cache = AdapterCache(drafter.adapter, capacity)
         self._committed = 0  # positions of the text that the cache holds, or that wait in _pending
         self._pending: list[torch.Tensor] = []  # [T, D] features of committed tokens that the adapter has not seen
@@ -151,7 +152,7 @@ class KangarooSession:
     def propose(self, room: int) -> Draft:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
         drafter, context = self._drafter, self._context
-        most = min(drafter.gamma, room - 1, context.remaining - 1)
+        most = min(self._gamma, room - 1, context.remaining - 1)
         tokens, parents, self._drafted = [context.root], [-1], []
         if most < 1:
             return Draft(tokens, parents)

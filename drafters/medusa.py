@@ -23,7 +23,7 @@ from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import ConfigError, unknown
+from specdec.errors import ConfigError, shown, unknown
 from specdec.target import FINAL, Target
 
 __all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "nodes_of", "paths_of"]
@@ -89,7 +89,7 @@ def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
         raise ConfigError(unknown("medusa.tree", tree, sorted(TREES)))
     try:
         found = read_value(Path(tree).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot read the tree {tree!r}: {reason}; `specdec tree-search` writes one") from error
     for key in ("drafter", "tree"):
@@ -102,20 +102,23 @@ def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
 
 def check_tree(paths: Sequence[Path_], *, heads: int | None = None, ranks: int | None = None) -> None:
     """Raises ConfigError for a tree that is none, or is deeper or wider than there are heads and ranks."""
-    seen = {tuple(path) for path in paths}
+    seen, before = {tuple(path) for path in paths}, set[tuple[int, ...]]()
     if not paths:
         raise ConfigError("medusa.tree is empty; give at least the path [0]")
-    for number, path in enumerate(paths):
+    for path in paths:
         if not path or min(path) < 0:
-            raise ConfigError(f"medusa.tree holds {list(path)}; a path is one rank or more, each at least 0")
-        if path in paths[:number]:
-            raise ConfigError(f"medusa.tree holds {list(path)} twice; leave one out")
+            raise ConfigError(f"medusa.tree holds {shown(list(path))}; a path is one rank or more, each at least 0")
+        if tuple(path) in before:
+            raise ConfigError(f"medusa.tree holds {shown(list(path))} twice; leave one out")
+        before.add(tuple(path))
         if len(path) > 1 and tuple(path[:-1]) not in seen:
-            raise ConfigError(f"medusa.tree holds {list(path)} without its parent {list(path[:-1])}; add the parent")
+            raise ConfigError(
+                f"medusa.tree holds {shown(list(path))} without its parent {shown(list(path[:-1]))}; add the parent"
+            )
         if heads is not None and len(path) > heads:
-            raise ConfigError(f"medusa.tree holds {list(path)}, {len(path)} deep, but there are {heads} heads")
+            raise ConfigError(f"medusa.tree holds {shown(list(path))}, {len(path)} deep, but there are {heads} heads")
         if ranks is not None and max(path) >= ranks:
-            raise ConfigError(f"medusa.tree holds {list(path)}; the model's vocabulary has {ranks} ranks only")
+            raise ConfigError(f"medusa.tree holds {shown(list(path))}; the model's vocabulary has {ranks} ranks only")
 
 
 def nodes_of(paths: Sequence[Path_]) -> list[Node]:

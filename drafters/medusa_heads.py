@@ -21,13 +21,14 @@ from torch import nn
 from drafters.vocabulary import check_draft_tokens
 from drafters.weights import CONFIG, WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.config import check_positive
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.target import Target
 
 __all__ = ["HeadsConfig", "MedusaHeads"]
 
 _WEIGHTS, _PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _MERGED = "medusa_head."
+_MOST = 64  # heads, and blocks of a head
 _NAME = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
 _BLOCK, _HEAD = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), re.compile(r"lm_heads\.(\d+)\.weight")
 _TOKENS, _MAP = "draft_tokens", "token_map"
@@ -55,6 +56,7 @@ class HeadsConfig(WeightsConfig):
     def __post_init__(self) -> None:
         names = ("heads", "layers", "hidden_size", "vocab_size")
         check_positive("heads.", **{name: getattr(self, name) for name in names})
+        check_positive("heads.", most=_MOST, heads=self.heads, layers=self.layers)
         if not 0 <= self.draft_vocab <= self.vocab_size:
             raise ConfigError(f"heads.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
 
@@ -138,7 +140,9 @@ class MedusaHeads(nn.ModuleList):
         with reading("Medusa heads", folder, remedy):
             values = read_config(folder)
             tensors = _published(_tensors(folder), values)
-            heads = cls(config_of(tensors, values))
+            config = config_of(tensors, values)
+            with torch.device("meta"):  # one bias may say any size
+                heads = cls(config)
         load_strictly(heads, tensors, folder, "a set of Medusa heads")
         check_draft_tokens(heads.draft_tokens, heads.config.vocab_size, folder)
         return heads
@@ -208,14 +212,15 @@ def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) ->
         raise ConfigError("no tensor is called {head}.{layer}.linear.weight")
     heads, layers = (len({part[group] for part in blocks}) for group in (1, 2))
     if (told := values.get("medusa_num_layers", layers)) != layers:
-        raise ConfigError(f"{CONFIG} counts {told} layers, the tensors {layers}")
+        raise ConfigError(f"{CONFIG} counts {shown(told)} layers, the tensors {layers}")
+    if type(size := values.get("vocab_size", 1)) is not int:
+        raise ConfigError(f"vocab_size in {CONFIG} is {shown(size)}; it must be a whole number")
     matrix, tokens = tensors.get(f"0.{layers}.weight"), tensors.get(_TOKENS)
-    told_size = int(values.get("vocab_size", 1))
     return HeadsConfig(
         heads=heads,
         layers=layers,
         hidden_size=tensors[blocks[0][0]].shape[0],
-        vocab_size=told_size if matrix is None or tokens is not None else len(matrix),
+        vocab_size=size if matrix is None or tokens is not None else len(matrix),
         draft_vocab=0 if tokens is None else len(tokens),
         own_head=len(blocks) < len(parts),
         accuracy=[[float(rate) for rate in rates] for rates in values.get("accuracy", [])],

@@ -57,14 +57,16 @@ class TokenRecycling(DrafterBase):
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
         super().__init__(config)
         self.likeliest = self.config.successors
-        self._shared = Successors(self.config.successors)
+        self._shared: Successors | None = None
 
     def start(self, context: Context) -> TokenRecyclingSession:
         options: TokenRecyclingConfig = self.config
-        table = self._shared if options.persistent else Successors(options.successors)
+        kept = min(options.successors, context.max_rows)  # more would not be proposed
+        table = self._shared if options.persistent and self._shared is not None else Successors(kept)
+        self._shared = table if options.persistent else None
         if options.from_prompt:
             table.read(context.tokens)
-        nodes = template(options.rows or _MOST, options.depth, options.successors)
+        nodes = template(min(options.rows or _MOST, context.max_rows), options.depth, kept)
         if options.rows is None:
             nodes = nodes[: paying(nodes, context.costs, context.prompt_length)]
         return TokenRecyclingSession(nodes, table, context)

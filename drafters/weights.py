@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import nn
 
 from drafters.fingerprint import architecture, fingerprint
 from specdec.errors import CheckpointError, ConfigError, first_line
-from specdec.files import replacing
+from specdec.files import parse_json, replacing
 from specdec.pretrained import embedded_model
 from specdec.target import Target
 
@@ -85,25 +84,15 @@ def save_weights(
 @contextmanager
 def reading(what: str, folder: Path, remedy: str) -> Iterator[None]:
     """Turns whatever reading files can raise into a CheckpointError: there is no ``what`` in ``folder``."""
-    broken = (
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-        RuntimeError,
-        EOFError,
-        SafetensorError,
-        pickle.UnpicklingError,
-    )
     try:
         yield
-    except broken as error:
+    except Exception as error:  # parsers of several libraries, on files that may hold anything
         raise CheckpointError(f"no {what} in {str(folder)!r}: {first_line(error)}; {remedy}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What ``config.json`` holds; to be called while ``reading``."""
-    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    values = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ConfigError(f"{CONFIG} holds {type(values).__name__}, not a mapping")
     return values
@@ -121,12 +110,13 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path, what: str) -> None:
-    """Fill a module.
+    """Fill a module, which may be on the device ``meta``: nothing is allocated before the tensors are known to fit.
 
     Raises:
-        CheckpointError: a tensor is missing, left over, of another shape, or not finite; ``what`` the module is.
+        CheckpointError: a tensor is missing, left over, of another shape or kind, or not finite; ``what`` it is.
     """
-    found, expected = ({name: tuple(t.shape) for name, t in own.items()} for own in (tensors, module.state_dict()))
+    own = module.state_dict()
+    found, expected = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, own))
     odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
     if odd:
         name = odd[0]
@@ -135,10 +125,18 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source
             f"{expected.get(name, 'none of that name')} ({len(odd)} tensors differ); the file is broken or of "
             "another model"
         )
-    broken = [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]
-    if broken:
-        raise CheckpointError(f"{broken[0]} in {str(source)!r} holds NaN or infinity; train it anew")
-    module.load_state_dict(dict(tensors))
+    ready: dict[str, torch.Tensor] = {}
+    for name, tensor in sorted(tensors.items()):
+        kinds = [(t.is_floating_point(), t.is_complex(), t.dtype is torch.bool) for t in (tensor, own[name])]
+        if kinds[0] != kinds[1]:
+            raise CheckpointError(
+                f"{name} in {str(source)!r} is of {tensor.dtype}, expected {own[name].dtype}; the file is broken or of "
+                "another model"
+            )
+        ready[name] = tensor.to(own[name].dtype)
+        if not bool(ready[name].isfinite().all()):
+            raise CheckpointError(f"{name} in {str(source)!r} holds NaN or infinity; train it anew")
+    module.load_state_dict(ready, assign=True)
 
 
 def embedded_weights(drafter: str) -> dict[str, Path]:

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from drafters.stdlib_corpus import STDLIB, read_files
 from specdec.bench.questions import Question, build_prompt, read_questions
-from specdec.conversations import read_records, turns_of
+from specdec.conversations import is_text, read_records, turns_of
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, PromptError
-from specdec.files import drop_unfinished, read_text, whole_lines, write_text
+from specdec.files import drop_unfinished, parse_json, read_text, whole_lines, write_text
 from specdec.sampling import SamplingParams
 from specdec.text import check_stops
 
@@ -204,7 +204,7 @@ def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     drop_unfinished(partial)
-    lines = [json.loads(line) for line in whole_lines(partial)]
+    lines = _lines(partial)
     if not lines:
         write_text(partial, json.dumps(header) + "\n")
         return []
@@ -215,6 +215,30 @@ def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
             "same options to go on with it, another --out, or delete it"
         )
     return lines[1:]
+
+
+def _lines(partial: Path) -> list[dict[str, Any]]:
+    """What an unfinished file holds: a header, and the answers so far.
+
+    Raises:
+        ConfigError: a line that is none of them.
+    """
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(whole_lines(partial), 1):
+        try:
+            line = parse_json(text)
+            if not isinstance(line, dict):
+                raise ValueError(f"it holds {type(line).__name__}, not an object")
+            record = line.get("record") if number > 1 else None
+            if number > 1 and not (turns_of(record) if record is not None else isinstance(line.get("skipped"), str)):
+                raise ValueError("it holds neither a conversation nor why there is none")
+        except ValueError as error:
+            raise ConfigError(
+                f"{str(partial)!r}, line {number}: no answer of `specdec distill-data`: {error}; delete that line and "
+                "all below it, and the same command goes on from there"
+            ) from error
+        lines.append(line)
+    return lines
 
 
 def _finish(partial: Path, out: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -245,6 +269,6 @@ def _conversations(path: Path) -> Iterator[tuple[tuple[str, ...], str | None]]:
         for question in read_questions(path):
             yield question.turns, question.format
     for turns in records:
-        said = tuple(str(text or "") for role, text in turns or () if role == "user")
-        if said and all(part.strip() for part in said):
+        said = tuple(text for role, text in turns or () if role == "user")
+        if said and all(is_text(part) and part.strip() for part in said):
             yield said, None
