@@ -19,6 +19,7 @@ from specdec.drafter import Drafter
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, first_line
 from specdec.model import TransformersTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
+from specdec.prefix import PrefixCache
 from specdec.pretrained import unused_generation_options
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Step
@@ -191,6 +192,7 @@ class Engine:
         *,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
+        prefix_cache: PrefixCache | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> Generation:
         """Decode a prompt: text, token ids, or chat messages.
@@ -202,13 +204,16 @@ class Engine:
             stop: strings that end the text; the result's text is cut before them.
             logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
                 prefix, so they act as in plain decoding.
+            prefix_cache: keeps this text, and has the one before: what both begin with is not run again.
             on_step: called after every step.
 
         Raises:
             PromptError: empty, too long, or tokens outside the vocabulary.
             NumericalError: the model's logits are no distribution.
         """
-        decoding = self.start(prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor)
+        decoding = self.start(
+            prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor, prefix_cache=prefix_cache
+        )
         with self.target.active():
             decoding.prefill()
             while decoding.finish_reason is None:
@@ -225,13 +230,20 @@ class Engine:
         *,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
+        prefix_cache: PrefixCache | None = None,
     ) -> Iterator[Chunk]:
         """As ``generate``, a chunk per step; the texts add up to ``generate``'s, the last chunk has the finish reason.
 
         The returned iterator's ``close`` ends the generation; a chunk may have no text (half a character, say).
         """
         decoding = self.start(
-            prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor, stream=True
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop=stop,
+            logits_processor=logits_processor,
+            prefix_cache=prefix_cache,
+            stream=True,
         )
         return decoding.chunks()
 
@@ -328,6 +340,7 @@ class Engine:
         *,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
+        prefix_cache: PrefixCache | None = None,
         stop_when: Callable[[Sequence[int]], bool] | None = None,
         sample: bool | None = None,
         eos_ids: frozenset[int] | None = None,
@@ -354,6 +367,7 @@ class Engine:
             sample=sample,
             eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
             text=TextStream(self.tokenizer, stops) if stops or stream else None,
+            prefix_cache=prefix_cache,
         )
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:
