@@ -192,7 +192,7 @@ class KVCache:
                     own.narrow(3, 0, count).copy_(other.narrow(3, 0, count))
                 continue
             here, there = (slots.index(range(first, count)) for slots in (mine, theirs))
-            for own, other in both:
-                own.index_copy_(3, here, other.index_select(3, there))
+            for own, other in both:  # masked slots are read too, and what is in them must be numbers
+                own.zero_().index_copy_(3, here, other.index_select(3, there))
         self.length = count
         return True

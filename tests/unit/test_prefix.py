@@ -84,6 +84,21 @@ def test_windows_and_all(family: str) -> None:
         assert reused in (0, *range(len(text) - 5, len(text)))
 
 
+def test_a_ring_s_other_slots_hold_numbers() -> None:
+    """They are masked, and yet read: a NaN times nothing is a NaN."""
+    former, cache = (target_of("mistral").new_cache(capacity=100, rows=24) for _ in range(2))
+    former.reserve(60)
+    former.length = 60
+    for slots, value in ((former, 1.0), (cache, torch.nan)):
+        for group in slots.groups:
+            group.keys.fill_(value)
+            group.values.fill_(value)
+    assert cache.take(former, 60)
+    for group in cache.groups:
+        assert group.keys.isfinite().all()
+        assert group.values.isfinite().all()
+
+
 @pytest.mark.parametrize("drafter", drafter_names())
 def test_a_drafter_takes_the_steps_that_it_would_take_without(drafter: str, tmp_path: Path) -> None:
     """Those that read hidden states get them for the tokens that are not run again."""
