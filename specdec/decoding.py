@@ -20,6 +20,7 @@ from specdec.draft import Draft, Entry
 from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import DraftError
 from specdec.policy import RowPolicy
+from specdec.prefix import KeptText, PrefixCache
 from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
 from specdec.sampling import Sampler, SamplingParams
 from specdec.target import Target, TargetOutput
@@ -89,6 +90,7 @@ class Decoding:
         eos_ids: frozenset[int],
         text: TextStream | None,
         logprobs: int | None,
+        prefix_cache: PrefixCache | None,
     ) -> None:
         target = engine.target
         target.check_unchanged()
@@ -124,6 +126,20 @@ class Decoding:
         self.steps: list[Step] = []
         self._top = logprobs
         self._logprobs: list[TokenLogprobs] = []
+        self._kept = None if prefix_cache is None else self._take(prefix_cache)
+
+    def _take(self, prefix_cache: PrefixCache) -> KeptText:
+        """Have what is known of the prompt's beginning; the session is shown it as if it had just been run."""
+        began = perf_counter()
+        with self._target.active():
+            text, taps = prefix_cache.begin(self._target, self._cache, self.tokens, self._drafter.taps)
+            self.stats.reused_tokens = known = self._cache.length
+            for start in range(0, known if taps else 0, self._chunk):
+                part = slice(start, min(start + self._chunk, known))
+                chunk, seen = self.tokens[part], {layer: hidden[part] for layer, hidden in taps.items()}
+                self._session.observe(Observation(None, range(len(chunk)), chunk, taps=seen))
+        self.stats.seconds.prefill += perf_counter() - began
+        return text
 
     @property
     def cache_bytes(self) -> int:
@@ -172,6 +188,8 @@ class Decoding:
         """Commit a chunk of the prompt that was run, in so many seconds."""
         began, start, rows = perf_counter(), self._cache.length, range(turn.block.rows)
         self._cache.commit(rows)
+        if self._kept is not None:
+            self._kept.keep(output.taps, rows)
         if self._drafter.taps:
             self._session.observe(Observation(None, rows, self.tokens[start : start + len(rows)], taps=output.taps))
         self.stats.seconds.prefill += seconds + perf_counter() - began
@@ -203,6 +221,8 @@ class Decoding:
 
         self._cache.commit(verdict.path)
         self.tokens.extend(verdict.tokens)
+        if self._kept is not None:
+            self._kept.keep(output.taps, verdict.path)
         committed = perf_counter()
         if self._tells and self.finish_reason is None:
             self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps))

@@ -22,6 +22,7 @@ from specdec.model import TransformersTarget
 from specdec.parallel.load import load_parallel
 from specdec.parallel.target import ParallelTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
+from specdec.prefix import PrefixCache
 from specdec.pretrained import unused_generation_options
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Step
@@ -205,6 +206,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
         logprobs: int | None = None,
+        prefix_cache: PrefixCache | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> Generation:
         """Decode a prompt: text, token ids, or chat messages.
@@ -218,6 +220,7 @@ class Engine:
                 prefix, so they act as in plain decoding.
             logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
                 likeliest tokens' (0 for none); None keeps nothing.
+            prefix_cache: keeps this text, and has the one before: what both begin with is not run again.
             on_step: called after every step.
 
         Raises:
@@ -225,7 +228,13 @@ class Engine:
             NumericalError: the model's logits are no distribution.
         """
         decoding = self.start(
-            prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor, logprobs=logprobs
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop=stop,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
+            prefix_cache=prefix_cache,
         )
         with self.target.active():
             decoding.prefill()
@@ -243,13 +252,20 @@ class Engine:
         *,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
+        prefix_cache: PrefixCache | None = None,
     ) -> Iterator[Chunk]:
         """As ``generate``, a chunk per step; the texts add up to ``generate``'s, the last chunk has the finish reason.
 
         The returned iterator's ``close`` ends the generation; a chunk may have no text (half a character, say).
         """
         decoding = self.start(
-            prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor, stream=True
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop=stop,
+            logits_processor=logits_processor,
+            prefix_cache=prefix_cache,
+            stream=True,
         )
         return decoding.chunks()
 
@@ -358,6 +374,7 @@ class Engine:
         *,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
+        prefix_cache: PrefixCache | None = None,
         stop_when: Callable[[Sequence[int]], bool] | None = None,
         sample: bool | None = None,
         eos_ids: frozenset[int] | None = None,
@@ -388,6 +405,7 @@ class Engine:
             eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
             text=TextStream(self.tokenizer, stops) if stops or stream else None,
             logprobs=logprobs,
+            prefix_cache=prefix_cache,
         )
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:

@@ -34,7 +34,7 @@ from specdec.masks import MASKS, layer_masks, named_limits, register_masks, wind
 from specdec.native.library import compiler, library
 from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
 from specdec.runners import EXECUTIONS
-from specdec.runners.known import why_special
+from specdec.runners.known import version_of, why_special
 from specdec.runners.linear import DenseLinear, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
 from specdec.runners.runner import LayerRunner
@@ -226,6 +226,9 @@ class TransformersTarget:
                 f"{self.name} was changed after its {self.runner.name} layers were made, which would not follow: "
                 f"{changed}; make a new engine of it{'' if self.runner.borrows else lenient}"
             )
+
+    def version(self) -> object:
+        return version_of(self.model)
 
     def plain_model(self) -> PreTrainedModel:
         """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""

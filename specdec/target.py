@@ -85,6 +85,9 @@ class Target(Protocol):
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
 
+    def version(self) -> object:
+        """Equal to one of before where ``forward`` still computes what it did then."""
+
     def describe(self) -> dict[str, dict[str, Any]]:
         """What runs, and why: section -> name -> value."""
 

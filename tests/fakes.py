@@ -49,6 +49,9 @@ class Reciter:
     def check_unchanged(self) -> None:
         pass
 
+    def version(self) -> object:
+        return None
+
     def describe(self) -> dict[str, dict[str, Any]]:
         return {}
 
