@@ -10,20 +10,20 @@ import copy
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-import dacite
 import yaml
 
+from specdec.arguments import ARGUMENTS, DTYPES
 from specdec.errors import ConfigError, unknown
 from specdec.options import Given, option
 from specdec.params import SamplingParams
 from specdec.runners import EXECUTIONS
+from specdec.values import fitting
 
 __all__ = [
-    "DTYPES",
     "ModelOptions",
     "RunConfig",
     "WeightsOptions",
@@ -38,8 +38,6 @@ __all__ = [
 
 T = TypeVar("T")
 Options = TypeVar("Options", bound="WeightsOptions")
-
-DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 _model_option = functools.partial(option, panel="Model")
 policy_option = functools.partial(
@@ -100,8 +98,6 @@ class ModelOptions(WeightsOptions):
 
         WeightsOptions.__post_init__(self)
         check_positive(threads=self.threads)
-        if self.device is not None and self.device_map is not None:
-            raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
         if self.execution not in EXECUTIONS:
             raise ConfigError(unknown("execution", self.execution, EXECUTIONS))
@@ -120,6 +116,7 @@ class RunConfig(ModelOptions):
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
         check_positive(max_new_tokens=self.max_new_tokens)
+        fitting("stop", self.stop, ARGUMENTS["stop"])
         check_policy(self.policy)
 
     @classmethod
@@ -191,27 +188,20 @@ def parse(kind: type[T], values: Mapping[str, Any], *, where: str) -> T:
     Raises:
         ConfigError: an unknown key, a missing one, or a value of the wrong type.
     """
-    hints = get_type_hints(kind)
-    known = [f.name for f in fields(kind) if f.init]  # type: ignore[arg-type]
+    hints = get_type_hints(kind, include_extras=True)
+    known = {f.name: f for f in fields(kind) if f.init}  # type: ignore[arg-type]
     ready = dict(values)
     for key, value in values.items():
         if key not in known:
             raise ConfigError(unknown(f"option of {where}", str(key), known))
-        if isinstance(value, bool) and hints[key] in (int, float, int | None, float | None):
-            raise _wrong_type(f"{where}.{key}", value, hints[key])  # to Python, True is the number 1
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
             ready[key] = parse(hints[key], value, where=key)
-    try:
-        return dacite.from_dict(kind, ready, config=dacite.Config(strict=True))
-    except dacite.WrongTypeError as error:
-        raise _wrong_type(f"{where}.{error.field_path}", error.value, error.field_type) from error
-    except dacite.MissingValueError as error:
-        raise ConfigError(f"{where}.{error.field_path} is missing and has no default; give it") from error
-
-
-def _wrong_type(name: str, value: Any, expected: Any) -> ConfigError:
-    wanted = expected.__name__ if type(expected) is type else str(expected).replace("typing.", "")
-    return ConfigError(f"{name} is {value!r}, of type {type(value).__name__}; it must be of type {wanted}")
+        else:
+            fitting(f"{where}.{key}", value, hints[key])
+    for key, one in known.items():
+        if key not in ready and one.default is one.default_factory is MISSING:
+            raise ConfigError(f"{where}.{key} is missing and has no default; give it")
+    return kind(**ready)
 
 
 class _Loader(yaml.SafeLoader):

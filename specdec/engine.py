@@ -9,32 +9,31 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
+from specdec.arguments import checked
 from specdec.block import Block
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.draft import Draft
-from specdec.drafter import Context, Drafter, Observation
-from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError, SpecdecWarning
+from specdec.drafter import Context, Drafter, Observation, proposal, session_of
+from specdec.errors import ConfigError, DraftError, PromptError, SpecdecWarning, shown
 from specdec.model import TransformersTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
-from specdec.pretrained import model_source, unused_generation_options
-from specdec.registry import make_drafter
+from specdec.pretrained import unused_generation_options
+from specdec.prompt import Prompt, token_ids
+from specdec.registry import make_drafter, parse_drafter
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.sampling import Sampler, SamplingParams, Scores
 from specdec.target import Target
-from specdec.text import TextStream, check_stops
+from specdec.text import TextStream, load_tokenizer, stop_strings
 from specdec.verify import verifier_for
 
 __all__ = ["Decoding", "Engine", "Prompt"]
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | torch.Tensor
 DrafterSpec = str | Mapping[str, Any] | Drafter
 
 
@@ -58,6 +57,7 @@ class Engine:
         ConfigError: unknown drafter or option, or a size that is not positive.
     """
 
+    @checked
     def __init__(
         self,
         target: Target,
@@ -70,9 +70,6 @@ class Engine:
         costs: CostCurve | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
         self.target = target
         self.tokenizer = tokenizer
         self.drafter = make_drafter(drafter, target)
@@ -96,6 +93,7 @@ class Engine:
         return self._cost_policy
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         path: str | Path,
@@ -122,6 +120,9 @@ class Engine:
             TargetError: a model that specdec cannot drive exactly.
             ConfigError: unknown drafter or option.
         """
+        check_policy(policy)
+        if isinstance(drafter, str | Mapping):
+            parse_drafter(drafter)  # before a large model is loaded for nothing
         target = TransformersTarget.from_pretrained(
             path,
             dtype=dtype,
@@ -132,11 +133,7 @@ class Engine:
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-        place = model_source(path)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"no tokenizer at {str(path)!r}: {error}; save one beside the weights") from error
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         return cls(
             target,
             tokenizer,
@@ -161,6 +158,7 @@ class Engine:
             },
         }
 
+    @checked
     def with_drafter(self, drafter: DrafterSpec, *, policy: str | None = None) -> Engine:
         """The same target with another drafter, and another policy if one is given; nothing is loaded twice.
 
@@ -179,6 +177,7 @@ class Engine:
             progress=self._progress,
         )
 
+    @checked
     def generate(
         self,
         prompt: Prompt,
@@ -213,6 +212,7 @@ class Engine:
                     on_step(step)
         return decoding.result()
 
+    @checked
     def stream(
         self,
         prompt: Prompt,
@@ -231,6 +231,7 @@ class Engine:
         )
         return decoding.chunks()
 
+    @checked
     def start(
         self,
         prompt: Prompt,
@@ -248,11 +249,9 @@ class Engine:
 
         ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says.
         """
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         if eos_ids is None:  # a caller with its own has read the generation config
             self._warn_of_unused(sampling)
-        stops = check_stops(stop)
+        stops = stop_strings(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
         return Decoding(
@@ -277,22 +276,22 @@ class Engine:
                 "it decodes greedily, or by the SamplingParams and logits processors that it is given; give those, or "
                 "use model.generate(custom_generate=specdec.custom_generate)",
                 SpecdecWarning,
-                stacklevel=4,
+                stacklevel=6,  # two for each checked function
             )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
         Raises:
-            PromptError: empty, longer than the context, or tokens outside the vocabulary.
+            PromptError: no prompt, empty, longer than the context, or tokens outside the vocabulary.
         """
-        ids = self._ids(prompt)
+        ids = token_ids(prompt, self.tokenizer)
         if not ids:
             raise PromptError("the prompt is empty; give at least one token (a BOS token will do)")
         outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
         if outside:
             raise PromptError(
-                f"token {outside[0]} is outside the vocabulary [0, {self.target.vocab_size}); "
+                f"token {shown(outside[0])} is outside the vocabulary [0, {self.target.vocab_size}); "
                 "the ids come from another tokenizer"
             )
         if len(ids) >= self.target.context_length:
@@ -301,27 +300,6 @@ class Engine:
                 "least one new token; shorten the prompt"
             )
         return ids
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, torch.Tensor):
-            if prompt.ndim == 2 and prompt.shape[0] == 1:
-                prompt = prompt[0]
-            if prompt.ndim != 1:
-                raise PromptError(f"the prompt has shape {list(prompt.shape)}; give one sequence, [n] or [1, n]")
-            if prompt.dtype.is_floating_point or prompt.dtype is torch.bool:
-                raise PromptError(f"the prompt is of {prompt.dtype}; token ids are integers")
-            return [int(token) for token in prompt.tolist()]
-        tokens = [] if isinstance(prompt, str) else [int(token) for token in prompt if isinstance(token, Integral)]
-        if not isinstance(prompt, str) and len(tokens) == len(prompt):
-            return tokens
-        if self.tokenizer is None:
-            raise PromptError("this engine has no tokenizer; give token ids")
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise PromptError("the tokenizer has no chat template; give text, or set tokenizer.chat_template")
-        encoded = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
 
 
 class Decoding:
@@ -366,7 +344,7 @@ class Decoding:
             costs=engine.costs,
             policy=self._policy,
         )
-        self._session = self._drafter.start(self._context)
+        self._session = session_of(self._drafter, self._context)
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
         self.steps: list[Step] = []
@@ -397,7 +375,10 @@ class Decoding:
         self._context.remaining = remaining = self._end - len(self.tokens)
         if self._policy is not None and not self._drafter.plans_rows:
             room = self._policy.room(room, length)
-        draft = self._session.propose(room) if remaining > 1 else Draft.chain(self.tokens[-1:])
+        if remaining > 1:
+            draft = proposal(self._session, room, self._drafter.name, self._target)
+        else:
+            draft = Draft.chain(self.tokens[-1:])
         self._check(draft, room)
         drafted = perf_counter()
 
@@ -469,12 +450,6 @@ class Decoding:
         if not 0 <= min(draft.tokens) <= max(draft.tokens) < self._target.vocab_size:
             raise DraftError(
                 f"drafter {self._drafter.name!r} proposed a token outside the vocabulary [0, {self._target.vocab_size})"
-            )
-        entry = draft.entry
-        if entry is not None and entry.hidden.shape != (len(draft), self._target.hidden_size):
-            raise DraftError(
-                f"entry.hidden has shape {list(entry.hidden.shape)}, the draft needs "
-                f"{[len(draft), self._target.hidden_size]}: one row per draft row, in the same order"
             )
 
     def _cut(self, tokens: Sequence[int]) -> int:

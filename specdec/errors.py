@@ -31,6 +31,8 @@ __all__ = [
     "TargetError",
     "first_line",
     "pip_line",
+    "shown",
+    "told",
     "unknown",
 ]
 
@@ -83,3 +85,19 @@ def pip_line(extra: str) -> str:
 def first_line(error: BaseException) -> str:
     """What an error of another library says, in one line; its class where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value as a message shows it: on one line, and not too long."""
+    try:
+        text = repr(value)
+    except Exception:  # code of others; and Python writes no integer of more than 4,300 digits
+        return f"<{type(value).__name__}>"
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def told(error: BaseException) -> str:
+    """What an error of another library says, with its class where that is no sentence by itself: KeyError, say."""
+    plain = isinstance(error, OSError | ValueError) and not isinstance(error, UnicodeError)
+    return first_line(error) if plain or not str(error).strip() else f"{type(error).__name__}: {first_line(error)}"

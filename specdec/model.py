@@ -21,6 +21,7 @@ import torch
 import transformers
 from transformers import AttentionInterface, PreTrainedModel
 
+from specdec.arguments import checked
 from specdec.attention import check_backend, layer_attention
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
@@ -31,7 +32,15 @@ from specdec.files import cache_folder
 from specdec.machine import processor
 from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.native.library import compiler, library
-from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
+from specdec.pretrained import (
+    check_place,
+    context_length_of,
+    decoder_parts,
+    device_of,
+    eos_ids_of,
+    load_model,
+    refuse_unfit,
+)
 from specdec.runners import EXECUTIONS
 from specdec.runners.linear import PackedLinear, TiedEmbedding
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
@@ -70,6 +79,7 @@ class TransformersTarget:
         NumericalError: its own logits are NaN or infinite.
     """
 
+    @checked
     def __init__(
         self,
         model: PreTrainedModel,
@@ -127,6 +137,7 @@ class TransformersTarget:
         del self._reference
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         path: str | Path,
@@ -146,6 +157,8 @@ class TransformersTarget:
             TargetError: a model that specdec cannot drive.
         """
         check_execution(execution)
+        check_backend(attention)
+        check_place(device, device_map)
         model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
         return cls(model, execution=execution, attention=attention, owned=True, progress=progress)
 

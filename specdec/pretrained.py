@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from specdec.errors import CheckpointError, TargetError, first_line
+from specdec.errors import CheckpointError, ConfigError, TargetError, first_line, shown
 
 __all__ = [
+    "check_place",
     "context_length_of",
     "decoder_parts",
     "device_of",
@@ -32,6 +34,7 @@ __all__ = [
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
 _CHOOSING = ("index_topk", "index_topk_blocks", "keep_window_size")  # of attention over so many keys, chosen by scores
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")  # that accelerate makes of a machine's devices
 _HUB_ID = re.compile(r"(?![.~])[\w.-]+(/[\w.-]+)?")
 # Options of a generation config that change tokens -> the value that is off, as None is. SamplingParams say these too,
 _SAMPLING = {"do_sample": False, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
@@ -61,16 +64,31 @@ def model_source(model: str | Path) -> str | Path:
     """
     if str(model) == "tiny":
         return embedded_model()
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or isinstance(model, Path) or not _HUB_ID.fullmatch(model):
-        wrong = "that is a file" if path.exists() else "there is no such folder"
+    path = os.path.expanduser(model)  # as the next two, it takes any name, also one that no file can have
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.exists(path) or not isinstance(model, str) or not _HUB_ID.fullmatch(model):
+        wrong = "that is a file" if os.path.exists(path) else "there is no such folder"
         raise CheckpointError(
-            f"cannot load a model from {str(model)!r}: {wrong}; give 'tiny', a folder with config.json and "
+            f"cannot load a model from {shown(str(model))}: {wrong}; give 'tiny', a folder with config.json and "
             "*.safetensors, or a hub id"
         )
     return model
+
+
+def check_place(device: Any, device_map: Any) -> None:
+    """Raises ConfigError where a model's place is given twice, or names a device that this machine does not have."""
+    if device is not None and device_map is not None:
+        raise ConfigError(f"device is {shown(device)} and device_map {shown(device_map)}; give only one of them")
+    spread = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    for place in [device] if device_map is None else spread:
+        try:
+            if place not in _MAPS:
+                torch.empty(1, device=place).cpu()  # there is nothing to copy on meta
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise ConfigError(
+                f"device {str(place)!r} cannot be used: {first_line(error)}; leave it out, or name one of here"
+            ) from error
 
 
 def load_model(

@@ -127,7 +127,8 @@ def test_a_drafter_may_be_a_bare_name(tmp_path: Path) -> None:
         (["execution=compiled"], "unknown execution 'compiled'; known: auto, fused, native, transformers"),
         (["policy=credits"], "'credits' is unknown; choose"),
         (["attention=fast"], "attention='fast' is unknown; choose one of auto, sdpa, split"),
-        (["device=cpu", "device_map=auto"], "device is 'cpu' and device_map 'auto'; give only one of them"),
+        (["stop=''"], "stop is ''"),
+        (["stop=[x, '']"], "stop is ['x', ''], of type list; it must be non-empty text, or a list of such"),
     ],
 )
 def test_bad_settings(file: Path, settings: list[str], message: str) -> None:
