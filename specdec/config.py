@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 import yaml
 
 from specdec.arguments import ARGUMENTS, DTYPES
-from specdec.errors import ConfigError, unknown
+from specdec.errors import ConfigError, first_line, shown, unknown
 from specdec.options import Given, option
 from specdec.params import SamplingParams
 from specdec.runners import EXECUTIONS
@@ -97,7 +97,8 @@ class ModelOptions(WeightsOptions):
         from specdec.attention import check_backend
 
         WeightsOptions.__post_init__(self)
-        check_positive(threads=self.threads)
+        if self.threads is not None:
+            fitting("threads", self.threads, ARGUMENTS["threads"])
         check_backend(self.attention)
         if self.execution not in EXECUTIONS:
             raise ConfigError(unknown("execution", self.execution, EXECUTIONS))
@@ -166,11 +167,11 @@ def override(values: Mapping[str, Any], settings: Iterable[str], kind: type[Weig
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
-            raise ConfigError(f"--set takes KEY=VALUE, such as lookahead.window=15; got {setting!r}")
+            raise ConfigError(f"--set takes KEY=VALUE, such as lookahead.window=15; got {shown(setting)}")
         try:
             value = read_value(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--set {setting!r}: the value is no YAML: {_short(error)}") from error
+            raise ConfigError(f"--set {shown(setting)}: the value is no YAML: {_short(error)}") from error
         group, _, name = key.rpartition(".")
         if not group:
             changed = merge(changed, {name: value})
@@ -178,7 +179,7 @@ def override(values: Mapping[str, Any], settings: Iterable[str], kind: type[Weig
         try:
             kind.group(changed, group)[name] = value
         except ConfigError as error:
-            raise ConfigError(f"--set {setting!r}: {error}") from error
+            raise ConfigError(f"--set {shown(setting)}: {error}") from error
     return changed
 
 
@@ -227,17 +228,26 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         values = read_value(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the config {shown(str(path))}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config {str(path)!r} is no YAML: {_short(error)}") from error
+        raise ConfigError(f"the config {shown(str(path))} is no YAML: {_short(error)}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"the config {str(path)!r} holds {type(values).__name__}; it must be a mapping of options")
+        raise ConfigError(
+            f"the config {shown(str(path))} holds {type(values).__name__}; it must be a mapping of options"
+        )
     return values
 
 
 def read_value(text: str) -> Any:
-    """What a piece of YAML says; ``5e-5`` is a number, ``off`` a word."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    """What a piece of YAML says; ``5e-5`` is a number, ``off`` a word.
+
+    Raises:
+        yaml.YAMLError: nothing; or what is too deep, or a number of too many digits, to be read at all.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (ValueError, RecursionError) as error:
+        raise yaml.YAMLError(first_line(error)) from error
 
 
 def _short(error: Exception) -> str:

@@ -20,7 +20,7 @@ from specdec.block import Block
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation, proposal, session_of
-from specdec.errors import ConfigError, DraftError, PromptError, SpecdecWarning, shown
+from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError, SpecdecWarning, shown
 from specdec.model import TransformersTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
 from specdec.pretrained import unused_generation_options
@@ -134,6 +134,12 @@ class Engine:
             progress=progress,
         )
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        known = getattr(tokenizer, "vocab_size", 0)  # without added tokens, of which models may lack some
+        if known > target.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer at {str(path)!r} has {known} tokens, and {target.name} knows {target.vocab_size}: it "
+                "is another model's; copy the one that was saved with the weights"
+            )
         return cls(
             target,
             tokenizer,

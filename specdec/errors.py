@@ -84,7 +84,8 @@ def pip_line(extra: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an error of another library says, in one line; its class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
 
 def shown(value: object, limit: int = 80) -> str:

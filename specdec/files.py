@@ -13,12 +13,13 @@ from typing import Any
 
 import platformdirs
 
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError, first_line, shown
 
 __all__ = [
     "cache_folder",
     "digest_of",
     "drop_unfinished",
+    "read_object",
     "read_text",
     "replacing",
     "whole_lines",
@@ -42,6 +43,26 @@ def read_text(path: Path, what: str, remedy: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {what} {str(path)!r}: {error}; {remedy}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that came with weights.
+
+    Raises:
+        CheckpointError: no JSON, or no object; too deep, or with a number too long, to be read at all.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"cannot read {str(path)!r}: {first_line(error)}; mend it, or download it anew"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{str(path)!r} holds {shown(value)}, of type {type(value).__name__}; it must be a JSON object: mend it, "
+            "or download it anew"
+        )
+    return value
 
 
 @contextmanager

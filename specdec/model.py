@@ -27,7 +27,7 @@ from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
 from specdec.draft import Entry
-from specdec.errors import ConfigError, TargetError, first_line
+from specdec.errors import ConfigError, SpecdecError, TargetError, first_line
 from specdec.files import cache_folder
 from specdec.machine import processor
 from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
@@ -101,6 +101,8 @@ class TransformersTarget:
         self._softcap = getattr(config, "final_logit_softcapping", None)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if embedding is None or head is None:
+            raise TargetError(f"{self.name} has no embedding and head of its own; load a ...ForCausalLM")
         self.hidden_size = int(config.hidden_size)
         self.num_layers = len(self.layers)
         self.context_length = context_length_of(config)
@@ -111,19 +113,22 @@ class TransformersTarget:
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._lent = _Lent(model)
         self.options: dict[str, Any] = {"attention": attention}
-        maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
-        self.runner: LayerRunner = maker.make("transformers")
         tokens = tokens_for(embedding.num_embeddings)
         with self._lent.to(None):
             expected = own_logits(model, self, tokens)
         self.vocab_size = int(expected.shape[-1])
         try:
+            maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
+            self.runner: LayerRunner = maker.make("transformers")
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
-            self._reference = Reference(expected, self, self.specs, tokens)
+            self._reference = Reference(model, expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
-        except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
+        except SpecdecError:
+            raise
+        except Exception as error:  # code of others, called in a way of ours: it may raise anything
             raise TargetError(
-                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}"
+                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}; use a "
+                "decoder of the families that the README names"
             ) from error
         self.plan = choose_runner(
             maker,

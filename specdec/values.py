@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
 def _adapter(kind: Any) -> Any:
     from pydantic import ConfigDict, TypeAdapter
 
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         kind = Annotated[Any, Predicate(partial(_is_one, kind))]
     return TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
 

@@ -248,7 +248,9 @@ def test_model_of_nan_is_refused_at_load() -> None:
     model = new_model("llama")
     with torch.no_grad():
         model.model.norm.weight[0] = NAN
-    with pytest.raises(NumericalError, match=r"LlamaForCausalLM: the model's own logits are nan.*weights are broken"):
+    with pytest.raises(
+        NumericalError, match=r"LlamaForCausalLM: the model's own logits are nan .*weight 'model.norm.weight' holds NaN"
+    ):
         TransformersTarget(model)
 
 
@@ -385,16 +387,17 @@ def test_an_index_that_points_out_of_its_folder(saved: Path, copied: Path, outsi
 def test_an_index_that_is_none(copied: Path, content: str) -> None:
     (copied / "model.safetensors").rename(copied / "part.safetensors")
     (copied / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"no weight_map|cannot load .* Expecting"):
+    with pytest.raises(CheckpointError, match=r"no weight_map|it must be a JSON object|cannot read .* Expecting"):
         TransformersTarget.from_pretrained(copied)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"), [("{", "not a valid JSON"), ('{"model_type": "nosuch"}', "model type `nosuch`")]
+    ("config", "message"),
+    [("{", "cannot read .*config.json': Expecting"), ('{"model_type": "nosuch"}', "cannot load .*model type `nosuch`")],
 )
 def test_config_that_says_nothing(copied: Path, config: str, message: str) -> None:
     (copied / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match=f"cannot load .*{message}"):
+    with pytest.raises(CheckpointError, match=message):
         TransformersTarget.from_pretrained(copied)
 
 
