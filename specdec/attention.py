@@ -62,7 +62,7 @@ def layer_attention(
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention modules call; ``block`` travels to it through the layers' arguments.
 
-    ``key`` and ``value`` are the block's own rows, already in their slots. Returns [1, T, Hq, D] and no weights.
+    ``key`` and ``value`` are of the block's own rows. Returns [1, T, Hq, D] and no weights.
 
     Raises:
         TargetError: called outside a specdec forward, or with a feature that it does not compute.
@@ -72,14 +72,16 @@ def layer_attention(
     if options.get("s_aux") is not None:
         raise TargetError(f"{type(module).__name__} has attention sinks, which specdec does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, block, module.layer_idx, scale, softcap).transpose(1, 2), None  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
+    block.store(key, value, layer)
+    return attend(query, block, layer, scale, softcap).transpose(1, 2), None
 
 
 def update_and_attend(
     block: Block, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
 ) -> torch.Tensor:
     """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
-    block.update(keys, values, layer)
+    block.store(keys, values, layer)
     return attend(query, block, layer, scale)
 
 

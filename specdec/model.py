@@ -28,6 +28,7 @@ from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, st
 from specdec.draft import Entry
 from specdec.errors import ConfigError, TargetError, first_line
 from specdec.files import cache_folder
+from specdec.joints import Joints, read_joints
 from specdec.machine import processor
 from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.native.library import compiler, library
@@ -88,7 +89,6 @@ class TransformersTarget:
         self.decoder, self.layers, norm = decoder_parts(self.name, model)
         if getattr(self.decoder, "rotary_emb", None) is None:
             raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
-        self._softcap = getattr(config, "final_logit_softcapping", None)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.hidden_size = int(config.hidden_size)
@@ -108,6 +108,7 @@ class TransformersTarget:
             expected = own_logits(model, self, tokens)
         self.vocab_size = int(expected.shape[-1])
         try:
+            self.joints = self._read_joints(embedding, norm, head, tokens)
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             self._reference = Reference(expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
@@ -167,7 +168,10 @@ class TransformersTarget:
         rows: Sequence[int] | None = None,
     ) -> TargetOutput:
         runner = self.runner
-        first, hidden = (0, runner.embed(block.tokens)[0]) if entry is None else (entry.layer, entry.hidden)
+        if entry is None:
+            first, hidden = 0, self.joints.embedding(runner.embed(block.tokens)[0])
+        else:
+            first, hidden = entry.layer, entry.hidden
         last = self.num_layers if exit_layer is None else exit_layer
         hidden, found = runner.run(hidden, block, first, last, taps)
         if last in taps:
@@ -184,10 +188,7 @@ class TransformersTarget:
         return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.runner.head(hidden)
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+        return self.joints.logits(self.runner.head(self.joints.hidden(hidden)))
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed since its runner read it; called before every generation."""
@@ -237,6 +238,7 @@ class TransformersTarget:
                 "parameters": self._parameters,
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": str(self.device),
+                "between its parts": str(self.joints) or None,
             },
             "execution": {
                 "runner": self.runner.name,
@@ -256,6 +258,15 @@ class TransformersTarget:
                 "transformers": transformers.__version__,
             },
         }
+
+    def _read_joints(self, embedding: Any, norm: Any, head: Any, tokens: Sequence[int]) -> Joints:
+        """What the model does between its parts, while it runs with its own attention."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        forward = partial(self.model, ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        with self._lent.to(None), torch.inference_mode():
+            return read_joints(
+                self.name, self.config, forward, embedding=embedding, layer=self.layers[0], norm=norm, head=head
+            )
 
     def _read_specs(self, maker: RunnerMaker, token: int) -> list[LayerSpec]:
         """What each layer caches, as seen by an attention function that only looks."""
