@@ -65,16 +65,14 @@ def layer_attention(
     ``key`` and ``value`` are of the block's own rows. Returns [1, T, Hq, D] and no weights.
 
     Raises:
-        TargetError: called outside a specdec forward, or with a feature that it does not compute.
+        TargetError: called outside a specdec forward.
     """
     if block is None:
         raise TargetError("specdec's attention was called outside an Engine; use model.generate without it")
-    if options.get("s_aux") is not None:
-        raise TargetError(f"{type(module).__name__} has attention sinks, which specdec does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
     block.store(key, value, layer)
-    return attend(query, block, layer, scale, softcap).transpose(1, 2), None
+    return attend(query, block, layer, scale, softcap, sinks=options.get("s_aux")).transpose(1, 2), None
 
 
 def update_and_attend(
@@ -85,8 +83,24 @@ def update_and_attend(
     return attend(query, block, layer, scale)
 
 
-def attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:
-    """Attention of the block's rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
+def attend(
+    query: torch.Tensor,
+    block: Block,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the block's rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv].
+
+    ``sinks``: [Hq] a score of each head that takes its share of the softmax, and has no value.
+    """
+    if sinks is not None:
+        keys, values, mask = block.visible(layer, query.dtype)
+        output, total = _plain(query, keys, values, scale, mask, softcap)
+        share = torch.sigmoid(total - sinks.to(total.dtype)[:, None])  # e^total / (e^total + e^sink)
+        return (output * share.unsqueeze(-1)).to(query.dtype)
     if block.backend == "split" or (block.backend == "auto" and _prefers_split(query, block)):
         return _split(query, block, layer, scale, softcap)
     keys, values, mask = block.visible(layer, query.dtype)

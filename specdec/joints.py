@@ -8,6 +8,7 @@ cap of them by a constant, to the last bit. Anything else is refused.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from specdec.errors import TargetError
 __all__ = ["Joint", "Joints", "read_joints"]
 
 _SAMPLE = 64  # values on which a constant is tried before it is held against all of them
+_GIVEN = {"attention_mask", "position_ids", "position_embeddings", "cache_position"}  # tensors that layers get
 _SIGNS = {"multiply": "*", "divide": "/", "cap": "soft-capped at"}
 
 Step = tuple[str, float]  # multiply, divide or cap, and by what
@@ -79,7 +81,7 @@ def read_joints(
         layer: the first one.
 
     Raises:
-        TargetError: a joint is none of the known forms.
+        TargetError: a joint is none of the known forms, or the layers are given tensors that specdec does not have.
     """
     said: dict[str, torch.Tensor] = {}
     came: dict[str, torch.Tensor] = {}
@@ -95,10 +97,14 @@ def read_joints(
 
     def note(place: str) -> Callable[..., None]:
         def hook(module: Any, arguments: Any, options: Any) -> None:
-            tensors = (value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor))
-            found = next((value for value in tensors if value.is_floating_point()), None)
-            if found is not None:
-                came[place] = found.clone()
+            named = {**dict(zip(inspect.signature(module.forward).parameters, arguments, strict=False)), **options}
+            tensors = {word: value for word, value in named.items() if isinstance(value, torch.Tensor)}
+            if tensors:
+                word = next(iter(tensors))
+                came[place] = tensors.pop(word).clone()
+            unknown = sorted(tensors.keys() - _GIVEN)
+            if place == "embedding" and unknown:
+                raise TargetError(f"{name} gives its layers {', '.join(unknown)}, which specdec does not compute")
 
         return hook
 

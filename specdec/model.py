@@ -275,6 +275,11 @@ class TransformersTarget:
         runner = maker.of_layers("transformers", list(layers), [])
         with self._using(runner), self._lent.to(_PROBE), torch.inference_mode():
             self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
+        if len(specs) != self.num_layers:
+            raise TargetError(
+                f"{self.name} calls attention {len(specs)} times in {self.num_layers} layers; specdec caches one "
+                "list of keys and values per layer"
+            )
         return specs
 
     def _with_windows(self, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:
