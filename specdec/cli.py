@@ -9,30 +9,24 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from specdec import show
+from specdec.chat import chat
 from specdec.config import ModelOptions, RunConfig, check_positive, resolve
-from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, unknown
+from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning
 from specdec.info import info
 from specdec.options import Given, with_options
 from specdec.pull import pull
 from specdec.version import __version__
-
-if TYPE_CHECKING:
-    from specdec.engine import Engine, Prompt
-    from specdec.results import Chunk, Generation
 
 __all__ = ["COMMANDS", "build", "main"]
 
@@ -53,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             status: int | None = build()(arguments, standalone_mode=False, prog_name="specdec")
         return status or 0
     except (SpecdecError, typer.TyperException) as error:
-        _print_error(error)
+        show.print_error(error)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -96,29 +90,12 @@ def _broken(entry: EntryPoint, error: Exception) -> Callable[[], None]:
     return tell
 
 
-def _print_error(error: Exception) -> None:
-    message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-    if message:  # without a command there is help, and nothing to add to it
-        _print_line(("error:", "bold red"), message)
-
-
 def _show_warning(former: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any) -> None:
     """Shows a warning of ours; one of others goes the way that it went before."""
     if issubclass(category, SpecdecWarning):
-        _print_line(("warning:", "yellow"), str(message))
+        show.print_line(("warning:", "yellow"), str(message))
     else:
         former(message, category, *rest)
-
-
-def _print_line(kind: tuple[str, str], message: str) -> None:
-    Console(stderr=True).print(Text.assemble(kind, " ", " ".join(message.split())), soft_wrap=True)
-
-
-def _decode(engine: Engine, run: RunConfig, prompt: Prompt, on_chunk: Callable[[Chunk], None]) -> Generation:
-    decoding = engine.start(prompt, run.max_new_tokens, run.sampling, stop=run.stop, stream=True)
-    for chunk in decoding.chunks():
-        on_chunk(chunk)
-    return decoding.result()
 
 
 def _print_version(wanted: bool) -> None:
@@ -156,7 +133,11 @@ def generate(
     engine = load_run(config)
     painter = show.StepPainter(Console())
     live = stream and not as_json
-    generation = _decode(engine, config, text, painter if live else lambda chunk: None)
+    decoding = engine.start(text, config.max_new_tokens, config.sampling, stop=config.stop, stream=True)
+    for chunk in decoding.chunks():
+        if live:
+            painter(chunk)
+    generation = decoding.result()
     if as_json:
         typer.echo(json.dumps(show.to_json(generation, engine.drafter.name)))
         return
@@ -181,64 +162,6 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
     except UnicodeError as error:
         raise PromptError(f"the prompt is no UTF-8 text: {error}; convert it") from error
     return prompt
-
-
-@with_run_options
-def chat(
-    given: Given,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told at the start.")] = None,
-) -> None:
-    """Talk with a model, a line at a time; /reset starts anew and /exit ends it.
-
-    The tokenizer's chat template makes the prompt. The whole talk has to fit the model's context.
-    """
-    from specdec.load import load_run
-
-    config = resolve(RunConfig, given)
-    engine = load_run(config)
-    painter, errors = show.StepPainter(Console()), Console(stderr=True)
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    interactive = sys.stdin.isatty()
-    for line in _lines(interactive):
-        if line == "/exit":
-            break
-        if line == "/reset":
-            messages = list(opening)
-            continue
-        if line.startswith("/") and line[1:].isalpha():
-            _print_error(ConfigError(unknown("command", line, ["/exit", "/reset"])))
-            continue
-        question = {"role": "user", "content": line}
-        try:
-            generation = _decode(engine, config, [*messages, question], painter)
-        except PromptError as error:
-            if not interactive:
-                raise
-            _print_error(PromptError(f"{error}, or begin anew with /reset"))
-            continue
-        typer.echo()
-        messages += [question, {"role": "assistant", "content": generation.text}]
-        errors.print(show.statistics(generation, engine.drafter.name), soft_wrap=True)
-
-
-def _lines(interactive: bool) -> Iterator[str]:
-    """What the user says, line by line, without empty lines."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to end a talk
-    if not interactive:
-        yield from filter(None, map(str.strip, sys.stdin))
-        return
-    with suppress(ImportError):
-        import readline  # noqa: F401  (gives input() a history and editing)
-    while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            typer.echo()
-            return
-        if line:
-            yield line
 
 
 def drafters(

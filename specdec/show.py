@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from specdec.demo import Result
     from specdec.results import Chunk, Generation
 
-__all__ = ["Description", "Option", "StepPainter", "describe", "drafter_list", "race_table", "statistics", "to_json"]
+__all__ = [
+    "Description",
+    "Option",
+    "StepPainter",
+    "describe",
+    "drafter_list",
+    "print_error",
+    "print_line",
+    "race_table",
+    "statistics",
+    "to_json",
+]
 
 # Of middling brightness, so that they read on a dark and on a light ground; neighbours are far apart in hue.
 _COLOURS = ("dodger_blue1", "dark_orange3", "green4", "medium_orchid3")
@@ -164,6 +175,18 @@ def drafter_list(drafters: Sequence[Description]) -> Group:
             table.add_row("", Text(option.name), Text(default), Text(option.help))
         parts += [table, Text()] if drafter.options else [Text()]
     return Group(*parts[:-1])
+
+
+def print_error(error: Exception) -> None:
+    """An error as a line on standard error; nothing where it says nothing, as where there was no command but help."""
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    if message:
+        print_line(("error:", "bold red"), message)
+
+
+def print_line(kind: tuple[str, str], message: str) -> None:
+    """A word with its style, and a message in one line, on standard error."""
+    Console(stderr=True).print(Text.assemble(kind, " ", " ".join(message.split())), soft_wrap=True)
 
 
 def race_table(results: Sequence[Result], note: str) -> Table:

@@ -18,8 +18,9 @@ import pytest
 from rich.console import Console
 
 import specdec
-from specdec import Chunk, Engine, Generation, SamplingParams, Step, cli, cost, show
+from specdec import Chunk, Engine, SamplingParams, Step, cli, cost, show
 from specdec.config import RunConfig
+from specdec.decoding import Decoding
 from specdec.errors import ConfigError
 from specdec.native.library import library
 from tests.unit.conftest import Install
@@ -269,22 +270,77 @@ def test_a_terminal_keeps_lines_and_obeys_no_escape_of_the_model() -> None:
 
 def test_chat_has_turns(run: Run, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    decode = cli._decode
+    start = Engine.start
 
-    def watched(engine: Engine, config: RunConfig, prompt: Any, on_chunk: Callable[[Chunk], None]) -> Generation:
+    def watched(engine: Engine, prompt: Any, *given: Any, **named: Any) -> Any:
         asked.append(prompt)
-        return decode(engine, config, prompt, on_chunk)
+        return start(engine, prompt, *given, **named)
 
-    monkeypatch.setattr(cli, "_decode", watched)
+    monkeypatch.setattr(Engine, "start", watched)
     lines = "hello\n\nand now?\n/reset\nhello\n/exit\nnever\n"
-    outcome = run("chat", "--system", "be brief", "--max-new-tokens", "6", stdin=lines)
+    arguments = ["--system", "be brief", "--max-new-tokens", "6", "--dtype", "float64", "--drafter", "prompt_lookup"]
+    outcome = run("chat", *arguments, stdin=lines)
+    monkeypatch.undo()
     hello = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     first = tiny_engine.generate(hello, 6).text
     turns = [*hello, {"role": "assistant", "content": first}, {"role": "user", "content": "and now?"}]
     assert asked == [hello, turns, hello]
     assert outcome.status == 0
     assert outcome.out == f"{first}\n{tiny_engine.generate(turns, 6).text}\n{first}\n"
-    assert outcome.err.count("ended by") == 3
+    read = re.findall(r"ended by \w+; read (\d+) of (\d+) prompt tokens in \d+\.\d\d s$", outcome.err, re.M)
+    sizes = [len(tiny_engine.encode(prompt)) for prompt in (hello, turns, hello)]
+    assert [int(size) for _, size in read] == sizes
+    assert int(read[0][0]) == sizes[0]
+    assert int(read[1][0]) < sizes[1] - len(tiny_engine.encode(hello)) // 2  # the first turn was not read again
+    assert int(read[2][0]) == 1
+
+
+class Someone(io.StringIO):
+    """A terminal's keyboard."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_talk(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was shown of the answer stays in the talk; at the prompt, Ctrl-C says how to leave."""
+    asked: list[Any] = []
+    said = iter(["hello", KeyboardInterrupt(), "never mind", "and now?", EOFError()])
+    start, step = Engine.start, Decoding.step
+
+    def say(prompt: str) -> str:
+        line = next(said)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    def watched(engine: Engine, prompt: Any, *given: Any, **named: Any) -> Any:
+        asked.append(prompt)
+        return start(engine, prompt, *given, **named)
+
+    def interrupted(decoding: Decoding) -> Any:
+        if len(decoding.steps) == {1: 3, 2: 0}.get(len(asked), 99):
+            raise KeyboardInterrupt
+        return step(decoding)
+
+    monkeypatch.setattr("builtins.input", say)
+    monkeypatch.setattr(sys, "stdin", Someone())
+    monkeypatch.setattr(Engine, "start", watched)
+    monkeypatch.setattr(Decoding, "step", interrupted)
+    arguments = ["--max-new-tokens", "8", "--dtype", "float64", "--drafter", "none"]
+    assert cli.main(["chat", *arguments]) == 0
+    monkeypatch.undo()
+    hello = [{"role": "user", "content": "hello"}]
+    cut = tiny_engine.generate(hello, 3).text
+    so_far = [*hello, {"role": "assistant", "content": cut}]
+    last = [*so_far, {"role": "user", "content": "and now?"}]
+    assert asked == [hello, [*so_far, {"role": "user", "content": "never mind"}], last]
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"{cut}\n\n/exit or Ctrl-D ends the talk\n\n")
+    assert shown.out.endswith(f"{tiny_engine.generate(last, 8).text}\n\n")
+    assert shown.err.count("ended by you") == 2
 
 
 def test_chat_names_its_commands(run: Run) -> None:
