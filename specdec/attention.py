@@ -170,9 +170,9 @@ def _attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap
 
 
 def attend_all(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Attention of ``query`` [1, H, T, D] over all of ``keys`` and ``values`` [1, H, S, D]: [1, H, T, D]."""
+    """Attention of ``query`` [1, Hq, T, D] over all of ``keys`` and ``values`` [1, Hkv, S, D]: [1, Hq, T, D]."""
     if not query.is_cuda:
-        return F.scaled_dot_product_attention(query, keys, values)
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=keys.shape[1] != query.shape[1])
     taken = _flash_takes(query.device, query.dtype, query.shape[-1], values.shape[-1])
     return (_aten_flash if taken else _plain)(query, keys, values, query.shape[-1] ** -0.5)[0]
 

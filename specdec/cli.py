@@ -186,36 +186,47 @@ def demo(
     names: Annotated[
         str, typer.Option("--drafters", metavar="A,B,C", help="Drafters to compare; plain decoding always runs.")
     ] = "none,prompt_lookup,lookahead,auto",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens that each drafter writes.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy, and lets so small a model fall into loops.")] = 0.7,
+    model: Annotated[
+        str | None, typer.Option(help="A model with a chat template, or tiny (default smollm2 where it was pulled).")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens that each drafter writes in each turn.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy (default 0; 0.7 for tiny, which falls into loops).")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch (default 1).")] = None,
 ) -> None:
-    """Watch the embedded model write the same text under several drafters, and see what each step brought.
+    """Watch a conversation under several drafters side by side, and see what each step brought.
 
     On a terminal, the tokens of one step share a colour; tokens without one came singly, from a plain step.
     """
-    from rich.progress import track
-
-    from specdec.demo import PROMPT, ROUNDS, Race
+    from specdec.demo import Race, model_at_hand, next_prompt
     from specdec.load import load
+    from specdec.panes import Panes
     from specdec.params import SamplingParams
 
     check_positive(max_new_tokens=max_new_tokens)
-    sampling = SamplingParams(temperature=temperature)
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
-    engine = load(ModelOptions(threads=threads))
-    race = Race(engine, chosen, max_new_tokens=max_new_tokens, sampling=sampling)
-    console, errors = Console(), Console(stderr=True)
+    chosen, why = model_at_hand() if model is None else (model, None)
+    small = chosen == "tiny"
+    sampling = SamplingParams(temperature=(0.7 if small else 0.0) if temperature is None else temperature)
+    console = Console()
     painter = show.StepPainter(console)
-    painter.write(f"{PROMPT}\n", "dim")
-    for name in race.engines:
-        painter.write(f"\n--- {name} ---\n", "bold")
-        race.show(name, painter)
-        painter.write("\n")
-    again = race.results * ROUNDS  # in turn, so that a busy moment of the machine is shared by all
-    hidden = not errors.is_terminal
-    for result in track(again, "Timing", auto_refresh=False, console=errors, transient=True, disable=hidden):
-        race.time(result)
-    painter.write("\n")
-    note = f"temperature {temperature:g}, one seed; tokens/s: the median of {ROUNDS} runs, taken in turn"
-    console.print(show.race_table(race.results, note))
+    if why is not None:
+        Console(stderr=True).print(f"Showing the embedded model instead: {why}", style="yellow", soft_wrap=True)
+    drafters = [name.strip() for name in names.split(",") if name.strip()]
+    engine = load(ModelOptions(model=chosen, threads=threads or 1))
+    race = Race(engine, drafters, max_new_tokens=max_new_tokens, sampling=sampling)
+    race.warm_up()
+    answers: list[str] = []
+    while (prompt := next_prompt(chosen, answers)) is not None:
+        painter.write(f"{prompt if isinstance(prompt, str) else '> ' + prompt[-1]['content']}\n\n", "dim")
+        if console.is_terminal:
+            with Panes(console, list(race.engines)) as panes:
+                answers.append(race.turn(prompt, lambda name, chunk: panes(name, chunk, race.speed(name))))
+        else:
+            answers.append(race.turn(prompt))
+            for name, result in race.results.items():
+                painter.write(f"--- {name} ---\n{result.generations[-1].text}\n\n")
+    for _ in range(2 if small else 0):  # its answers take no time, and so a clock says little of one
+        race.turn(next_prompt(chosen, []) or "")
+    note = f"{chosen}, temperature {sampling.temperature:g}; tokens/s of decoding alone, steps taken in turn"
+    console.print(show.race_table(list(race.results.values()), note))

@@ -9,12 +9,10 @@ computed with it. Prefill is a step whose rows are all known, so the first step 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
-
-import torch
 
 from specdec.block import Block
 from specdec.cost import CostCurve, Crowd
@@ -23,15 +21,12 @@ from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import DraftError
 from specdec.policy import RowPolicy
 from specdec.prefix import KeptText, PrefixCache
-from specdec.results import Chunk, Generation, Statistics, Step
-from specdec.sampling import Sampler, SamplingParams, Scores
+from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
+from specdec.sampling import Sampler, SamplingParams
 from specdec.target import Target, TargetOutput
 from specdec.text import TextStream
-from specdec.verify import verifier_for
 
 __all__ = ["Decoding", "Setup", "Turn", "cache_sizes"]
-
-Taps = Mapping[int, torch.Tensor]
 
 
 class Setup(Protocol):
@@ -95,6 +90,7 @@ class Decoding:
         eos_ids: frozenset[int],
         text: TextStream | None,
         prefix_cache: PrefixCache | None,
+        logprobs: int | None,
     ) -> None:
         target = engine.target
         target.check_unchanged()
@@ -102,6 +98,7 @@ class Decoding:
         self._policy = engine.row_policy()
         self._crowd: Crowd | None = None
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
+        self._likeliest = engine.drafter.likeliest if engine.drafter.needs_observe else 0
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
         self.tokens = list(prompt)
         self._end, rows = cache_sizes(engine, len(prompt), max_new_tokens)
@@ -127,6 +124,8 @@ class Decoding:
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
         self.steps: list[Step] = []
+        self._top = logprobs
+        self._logprobs: list[TokenLogprobs] = []
         self._kept = None if prefix_cache is None else self._take(prefix_cache)
 
     def _take(self, prefix_cache: PrefixCache) -> KeptText:
@@ -166,14 +165,13 @@ class Decoding:
         while self.prefilling:
             turn = self.chunk()
             output = self._run(turn)
-            self.absorb(turn, output.taps, perf_counter() - turn.made)
+            self.absorb(turn, output, perf_counter() - turn.made)
 
     def step(self) -> Step:
         """One draft, one target forward, at least one token."""
         turn = self.propose()
         output = self._run(turn)
-        assert output.logits is not None
-        return self.conclude(turn, Scores(output.logits, turn.rows), output.taps, perf_counter() - turn.made)
+        return self.conclude(turn, output, perf_counter() - turn.made)
 
     def _run(self, turn: Turn) -> TargetOutput:
         return self._target.forward(turn.block, entry=turn.entry, taps=self._drafter.taps, rows=turn.rows)
@@ -186,14 +184,14 @@ class Decoding:
         block = Block(self._cache, known, device=self._target.device, backend=self._target.backend)
         return Turn(block, None, (), 0.0, made)
 
-    def absorb(self, turn: Turn, taps: Taps, seconds: float) -> None:
+    def absorb(self, turn: Turn, output: TargetOutput, seconds: float) -> None:
         """Commit a chunk of the prompt that was run, in so many seconds."""
         began, start, rows = perf_counter(), self._cache.length, range(turn.block.rows)
         self._cache.commit(rows)
         if self._kept is not None:
-            self._kept.keep(taps, rows)
+            self._kept.keep(output.taps, rows)
         if self._drafter.taps:
-            self._session.observe(Observation(None, rows, self.tokens[start : start + len(rows)], taps=taps))
+            self._session.observe(Observation(None, rows, self.tokens[start : start + len(rows)], taps=output.taps))
         self.stats.seconds.prefill += seconds + perf_counter() - began
 
     def propose(self) -> Turn:
@@ -211,21 +209,23 @@ class Decoding:
         block = Block.of(draft, self._cache, self._target.device, self._target.backend)
         return Turn(block, draft, draft.scored_rows(), made - began, made)
 
-    def conclude(self, turn: Turn, scores: Scores, taps: Taps, seconds: float) -> Step:
+    def conclude(self, turn: Turn, output: TargetOutput, seconds: float) -> Step:
         """Verify a draft that was run, in so many seconds, and commit what of it is the text."""
         draft, began, length = turn.draft, perf_counter(), self._cache.length
         assert draft is not None
-        verdict = verifier_for(self.sampler.params, draft, sampling=self.sampler.sample)(draft, scores, self.sampler)
+        verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest)
         verdict = verdict.cut(self._cut(verdict.tokens))
+        if self._top is not None:
+            self._logprobs += scores.logprobs(verdict.path, verdict.tokens, self._top)
         verified = perf_counter()
 
         self._cache.commit(verdict.path)
         self.tokens.extend(verdict.tokens)
         if self._kept is not None:
-            self._kept.keep(taps, verdict.path)
+            self._kept.keep(output.taps, verdict.path)
         committed = perf_counter()
         if self._tells and self.finish_reason is None:
-            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, taps))
+            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps))
         step = Step(len(self.steps), verdict.tokens, len(draft), self._drafter.name)
         self.steps.append(step)
         self.stats.acceptance_lengths.append(len(verdict.tokens))
@@ -249,7 +249,8 @@ class Decoding:
             text = self._text.text
         else:
             text = "" if self._tokenizer is None else self._tokenizer.decode(new, skip_special_tokens=True)
-        return Generation(text, new, self.finish_reason or "unfinished", self.stats, self.steps)
+        logprobs = None if self._top is None else self._logprobs
+        return Generation(text, new, self.finish_reason or "unfinished", self.stats, self.steps, logprobs)
 
     def chunks(self) -> Iterator[Chunk]:
         """Drive to the end, yielding each step; the model is as it was while the caller has the chunk."""

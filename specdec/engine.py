@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specdec.batch import Event, Scheduler, make_requests
+from specdec.batch import Event, Request, Scheduler, make_requests
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, first_line
 from specdec.model import TransformersTarget
+from specdec.parallel.load import load_parallel
+from specdec.parallel.target import ParallelTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
 from specdec.prefix import PrefixCache
 from specdec.pretrained import unused_generation_options
@@ -82,6 +85,10 @@ class Engine:
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
         by_clock = self._weighs and policy not in ("off", "acceptance")
+        if by_clock and isinstance(target, ParallelTarget):
+            raise ConfigError(
+                f"policy={policy!r} goes by the clock, which is another one on every rank; use acceptance or off"
+            )
         self._cost_policy = CostPolicy(self.costs) if by_clock else None
 
     @property
@@ -110,6 +117,7 @@ class Engine:
         execution: str = "auto",
         attention: str = "auto",
         trust_remote_code: bool = False,
+        parallel: str = "off",
         max_rows: int = 128,
         prefill_chunk: int | None = None,
         policy: str = "acceptance",
@@ -117,15 +125,20 @@ class Engine:
     ) -> Engine:
         """Load target and tokenizer: a named model (``"tiny"``, ``"smollm2"``), a folder, a GGUF file, or a hub id.
 
-        ``execution`` and ``attention`` are TransformersTarget's. The policy is ``acceptance`` here, so that no drafter
-        loses much; an engine that is put together by hand takes its drafter at its word.
+        ``execution`` and ``attention`` are TransformersTarget's. ``parallel`` is for processes that torchrun started:
+        ``rows`` splits each step's rows over them, ``tensor`` each weight (:mod:`specdec.parallel`). The policy is
+        ``acceptance`` here, so that no drafter loses much; an engine that is put together by hand takes its drafter at
+        its word.
 
         Raises:
             CheckpointError: no model or tokenizer there, or a broken one.
             TargetError: a model that specdec cannot drive exactly.
             ConfigError: unknown drafter or option.
         """
-        target = TransformersTarget.from_pretrained(
+        load = TransformersTarget.from_pretrained
+        if parallel != "off":
+            load = partial(load_parallel, parallel, max_rows=max_rows)
+        target = load(
             path,
             dtype=dtype,
             device=device,
@@ -193,6 +206,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
         prefix_cache: PrefixCache | None = None,
+        logprobs: int | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> Generation:
         """Decode a prompt: text, token ids, or chat messages.
@@ -205,6 +219,8 @@ class Engine:
             logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
                 prefix, so they act as in plain decoding.
             prefix_cache: keeps this text, and has the one before: what both begin with is not run again.
+            logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
+                likeliest tokens' (0 for none); None keeps nothing.
             on_step: called after every step.
 
         Raises:
@@ -212,7 +228,13 @@ class Engine:
             NumericalError: the model's logits are no distribution.
         """
         decoding = self.start(
-            prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor, prefix_cache=prefix_cache
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop=stop,
+            logits_processor=logits_processor,
+            prefix_cache=prefix_cache,
+            logprobs=logprobs,
         )
         with self.target.active():
             decoding.prefill()
@@ -257,6 +279,7 @@ class Engine:
         seed: int | Sequence[int] | None = None,
         stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
         logits_processor: Sequence[Any] = (),
+        logprobs: int | None = None,
         step_rows: int | None = None,
         cache_bytes: int | None = None,
         progress: bool = False,
@@ -269,6 +292,7 @@ class Engine:
 
         Args:
             seed: in place of ``sampling``'s.
+            logprobs: as ``generate``'s.
             step_rows, cache_bytes: see :class:`specdec.batch.Scheduler`.
             progress: show a bar.
             on_done: called with place and generation as each ends, so that nothing is lost where a later one is
@@ -281,9 +305,15 @@ class Engine:
             ConfigError: a parameter with another number of values than there are prompts, or a size that cannot be.
         """
         requests = make_requests(
-            prompts, max_new_tokens, sampling, seed=seed, stop=stop, logits_processor=logits_processor, stream=False
+            prompts,
+            max_new_tokens,
+            sampling,
+            seed=seed,
+            stop=stop,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
         )
-        scheduler = Scheduler(self, requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
+        scheduler = self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
         done: dict[int, Generation] = {}
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar, self.target.active():
             for event in chain.from_iterable(scheduler.run()):
@@ -319,8 +349,12 @@ class Engine:
         requests = make_requests(
             prompts, max_new_tokens, sampling, seed=seed, stop=stop, logits_processor=logits_processor, stream=True
         )
-        steps = Scheduler(self, requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run()
-        return self._chunks(steps)
+        return self._chunks(self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run())
+
+    def _scheduler(self, requests: list[Request], **sizes: Any) -> Scheduler:
+        if isinstance(self.target, ParallelTarget):
+            raise ConfigError("batches are decoded by one process; leave out parallel=, or take one prompt at a time")
+        return Scheduler(self, requests, **sizes)
 
     def _chunks(self, steps: Iterator[list[Event]]) -> Iterator[tuple[int, Chunk]]:
         """The model is as it was while the caller has a chunk."""
@@ -345,6 +379,7 @@ class Engine:
         sample: bool | None = None,
         eos_ids: frozenset[int] | None = None,
         stream: bool = False,
+        logprobs: int | None = None,
     ) -> Decoding:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
@@ -354,6 +389,10 @@ class Engine:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         if eos_ids is None:  # a caller with its own has read the generation config
             self._warn_of_unused(sampling)
+        if logprobs is not None and logprobs < 0:
+            raise ConfigError(f"logprobs is {logprobs}; it must be at least 0, or None")
+        if prefix_cache is not None and isinstance(self.target, ParallelTarget):
+            raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
         stops = check_stops(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
@@ -368,6 +407,7 @@ class Engine:
             eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
             text=TextStream(self.tokenizer, stops) if stops or stream else None,
             prefix_cache=prefix_cache,
+            logprobs=logprobs,
         )
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:

@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils.peft_utils import find_adapter_config_file
 from transformers.utils.quantization_config import GgufConfig
 
 from specdec.errors import CheckpointError, TargetError, first_line
@@ -86,8 +88,11 @@ def load_model(
     device: str | torch.device | None,
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
+    split: bool = False,
 ) -> PreTrainedModel:
     """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's, dequantised.
+
+    ``split``: over the processes of torch.distributed, each weight by the model's own plan.
 
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
@@ -107,6 +112,7 @@ def load_model(
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
         if gguf is None:
             _refuse_outside(Path(place))
+            _refuse_adapter(place)
         else:
             _refuse_scaled(gguf, config)
         with quiet:
@@ -118,6 +124,7 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
+                distributed_config=DistributedConfig(tp_plan="auto") if split else None,
                 **reading,
                 **dequantised,
             )
@@ -163,6 +170,19 @@ def _refuse_scaled(gguf: GgufFile, config: Any) -> None:
         raise CheckpointError(
             f"{str(gguf.path)!r} scales its rotary frequencies, which transformers does not read from GGUF: the model "
             "would be another one; load its folder of safetensors"
+        )
+
+
+def _refuse_adapter(place: str | Path) -> None:
+    """Raises CheckpointError where peft's adapter_config.json is beside the weights: whether transformers applies it,
+    and whether it loads the base model that stands in it, depends on what is installed and on the other files.
+    """
+    found = find_adapter_config_file(str(place))
+    if found is not None:
+        raise CheckpointError(
+            f"{str(place)!r} holds {found!r}, which names another model to be loaded or changes this one's weights; "
+            "delete it if the folder's own weights are meant. To decode with an adapter, load base and adapter with "
+            "peft and hand the model to TransformersTarget"
         )
 
 

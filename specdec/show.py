@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from specdec.results import Chunk, Generation
 
 __all__ = [
+    "COLOURS",
+    "PICTURES",
     "Description",
     "Option",
     "StepPainter",
@@ -33,11 +35,11 @@ __all__ = [
 ]
 
 # Of middling brightness, so that they read on a dark and on a light ground; neighbours are far apart in hue.
-_COLOURS = ("dodger_blue1", "dark_orange3", "green4", "medium_orchid3")
+COLOURS = ("dodger_blue1", "dark_orange3", "green4", "medium_orchid3")
 
 # A model's text may hold escape sequences; a terminal gets to see their pictures and not to obey them.
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class StepPainter:
@@ -48,7 +50,7 @@ class StepPainter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._colours = cycle(_COLOURS)
+        self._colours = cycle(COLOURS)
 
     def __call__(self, chunk: Chunk) -> None:
         speculated = chunk.step is not None and len(chunk.step.tokens) > 1
@@ -56,7 +58,7 @@ class StepPainter:
 
     def write(self, text: str, style: str | None = None) -> None:
         if self._console.is_terminal:
-            self._console.out(text.translate(_PICTURES), style=style, end="", highlight=False)
+            self._console.out(text.translate(PICTURES), style=style, end="", highlight=False)
         else:
             self._console.file.write(text)
         self._console.file.flush()
@@ -198,14 +200,13 @@ def race_table(results: Sequence[Result], note: str) -> Table:
     table.add_column("\ntext", no_wrap=True)
     plain = results[0]
     for result in results:
-        stats = result.generation.stats
         differs = result.first_difference(plain)
         same = "[green]identical[/]" if differs is None else f"[red]differs at token {differs}[/]"
         table.add_row(
             escape(result.drafter),
-            str(stats.new_tokens),
-            str(stats.steps),
-            f"{stats.tokens_per_step:.2f}",
+            str(result.tokens),
+            str(result.steps),
+            f"{result.tokens / max(result.steps, 1):.2f}",
             f"{result.tokens_per_second:.0f}",
             f"{result.tokens_per_second / plain.tokens_per_second:.2f}x",
             "reference" if result is plain else same,

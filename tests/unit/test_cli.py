@@ -21,8 +21,11 @@ import specdec
 from specdec import Chunk, Engine, SamplingParams, Step, cli, cost, show
 from specdec.config import RunConfig
 from specdec.decoding import Decoding
+from specdec.demo import TALK, Race, Result, next_prompt
 from specdec.errors import ConfigError
 from specdec.native.library import library
+from specdec.panes import Panes
+from specdec.registry import drafter_names
 from tests.unit.conftest import Install
 
 PROMPT = "import os\nimport sys\nimport os\nimport"
@@ -451,33 +454,68 @@ def test_warnings_of_others_stay_as_they_are(
 
 @pytest.mark.slow
 def test_demo(run: Run) -> None:
+    """Nobody pulled a model into the cache of the tests."""
     outcome = run("demo", "--max-new-tokens", "8")
-    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.status == 0
+    assert "Showing the embedded model instead: smollm2 is not on this machine yet; run `specdec pull" in outcome.err
     heads = re.findall(r"^--- (\w+) ---$", outcome.out, re.M)
     assert heads == ["none", "prompt_lookup", "lookahead", "auto"]
-    texts = re.split(r"\n--- \w+ ---\n", outcome.out)[1:]
-    assert texts[0] + "\n" == texts[1] + "\n"
+    texts = [text.split("\n\n")[0] for text in re.split(r"--- \w+ ---\n", outcome.out)[1:]]
+    assert len(set(texts)) == 1
     rows = {line.split()[0]: line.split() for line in outcome.out.splitlines() if re.search(r"\dx ", line)}
     assert list(rows) == heads
-    assert rows["none"][1:4] == ["8", "8", "1.00"]
+    assert rows["none"][1:4] == ["24", "24", "1.00"]  # in three rounds
     assert rows["none"][5:] == ["1.00x", "reference"]
     assert [rows[name][-1] for name in heads[1:]] == ["identical"] * 3
 
 
 @pytest.mark.slow
 def test_demo_takes_drafters(run: Run) -> None:
-    outcome = run("demo", "--max-new-tokens", "4", "--drafters", "jacobi", "--temperature", "0.8")
+    arguments = ["--model", "tiny", "--max-new-tokens", "4", "--drafters", "jacobi", "--temperature", "0.8"]
+    outcome = run("demo", *arguments)
     assert re.findall(r"^--- (\w+) ---$", outcome.out, re.M) == ["none", "jacobi"]
-    assert run("demo", "--drafters", "jacoby").err.startswith("error: unknown drafter 'jacoby'; did you mean 'jacobi'?")
+    assert run("demo", "--drafters", "jacoby").err.endswith(
+        "error: unknown drafter 'jacoby'; did you mean 'jacobi'? known: " + ", ".join(drafter_names()) + "\n"
+    )
     assert run("demo", "--max-new-tokens", "0").err == "error: max_new_tokens is 0; it must be at least 1\n"
 
 
 def test_a_race_tells_where_texts_differ(tiny_engine: Engine) -> None:
-    from specdec.demo import Result
-
-    two, three = (Result("any", tiny_engine.generate(PROMPT, size)) for size in (2, 3))
+    two, three = (Result("any", [tiny_engine.generate(PROMPT, size)]) for size in (2, 3))
     assert two.first_difference(two) is None
     assert two.first_difference(three) == 3
+
+
+def test_a_race_goes_through_a_conversation(tiny_engine: Engine) -> None:
+    race = Race(tiny_engine, ["prompt_lookup"], max_new_tokens=6, sampling=SamplingParams())
+    seen: list[str] = []
+    answers: list[str] = []
+    asked = []
+    while (prompt := next_prompt("any", answers)) is not None:
+        asked.append(prompt)
+        answers.append(race.turn(prompt, lambda name, chunk: seen.append(name)))
+    assert [message["content"] for message in asked[1]] == [TALK[0], answers[0], TALK[1]]  # type: ignore[index]
+    assert answers == [tiny_engine.generate(prompt, 6).text for prompt in asked]
+    plain, drafted = race.results.values()
+    assert drafted.first_difference(plain) is None
+    assert (plain.tokens, plain.steps) == (12, 12)
+    assert all(result.generations[1].stats.reused_tokens > 30 for result in race.results.values())
+    assert seen.count("none") == 12
+
+
+@pytest.mark.parametrize(("width", "across"), [(200, 4), (100, 2), (50, 1)])
+def test_panes_stand_side_by_side_where_there_is_room(width: int, across: int) -> None:
+    names = ["first", "second", "two", "last"]
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=40)
+    panes = Panes(console, names)
+    with panes:
+        panes("two", _chunk("a text of\nthree lines\n\x1b[2J", 3), 12.3)
+    with console.capture() as shown:
+        console.print(panes.drawn())
+    first, *_ = shown.get().splitlines()
+    assert sum(name in first for name in names) == across
+    assert "two  12 tokens/s" in shown.get()
+    assert "␛[2J" in shown.get()
 
 
 @pytest.mark.slow
