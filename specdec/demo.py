@@ -21,10 +21,8 @@ from specdec.sampling import SamplingParams
 __all__ = ["TALK", "TEXT", "Race", "Result", "model_at_hand", "next_prompt"]
 
 TALK = (
-    "A small museum asks visitors to pay 4 euros, and 2 euros for children. On Monday 31 adults and 12 children came, "
-    "on Tuesday 18 adults and 25 children. Write a short notice for its board that lists each day with its visitors "
-    "and its takings.",
-    "Write the same notice again, with Tuesday first, and add a line that thanks the visitors.",
+    "Give me three tips for keeping basil alive on a kitchen window, with a sentence for each.",
+    "Which of the three matters most, and why?",
 )
 """What a user asks, turn by turn."""
 
