@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from specdec.arguments import checked
 from specdec.drafter import Drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -23,6 +24,7 @@ from specdec.sampling import SamplingParams
 __all__ = ["custom_generate"]
 
 
+@checked
 def custom_generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
