@@ -393,6 +393,8 @@ class Engine:
         """
         if eos_ids is None:  # a caller with its own has read the generation config
             self._warn_of_unused(sampling)
+        if prefix_cache is not None and isinstance(self.target, ParallelTarget):
+            raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
         stops = stop_strings(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
