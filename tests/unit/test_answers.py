@@ -77,7 +77,7 @@ def test_command(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "warning: 1 of 2 prompts failed: 1 (the prompt has" in told
     assert "2 answers, 1 of them failures" in told
     assert [line["finish_reason"] for line in lines(out)] == ["length", "error"]
-    assert lines(out)[1]["error"].startswith("PromptError: the prompt has 18")
+    assert lines(out)[1]["error"].startswith("PromptError: the prompt has 9002 tokens")
     for wrong in (["--prompts", "x"], ["--out", "x"], ["text", "--prompts", "x", "--out", "y"]):
         assert cli.main(["generate", *wrong]) == 2
         assert "go together" in capsys.readouterr().err
