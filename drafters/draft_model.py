@@ -214,7 +214,7 @@ class DraftModelSession:
         if self._samples:
             noise, position = self._context.noise, len(self._context.tokens)
             values += noise.gumbel(position, Noise.DRAFT, row) if self._draws else noise.gumbel(position + below)
-        best, tokens = values.topk(width)
+        best, tokens = values.topk(min(width, len(values)))
         return [token for token, value in zip(tokens.tolist(), best.tolist(), strict=True) if value > -torch.inf]
 
 

@@ -17,6 +17,8 @@ from specdec.errors import ConfigError
 
 __all__ = ["PromptLookup", "PromptLookupConfig"]
 
+_LONGEST = 128  # n-gram: every token of the text adds one of each length to the index
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLookupConfig:
@@ -44,6 +46,7 @@ class PromptLookupConfig:
                 f"prompt_lookup.min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; "
                 "they must satisfy 1 <= min_ngram <= max_ngram"
             )
+        check_positive("prompt_lookup.", most=_LONGEST, max_ngram=self.max_ngram)
         check_positive("prompt_lookup.", tokens=self.tokens, matches=self.matches)
         if self.match not in ("leftmost", "rightmost"):
             raise ConfigError(f"prompt_lookup.match is {self.match!r}; it must be leftmost or rightmost")
@@ -74,10 +77,10 @@ class PromptLookupSession:
         if room < 2:
             return Draft.chain([context.root])
         self._index()
-        size = min(config.tokens, context.remaining - 1)
+        size = min(config.tokens, context.remaining - 1, room - 1)
         length, starts = self._matches()
         if len(starts) <= 1:
-            path = self._continuation(starts[0], min(size, room - 1)) if starts else []
+            path = self._continuation(starts[0], size) if starts else []
             return Draft.chain([context.root, *path], match_length=length)
         builder = DraftBuilder(context.root)
         for start in starts:
@@ -101,8 +104,8 @@ class PromptLookupSession:
         for size in range(min(config.max_ngram, len(tokens)), config.min_ngram - 1, -1):
             found = self._after.get(tuple(tokens[-size:]))
             if found:
-                latest = config.match == "rightmost"
-                return size, found[: -config.matches - 1 : -1] if latest else found[: config.matches]
+                most = min(config.matches, self._context.max_rows)
+                return size, found[: -most - 1 : -1] if config.match == "rightmost" else found[:most]
         return 0, ()
 
     def _continuation(self, start: int, size: int) -> list[int]:

@@ -22,6 +22,8 @@ from specdec.target import Target
 
 __all__ = ["Rest", "RestConfig", "frequent_prefixes"]
 
+_MOST = 65_536  # occurrences that are read in a step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestConfig:
@@ -48,7 +50,8 @@ class RestConfig:
                 f"rest.min_suffix is {self.min_suffix} and max_suffix {self.max_suffix}; "
                 "they must satisfy 1 <= min_suffix <= max_suffix"
             )
-        check_positive("rest.", matches=self.matches, tokens=self.tokens, rows=self.rows)
+        check_positive("rest.", most=_MOST, matches=self.matches)
+        check_positive("rest.", tokens=self.tokens, rows=self.rows)
 
 
 class Rest(DrafterBase):
@@ -92,7 +95,7 @@ class RestSession:
 
     def propose(self, room: int) -> Draft:
         config, context = self._config, self._context
-        size, count = min(config.tokens, context.remaining - 1), min(self._rows, room - 1)
+        size, count = min(config.tokens, context.remaining - 1, room - 1), min(self._rows, room - 1)
         if size < 1 or count < 1:
             return Draft.chain([context.root])
         builder = DraftBuilder(context.root)

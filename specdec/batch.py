@@ -25,10 +25,10 @@ from specdec.decoding import Decoding, Setup, Turn, cache_sizes
 from specdec.draft import Entry
 from specdec.errors import ConfigError
 from specdec.results import Chunk, Generation, Statistics, Step
-from specdec.sampling import Peaks, SamplingParams, Scores
-from specdec.target import Target
+from specdec.sampling import Peaks, SamplingParams
+from specdec.target import Target, TargetOutput
 
-__all__ = ["Event", "Part", "Request", "Scheduler", "forward_together", "make_requests"]
+__all__ = ["Event", "Request", "Scheduler", "forward_together", "make_requests"]
 
 _STEP_ROWS = 256  # as many as keep a CPU's products fast; a larger chunk only makes the others wait
 
@@ -257,10 +257,9 @@ class Scheduler:
             one.turn, share = None, seconds * turn.block.rows
             try:
                 if turn.draft is None:
-                    one.decoding.absorb(turn, part.taps, share)
+                    one.decoding.absorb(turn, part, share)
                     continue
-                assert part.scores is not None
-                step = one.decoding.conclude(turn, part.scores, part.taps, share)
+                step = one.decoding.conclude(turn, part, share)
             except Exception as error:
                 events.append(self._fail(one, error))
                 continue
@@ -301,15 +300,7 @@ class Scheduler:
         return Event(one.index, one.decoding, None, error)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """One turn's part of a forward: ``scores`` of its rows, if it wanted any, and its ``taps``."""
-
-    scores: Scores | None
-    taps: dict[int, torch.Tensor]
-
-
-def forward_together(target: Target, turns: Sequence[Turn], taps: Collection[int]) -> list[Part]:
+def forward_together(target: Target, turns: Sequence[Turn], taps: Collection[int]) -> list[TargetOutput]:
     """Run the rows of several sequences as one forward; each one's part of the output, in order.
 
     Rows that passed the first layers already come in where these end: the others are run up to there first.
@@ -328,17 +319,16 @@ def forward_together(target: Target, turns: Sequence[Turn], taps: Collection[int
         output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows)
         hidden = output.hidden
         found |= output.taps
-    parts: list[Part] = []
+    parts: list[TargetOutput] = []
     peaks = None if output.logits is None else Peaks(output.logits)
     first = place = 0
     for turn in ranked:
         last = first + turn.block.rows
         count = turn.block.rows if turn.rows is None else len(turn.rows)
-        scores = None
-        if output.logits is not None and peaks is not None and count:
-            scores = Scores(output.logits[place : place + count], turn.rows, (peaks, place))
+        logits = None if output.logits is None or not count else output.logits[place : place + count]
         # Of a layer that later rows did not come through, there are only the rows before those.
-        parts.append(Part(scores, {tap: rows[first:last] for tap, rows in found.items() if last <= len(rows)}))
+        own = {tap: rows[first:last] for tap, rows in found.items() if last <= len(rows)}
+        parts.append(TargetOutput(logits, output.hidden[first:last], own, None if peaks is None else (peaks, place)))
         first, place = last, place + count
     return [parts[order.index(number)] for number in range(len(turns))]
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 import dacite
 import yaml
 
-from specdec.errors import ConfigError, unknown
+from specdec.errors import ConfigError, first_line, unknown
 from specdec.options import Given, option
 from specdec.params import SamplingParams
 from specdec.runners import EXECUTIONS
@@ -39,6 +39,9 @@ __all__ = [
 T = TypeVar("T")
 Options = TypeVar("Options", bound="WeightsOptions")
 
+_DEEPEST, _LARGEST = 32, 1_000_000  # of a YAML value
+_THREADS = 1024  # more than this, a process cannot start
+
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 _model_option = functools.partial(option, panel="Model")
@@ -57,11 +60,13 @@ def check_policy(choice: str) -> str:
     return policy.check_policy(choice)
 
 
-def check_positive(where: str = "", /, **values: int | None) -> None:
-    """Raises ConfigError for an option below 1, called ``where`` + its name; None is no value."""
+def check_positive(where: str = "", /, most: int | None = None, **values: int | None) -> None:
+    """Raises ConfigError for an option below 1, or above ``most``, called ``where`` + its name; None is no value."""
     for name, value in values.items():
         if value is not None and value < 1:
             raise ConfigError(f"{where}{name} is {value}; it must be at least 1")
+        if value is not None and most is not None and value > most:
+            raise ConfigError(f"{where}{name} is {value}; it must be at most {most}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,7 @@ class WeightsOptions:
         ConfigError: a value that cannot be.
     """
 
-    model: str = _model_option("tiny", "tiny (in the package), a folder, or a hub id.")
+    model: str = _model_option("tiny", "tiny, smollm2 (once `specdec pull smollm2`), a folder, GGUF file or hub id.")
     dtype: str = _model_option("auto", "Of weights and computation: float32, bfloat16, ...; auto: the checkpoint's.")
 
     def __post_init__(self) -> None:
@@ -91,7 +96,7 @@ class ModelOptions(WeightsOptions):
 
     device: str | None = _model_option(None, "Such as cpu or cuda:0.")
     device_map: str | dict[str, Any] | None = option(None, "Such as auto: split the model over devices.", panel="Model")
-    attention: str = _model_option("auto", "auto, sdpa or split.")
+    attention: str = _model_option("auto", "auto, sdpa or split; on a GPU aten or flash.")
     execution: str = _model_option("auto", "Which code runs the layers: auto, transformers, fused or native.")
     threads: int | None = _model_option(None, "CPU threads (default torch's own; 1 for tiny).")
 
@@ -99,7 +104,7 @@ class ModelOptions(WeightsOptions):
         from specdec.attention import check_backend
 
         WeightsOptions.__post_init__(self)
-        check_positive(threads=self.threads)
+        check_positive(threads=self.threads, most=_THREADS)
         if self.device is not None and self.device_map is not None:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
@@ -238,7 +243,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         values = read_value(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # no such text, or no such name
         raise ConfigError(f"the config {str(path)!r} is no YAML: {_short(error)}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"the config {str(path)!r} holds {type(values).__name__}; it must be a mapping of options")
@@ -246,8 +251,33 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """What a piece of YAML says; ``5e-5`` is a number, ``off`` a word."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    """What a piece of YAML says; ``5e-5`` is a number, ``off`` a word.
+
+    Raises:
+        yaml.YAMLError: it is none, or a value is too long, too deep or too large to be an option.
+    """
+    try:
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise yaml.YAMLError(f"it holds a value that cannot be read: {first_line(error)}") from error
+    _check_size(value)
+    return value
+
+
+def _check_size(value: Any) -> None:
+    """Raises YAMLError for a value that is nested too deeply or has too many parts; names may stand for parts, even
+    for what they are a part of, so that a line of text may be a value without end.
+    """
+    ahead, count = [(value, 0)], 0
+    while ahead:
+        value, depth = ahead.pop()
+        parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+        count += len(parts)
+        if depth > _DEEPEST or count > _LARGEST:
+            raise yaml.YAMLError(f"it is nested more than {_DEEPEST} deep, or holds more than {_LARGEST} values")
+        ahead += [(part, depth + 1) for part in parts]
 
 
 def _short(error: Exception) -> str:

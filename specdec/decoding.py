@@ -9,12 +9,10 @@ computed with it. Prefill is a step whose rows are all known, so the first step 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
-
-import torch
 
 from specdec.block import Block
 from specdec.cost import CostCurve, Crowd
@@ -22,15 +20,13 @@ from specdec.draft import Draft, Entry
 from specdec.drafter import Context, Drafter, Observation
 from specdec.errors import DraftError
 from specdec.policy import RowPolicy
+from specdec.prefix import KeptText, PrefixCache
 from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
-from specdec.sampling import Sampler, SamplingParams, Scores
+from specdec.sampling import Sampler, SamplingParams
 from specdec.target import Target, TargetOutput
 from specdec.text import TextStream
-from specdec.verify import verifier_for
 
 __all__ = ["Decoding", "Setup", "Turn", "cache_sizes"]
-
-Taps = Mapping[int, torch.Tensor]
 
 
 class Setup(Protocol):
@@ -94,6 +90,7 @@ class Decoding:
         eos_ids: frozenset[int],
         text: TextStream | None,
         logprobs: int | None,
+        prefix_cache: PrefixCache | None,
     ) -> None:
         target = engine.target
         target.check_unchanged()
@@ -101,6 +98,7 @@ class Decoding:
         self._policy = engine.row_policy()
         self._crowd: Crowd | None = None
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
+        self._likeliest = engine.drafter.likeliest if engine.drafter.needs_observe else 0
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
         self.tokens = list(prompt)
         self._end, rows = cache_sizes(engine, len(prompt), max_new_tokens)
@@ -128,6 +126,20 @@ class Decoding:
         self.steps: list[Step] = []
         self._top = logprobs
         self._logprobs: list[TokenLogprobs] = []
+        self._kept = None if prefix_cache is None else self._take(prefix_cache)
+
+    def _take(self, prefix_cache: PrefixCache) -> KeptText:
+        """Have what is known of the prompt's beginning; the session is shown it as if it had just been run."""
+        began = perf_counter()
+        with self._target.active():
+            text, taps = prefix_cache.begin(self._target, self._cache, self.tokens, self._drafter.taps)
+            self.stats.reused_tokens = known = self._cache.length
+            for start in range(0, known if taps else 0, self._chunk):
+                part = slice(start, min(start + self._chunk, known))
+                chunk, seen = self.tokens[part], {layer: hidden[part] for layer, hidden in taps.items()}
+                self._session.observe(Observation(None, range(len(chunk)), chunk, taps=seen))
+        self.stats.seconds.prefill += perf_counter() - began
+        return text
 
     @property
     def cache_bytes(self) -> int:
@@ -153,14 +165,13 @@ class Decoding:
         while self.prefilling:
             turn = self.chunk()
             output = self._run(turn)
-            self.absorb(turn, output.taps, perf_counter() - turn.made)
+            self.absorb(turn, output, perf_counter() - turn.made)
 
     def step(self) -> Step:
         """One draft, one target forward, at least one token."""
         turn = self.propose()
         output = self._run(turn)
-        assert output.logits is not None
-        return self.conclude(turn, Scores(output.logits, turn.rows), output.taps, perf_counter() - turn.made)
+        return self.conclude(turn, output, perf_counter() - turn.made)
 
     def _run(self, turn: Turn) -> TargetOutput:
         return self._target.forward(turn.block, entry=turn.entry, taps=self._drafter.taps, rows=turn.rows)
@@ -173,12 +184,14 @@ class Decoding:
         block = Block(self._cache, known, device=self._target.device, backend=self._target.backend)
         return Turn(block, None, (), 0.0, made)
 
-    def absorb(self, turn: Turn, taps: Taps, seconds: float) -> None:
+    def absorb(self, turn: Turn, output: TargetOutput, seconds: float) -> None:
         """Commit a chunk of the prompt that was run, in so many seconds."""
         began, start, rows = perf_counter(), self._cache.length, range(turn.block.rows)
         self._cache.commit(rows)
+        if self._kept is not None:
+            self._kept.keep(output.taps, rows)
         if self._drafter.taps:
-            self._session.observe(Observation(None, rows, self.tokens[start : start + len(rows)], taps=taps))
+            self._session.observe(Observation(None, rows, self.tokens[start : start + len(rows)], taps=output.taps))
         self.stats.seconds.prefill += seconds + perf_counter() - began
 
     def propose(self) -> Turn:
@@ -196,11 +209,11 @@ class Decoding:
         block = Block.of(draft, self._cache, self._target.device, self._target.backend)
         return Turn(block, draft, draft.scored_rows(), made - began, made)
 
-    def conclude(self, turn: Turn, scores: Scores, taps: Taps, seconds: float) -> Step:
+    def conclude(self, turn: Turn, output: TargetOutput, seconds: float) -> Step:
         """Verify a draft that was run, in so many seconds, and commit what of it is the text."""
         draft, began, length = turn.draft, perf_counter(), self._cache.length
         assert draft is not None
-        verdict = verifier_for(self.sampler.params, draft, sampling=self.sampler.sample)(draft, scores, self.sampler)
+        verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest)
         verdict = verdict.cut(self._cut(verdict.tokens))
         if self._top is not None:
             self._logprobs += scores.logprobs(verdict.path, verdict.tokens, self._top)
@@ -208,9 +221,11 @@ class Decoding:
 
         self._cache.commit(verdict.path)
         self.tokens.extend(verdict.tokens)
+        if self._kept is not None:
+            self._kept.keep(output.taps, verdict.path)
         committed = perf_counter()
         if self._tells and self.finish_reason is None:
-            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, taps))
+            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps))
         step = Step(len(self.steps), verdict.tokens, len(draft), self._drafter.name)
         self.steps.append(step)
         self.stats.acceptance_lengths.append(len(verdict.tokens))

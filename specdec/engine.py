@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -11,21 +12,23 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
-from specdec.batch import Event, Scheduler, make_requests
+from specdec.batch import Event, Request, Scheduler, make_requests
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, first_line
 from specdec.model import TransformersTarget
+from specdec.parallel.load import load_parallel
+from specdec.parallel.target import ParallelTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
-from specdec.pretrained import model_source, unused_generation_options
+from specdec.prefix import PrefixCache
+from specdec.pretrained import unused_generation_options
 from specdec.registry import make_drafter
 from specdec.results import Chunk, Generation, Step
 from specdec.sampling import SamplingParams
 from specdec.target import Target
-from specdec.text import TextStream, check_stops
+from specdec.text import TextStream, check_stops, load_tokenizer
 
 __all__ = ["Decoding", "Engine", "Prompt"]
 
@@ -82,6 +85,10 @@ class Engine:
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
         by_clock = self._weighs and policy not in ("off", "acceptance")
+        if by_clock and isinstance(target, ParallelTarget):
+            raise ConfigError(
+                f"policy={policy!r} goes by the clock, which is another one on every rank; use acceptance or off"
+            )
         self._cost_policy = CostPolicy(self.costs) if by_clock else None
 
     @property
@@ -110,22 +117,28 @@ class Engine:
         execution: str = "auto",
         attention: str = "auto",
         trust_remote_code: bool = False,
+        parallel: str = "off",
         max_rows: int = 128,
         prefill_chunk: int | None = None,
         policy: str = "acceptance",
         progress: Callable[[float], None] | None = None,
     ) -> Engine:
-        """Load target and tokenizer: ``"tiny"`` (the model in this package), a folder, or a hub id.
+        """Load target and tokenizer: a named model (``"tiny"``, ``"smollm2"``), a folder, a GGUF file, or a hub id.
 
-        ``execution`` and ``attention`` are TransformersTarget's. The policy is ``acceptance`` here, so that no drafter
-        loses much; an engine that is put together by hand takes its drafter at its word.
+        ``execution`` and ``attention`` are TransformersTarget's. ``parallel`` is for processes that torchrun started:
+        ``rows`` splits each step's rows over them, ``tensor`` each weight (:mod:`specdec.parallel`). The policy is
+        ``acceptance`` here, so that no drafter loses much; an engine that is put together by hand takes its drafter at
+        its word.
 
         Raises:
             CheckpointError: no model or tokenizer there, or a broken one.
             TargetError: a model that specdec cannot drive exactly.
             ConfigError: unknown drafter or option.
         """
-        target = TransformersTarget.from_pretrained(
+        load = TransformersTarget.from_pretrained
+        if parallel != "off":
+            load = partial(load_parallel, parallel, max_rows=max_rows)
+        target = load(
             path,
             dtype=dtype,
             device=device,
@@ -135,11 +148,13 @@ class Engine:
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-        place = model_source(path)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"no tokenizer at {str(path)!r}: {error}; save one beside the weights") from error
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        own = getattr(tokenizer, "vocab_size", 0)  # without tokens that were added: those may be beyond a model's
+        if own > target.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer at {str(path)!r} has {own} tokens, and the model {target.vocab_size}; it is another "
+                "model's: save this one's beside the weights"
+            )
         return cls(
             target,
             tokenizer,
@@ -191,6 +206,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
         logprobs: int | None = None,
+        prefix_cache: PrefixCache | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> Generation:
         """Decode a prompt: text, token ids, or chat messages.
@@ -204,6 +220,7 @@ class Engine:
                 prefix, so they act as in plain decoding.
             logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
                 likeliest tokens' (0 for none); None keeps nothing.
+            prefix_cache: keeps this text, and has the one before: what both begin with is not run again.
             on_step: called after every step.
 
         Raises:
@@ -211,7 +228,13 @@ class Engine:
             NumericalError: the model's logits are no distribution.
         """
         decoding = self.start(
-            prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor, logprobs=logprobs
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop=stop,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
+            prefix_cache=prefix_cache,
         )
         with self.target.active():
             decoding.prefill()
@@ -229,13 +252,20 @@ class Engine:
         *,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
+        prefix_cache: PrefixCache | None = None,
     ) -> Iterator[Chunk]:
         """As ``generate``, a chunk per step; the texts add up to ``generate``'s, the last chunk has the finish reason.
 
         The returned iterator's ``close`` ends the generation; a chunk may have no text (half a character, say).
         """
         decoding = self.start(
-            prompt, max_new_tokens, sampling, stop=stop, logits_processor=logits_processor, stream=True
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop=stop,
+            logits_processor=logits_processor,
+            prefix_cache=prefix_cache,
+            stream=True,
         )
         return decoding.chunks()
 
@@ -283,7 +313,7 @@ class Engine:
             logits_processor=logits_processor,
             logprobs=logprobs,
         )
-        scheduler = Scheduler(self, requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
+        scheduler = self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
         done: dict[int, Generation] = {}
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar, self.target.active():
             for event in chain.from_iterable(scheduler.run()):
@@ -319,8 +349,12 @@ class Engine:
         requests = make_requests(
             prompts, max_new_tokens, sampling, seed=seed, stop=stop, logits_processor=logits_processor, stream=True
         )
-        steps = Scheduler(self, requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run()
-        return self._chunks(steps)
+        return self._chunks(self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run())
+
+    def _scheduler(self, requests: list[Request], **sizes: Any) -> Scheduler:
+        if isinstance(self.target, ParallelTarget):
+            raise ConfigError("batches are decoded by one process; leave out parallel=, or take one prompt at a time")
+        return Scheduler(self, requests, **sizes)
 
     def _chunks(self, steps: Iterator[list[Event]]) -> Iterator[tuple[int, Chunk]]:
         """The model is as it was while the caller has a chunk."""
@@ -340,6 +374,7 @@ class Engine:
         *,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[Any] = (),
+        prefix_cache: PrefixCache | None = None,
         stop_when: Callable[[Sequence[int]], bool] | None = None,
         sample: bool | None = None,
         eos_ids: frozenset[int] | None = None,
@@ -370,6 +405,7 @@ class Engine:
             eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
             text=TextStream(self.tokenizer, stops) if stops or stream else None,
             logprobs=logprobs,
+            prefix_cache=prefix_cache,
         )
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:

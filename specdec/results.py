@@ -61,10 +61,12 @@ class Statistics:
         acceptance_lengths: tokens emitted by each step, the bonus token counted.
         rows: rows of each step's target forward.
         prompt_tokens: tokens of the prompt.
+        reused_tokens: those of them whose keys and values were there already.
         lossy: whether the acceptance rule may have changed the output distribution.
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     lossy: bool = False
     acceptance_lengths: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)

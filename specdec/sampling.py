@@ -159,6 +159,15 @@ class Scores:
             self._best.extend(tokens)
         return self._best[self.place(row)]
 
+    def likeliest(self, count: int) -> list[list[int]]:
+        """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
+        best: list[list[int]] = self.logits.topk(min(count, self.logits.shape[-1]), -1).indices.tolist()
+        return best
+
+    def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
+        """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
+        return Scores(self.logits[[self.place(row) for row in rows]], numbers)
+
     def logprobs(self, path: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Of the token emitted after each row of the path, and of so many likeliest ones, from the raw logits."""
         logits = self.logits[[self.place(row) for row in path]]
@@ -204,17 +213,17 @@ class Sampler:
         self.params = params
         self.sample = params.temperature > 0 if sample is None else sample
         self.noise = Noise(params.seed, vocab_size, device)
-        self._processors: list[Any] = [*processors, *params.processors()]
+        self.processors: list[Any] = [*processors, *params.processors()]
         # Some never look at the prefix, and write nothing in place.
         free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-        self._all_free = all(isinstance(p, free) for p in self._processors)
+        self._all_free = all(isinstance(p, free) for p in self.processors)
         self.tokens = tokens
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
 
     def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
-        if not self._processors and not self.sample:
+        if not self.processors and not self.sample:
             return scores.argmax(row)
         logits = self.processed(scores, row, path)
         if self.sample:
@@ -240,7 +249,7 @@ class Sampler:
         if not self._all_free:
             logits = logits.clone()  # they may write in place, and the raw logits go on to the drafter
         ids = self._ids(path)
-        for processor in self._processors:
+        for processor in self.processors:
             logits = processor(ids, logits)
         return logits[0]
 

@@ -381,6 +381,21 @@ def test_an_index_that_points_out_of_its_folder(saved: Path, copied: Path, outsi
         TransformersTarget.from_pretrained(copied)
 
 
+@pytest.mark.parametrize("base", ["elsewhere", "itself"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_folder_that_sends_to_another_model_is_refused(saved: Path, copied: Path, base: str, whole: bool) -> None:
+    """By peft's adapter_config.json, which transformers follows or not, depending on what is installed."""
+    other = new_model("llama", torch.float32, seed=9)
+    if not whole:
+        (copied / "model.safetensors").unlink()
+    folder = copied.parent / "elsewhere"
+    other.save_pretrained(folder)
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(folder if base == "elsewhere" else copied)}
+    (copied / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"adapter_config.json', which names another model .* with peft and hand"):
+        TransformersTarget.from_pretrained(copied)
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 3}', "{"])
 def test_an_index_that_is_none(copied: Path, content: str) -> None:
     (copied / "model.safetensors").rename(copied / "part.safetensors")
