@@ -24,7 +24,7 @@ from rich.text import Text
 
 from specdec import show
 from specdec.config import ModelOptions, RunConfig, check_positive, resolve
-from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, unknown
+from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, shown, unknown
 from specdec.info import info
 from specdec.options import Given, with_options
 from specdec.pull import pull
@@ -192,7 +192,7 @@ def _answer_file(config: RunConfig, prompts: Path | None, out: Path | None, batc
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
-        raise PromptError(f"a prompt and --prompt-file {file!r} were given; give one of them")
+        raise PromptError(f"a prompt and --prompt-file {shown(file)} were given; give one of them")
     if prompt is None and file is None:
         raise PromptError("no prompt was given; write one, or --prompt-file FILE (- is standard input)")
     try:
@@ -201,7 +201,7 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
         assert prompt is not None
         prompt.encode("utf-8")  # an argument's stray bytes come as surrogates, which no tokenizer takes
     except OSError as error:
-        raise PromptError(f"cannot read the prompt file {file!r}: {error.strerror}") from error
+        raise PromptError(f"cannot read the prompt file {shown(file)}: {error.strerror}") from error
     except UnicodeError as error:
         raise PromptError(f"the prompt is no UTF-8 text: {error}; convert it") from error
     return prompt

@@ -22,17 +22,26 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from specdec.arguments import checked
 from specdec.attention import check_backend, check_runs, layer_attention, told
 from specdec.block import Block, Rows
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
 from specdec.draft import Draft, Entry
-from specdec.errors import ConfigError, TargetError, first_line
+from specdec.errors import ConfigError, SpecdecError, TargetError, first_line
 from specdec.files import cache_folder
 from specdec.machine import processor
 from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.native.library import compiler, library
-from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
+from specdec.pretrained import (
+    check_place,
+    context_length_of,
+    decoder_parts,
+    device_of,
+    eos_ids_of,
+    load_model,
+    refuse_unfit,
+)
 from specdec.runners import EXECUTIONS
 from specdec.runners.known import version_of, why_special
 from specdec.runners.linear import DenseLinear, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
@@ -74,6 +83,7 @@ class TransformersTarget:
         NumericalError: its own logits are NaN or infinite.
     """
 
+    @checked
     def __init__(
         self,
         model: PreTrainedModel,
@@ -95,6 +105,8 @@ class TransformersTarget:
         self._softcap = getattr(config, "final_logit_softcapping", None)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if embedding is None or head is None:
+            raise TargetError(f"{self.name} has no embedding and head of its own; load a ...ForCausalLM")
         self.hidden_size = int(config.hidden_size)
         self.num_layers = len(self.layers)
         self.context_length = context_length_of(config)
@@ -106,22 +118,23 @@ class TransformersTarget:
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._lent = _Lent.of(model)
         self.options: dict[str, Any] = {"attention": attention}
-        maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
-        self.runner: LayerRunner = maker.make("transformers")
         tokens = tokens_for(embedding.num_embeddings)
         with self._lent.to(None):
             expected = own_logits(model, self, tokens)
         self.vocab_size = int(expected.shape[-1])
         try:
+            maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
+            self.runner: LayerRunner = maker.make("transformers")
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             check_runs(attention, self.specs)
-            self._reference = Reference(expected, self, self.specs, tokens)
+            self._reference = Reference(model, expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
-        except ConfigError:
+        except SpecdecError:
             raise
-        except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
+        except Exception as error:  # code of others, called in a way of ours: it may raise anything
             raise TargetError(
-                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}"
+                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}; use a "
+                "decoder of the families that the README names"
             ) from error
         self.plan = choose_runner(
             maker,
@@ -135,6 +148,7 @@ class TransformersTarget:
         del self._reference
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         path: str | Path,
@@ -154,6 +168,8 @@ class TransformersTarget:
             TargetError: a model that specdec cannot drive.
         """
         check_execution(execution)
+        check_backend(attention)
+        check_place(device, device_map)
         model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
         return cls(model, execution=execution, attention=attention, owned=True, progress=progress)
 

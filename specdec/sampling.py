@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.errors import NumericalError
+from specdec.errors import ConfigError, NumericalError, shown
 from specdec.grammar import Grammar, States
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.results import TokenLogprobs
@@ -190,6 +190,20 @@ def _no_distribution(logits: torch.Tensor) -> NumericalError:
     )
 
 
+def _check_scores(processor: Any, scores: Any, shape: Sequence[int]) -> None:
+    """Raises ConfigError where a logits processor did not return scores."""
+    if isinstance(scores, torch.Tensor):
+        if scores.shape == shape and scores.is_floating_point():
+            return
+        what = f"{str(scores.dtype).removeprefix('torch.')} of shape {list(scores.shape)}"
+    else:
+        what = f"{shown(scores)}, of type {type(scores).__name__}"
+    name = getattr(processor, "__qualname__", type(processor).__qualname__)
+    raise ConfigError(
+        f"the logits processor {name} returned {what}; it must return scores, floats of shape {list(shape)}"
+    )
+
+
 class Sampler:
     """Turns a row's logits into a token or a distribution, under the processors, on the row's own prefix.
 
@@ -253,10 +267,13 @@ class Sampler:
             logits = logits.clone()  # they may write in place, and the raw logits go on to the drafter
         ids = self._ids(path)
         for processor in self.processors:
+            given = logits
             if isinstance(processor, States):
                 logits = processor.process(self.tokens, path, logits)
             else:
                 logits = processor(ids, logits)
+            if not self._all_free:
+                _check_scores(processor, logits, given.shape)
         return logits[0]
 
     def _ids(self, path: Sequence[int]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from specdec.arguments import checked
 from specdec.batch import Request, Scheduler
 from specdec.drafter import Drafter
 from specdec.engine import Engine
@@ -31,6 +32,7 @@ from specdec.sampling import SamplingParams
 __all__ = ["custom_generate"]
 
 
+@checked
 def custom_generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,

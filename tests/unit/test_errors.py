@@ -101,6 +101,7 @@ def test_longest_prompt_yields_one_token() -> None:
 def test_chat_without_a_template(tiny_engine: Engine) -> None:
     class Plain:
         chat_template = None
+        __call__ = decode = print
 
     with pytest.raises(PromptError, match=r"no chat template; give text, or set tokenizer.chat_template"):
         Engine(tiny_engine.target, Plain()).generate([{"role": "user", "content": "hello"}])
@@ -112,10 +113,10 @@ def test_chat_without_a_template(tiny_engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_rows": 0}, "max_rows is 0; it must be at least 1"),
+        ({"max_rows": 0}, "max_rows is 0; it must be an integer from 1 to 65536"),
         ({"max_rows": -3}, "max_rows is -3"),
-        ({"prefill_chunk": 0}, "prefill_chunk is 0; it must be at least 1"),
-        ({"drafter": 7}, "drafter is 7; give a name"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0; it must be an integer >= 1"),
+        ({"drafter": 7}, "drafter is 7; it must be a name"),
         ({"drafter": {"window": 3}}, "has no name; choose one of .*lookahead"),
         ({"drafter": "lookahed"}, "unknown drafter 'lookahed'; did you mean 'lookahead'"),
         ({"drafter": {"name": "lookahead", "windw": 3}}, "'windw'; did you mean 'window'"),
@@ -136,10 +137,9 @@ def test_engine_option(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be an integer >= 1"),
         ({"stop": "x"}, "need a tokenizer; the engine has none"),
-        ({"stop": ["x", ""]}, "stop holds ''; stop strings are non-empty text"),
-        ({"stop": [3]}, "stop holds 3"),
+        ({"stop": ["x", ""]}, r"stop is \['x', ''\], of type list; it must be non-empty text"),
     ],
 )
 def test_generate_option(options: dict[str, Any], message: str) -> None:
@@ -248,7 +248,9 @@ def test_model_of_nan_is_refused_at_load() -> None:
     model = new_model("llama")
     with torch.no_grad():
         model.model.norm.weight[0] = NAN
-    with pytest.raises(NumericalError, match=r"LlamaForCausalLM: the model's own logits are nan.*weights are broken"):
+    with pytest.raises(
+        NumericalError, match=r"LlamaForCausalLM: the model's own logits are nan .*weight 'model.norm.weight' holds NaN"
+    ):
         TransformersTarget(model)
 
 
@@ -270,7 +272,7 @@ def test_model_of_nan_is_refused_at_load() -> None:
         (lambda context, room: Draft.chain([context.root, -1]), "a token outside the vocabulary"),
         (
             lambda context, room: Draft([context.root, 1], [-1, 0], entry=Entry(1, torch.zeros(1, 32))),
-            r"entry.hidden has shape \[1, 32\], the draft needs \[2, 32\]: one row per draft row",
+            r"entry.hidden is float32 of shape \[1, 32\]; it must be float64 of shape \[2, 32\]: one row per draft row",
         ),
     ],
 )
@@ -355,7 +357,7 @@ def test_file_that_is_no_safetensors(copied: Path, content: bytes | None) -> Non
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(
-        CheckpointError, match=r"cannot load a causal language model from .*header.*; give 'tiny', a folder"
+        CheckpointError, match=r"cannot load a causal language model from .*header.*; give 'tiny' or 'smollm2', a folder"
     ):
         TransformersTarget.from_pretrained(copied)
 
@@ -400,21 +402,22 @@ def test_a_folder_that_sends_to_another_model_is_refused(saved: Path, copied: Pa
 def test_an_index_that_is_none(copied: Path, content: str) -> None:
     (copied / "model.safetensors").rename(copied / "part.safetensors")
     (copied / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"no weight_map|cannot load .* Expecting"):
+    with pytest.raises(CheckpointError, match=r"no weight_map|it must be a JSON object|cannot read .* Expecting"):
         TransformersTarget.from_pretrained(copied)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"), [("{", "not a valid JSON"), ('{"model_type": "nosuch"}', "model type `nosuch`")]
+    ("config", "message"),
+    [("{", "cannot read .*config.json': Expecting"), ('{"model_type": "nosuch"}', "cannot load .*model type `nosuch`")],
 )
 def test_config_that_says_nothing(copied: Path, config: str, message: str) -> None:
     (copied / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match=f"cannot load .*{message}"):
+    with pytest.raises(CheckpointError, match=message):
         TransformersTarget.from_pretrained(copied)
 
 
 def test_no_folder_and_no_tokenizer(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot load .*nowhere.*give 'tiny', a folder with config.json"):
+    with pytest.raises(CheckpointError, match=r"cannot load .*nowhere.*give 'tiny' or 'smollm2', a folder with config.json"):
         Engine.from_pretrained(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot load a model from '.*file': that is a file; give"):

@@ -57,7 +57,7 @@ def test_bad_options_are_refused_with_value_and_remedy(spec: dict[str, object], 
 def test_a_drafter_stands_for_itself_and_nothing_else_does(tiny_engine: Engine) -> None:
     drafter = make_drafter({"name": "jacobi", "guesses": 7}, tiny_engine.target)
     assert make_drafter(drafter, tiny_engine.target) is drafter
-    with pytest.raises(ConfigError, match=r"drafter is 7; give a name, \{'name': ..., \*\*options\}, or "):
+    with pytest.raises(ConfigError, match=r"drafter is 7; it must be a name, \{'name': ..., \*\*options\}, or "):
         make_drafter(7, tiny_engine.target)  # type: ignore[arg-type]
 
 
