@@ -47,6 +47,12 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)
 
 
+def _is_processor(value: Any) -> bool:
+    """A function, or a grammar, which has states (:mod:`specdec.grammar`)."""
+    return callable(value) or (hasattr(value, "start") and not isinstance(value, type))
+
+
+_Processor = Annotated[Any, Predicate(_is_processor)]
 _Text = Annotated[str, MinLen(1)]
 _Function = Annotated[Callable[..., Any], "a function"]
 _Flag = Annotated[bool, "True or False"]
@@ -85,7 +91,7 @@ ARGUMENTS: Mapping[str, Any] = {
         "non-empty text, or a list of such; leave it out for none",
     ],
     "logits_processor": Annotated[
-        list[Callable[..., Any]] | tuple[Callable[..., Any], ...],
+        list[_Processor] | tuple[_Processor, ...],
         "a list of functions (ids, scores) -> scores; leave it out for none",
     ],
     "on_step": _Function,

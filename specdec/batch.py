@@ -227,14 +227,16 @@ class Scheduler:
         return False
 
     def _bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Bytes that the cache of such a text may come to hold.
+        """Bytes that the cache of such a text may come to hold, if they are bounded.
 
         Raises:
             ConfigError: more than there may be in all.
         """
+        if self._cache_bytes is None:
+            return 0
         capacity, rows = cache_sizes(self._engine, prompt_tokens, max_new_tokens)
         size = KVCache.most_bytes(getattr(self._engine.target, "specs", ()), capacity=capacity, rows=rows)
-        if self._cache_bytes is not None and size > self._cache_bytes:
+        if size > self._cache_bytes:
             raise ConfigError(
                 f"a text of up to {capacity} tokens may need {size} bytes of cache, and cache_bytes is "
                 f"{self._cache_bytes}; lower max_new_tokens or raise cache_bytes"

@@ -121,6 +121,13 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes, or at the end.")] = True,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Answer a file of prompts, JSON lines; needs --out.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the answers go, JSON lines; resumes where it was.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Of a file's prompts, how many are answered at once.")] = 8,
 ) -> None:
     """Go on from a prompt: the text on standard output, a line of statistics on standard error.
 
@@ -129,6 +136,9 @@ def generate(
     from specdec.load import load_run
 
     config = resolve(RunConfig, given)
+    if prompts is not None or out is not None:
+        _answer_file(config, prompts, out, batch, one=prompt or prompt_file)
+        return
     text = _read_prompt(prompt, prompt_file)
     engine = load_run(config)
     painter = show.StepPainter(Console())
@@ -145,6 +155,20 @@ def generate(
         painter.write(generation.text)
     painter.end()
     Console(stderr=True).print(show.statistics(generation, engine.drafter.name), soft_wrap=True)
+
+
+def _answer_file(config: RunConfig, prompts: Path | None, out: Path | None, batch: int, *, one: str | None) -> None:
+    if prompts is None or out is None or one is not None:
+        raise ConfigError("--prompts FILE and --out FILE go together, and without another prompt")
+    check_positive(batch=batch)
+    from specdec.answers import answer, check_out, read_prompts
+    from specdec.load import load_run
+
+    check_out(out)
+    questions = read_prompts(prompts)
+    failed = answer(load_run(config), questions, out, config, batch=batch, progress=sys.stderr.isatty())
+    failures = f", {failed} of them failures" if failed else ""
+    Console(stderr=True).print(f"{len(questions)} answers{failures}: {out}", soft_wrap=True, highlight=False)
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:

@@ -221,7 +221,7 @@ class Engine:
             sampling: greedy if None, whatever the checkpoint's generation config says (a SpecdecWarning names it).
             stop: strings that end the text; the result's text is cut before them.
             logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
-                prefix, so they act as in plain decoding.
+                prefix, so they act as in plain decoding. A :class:`specdec.grammar.Grammar` has a state instead.
             logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
                 likeliest tokens' (0 for none); None keeps nothing.
             prefix_cache: keeps this text, and has the one before: what both begin with is not run again.

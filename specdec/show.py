@@ -108,6 +108,7 @@ def to_json(generation: Generation, drafter: str) -> dict[str, Any]:
             "rows_per_step": stats.rows_per_step,
             "seconds": asdict(stats.seconds),
         },
+        **({} if generation.error is None else {"error": f"{type(generation.error).__name__}: {generation.error}"}),
     }
 
 

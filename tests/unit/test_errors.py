@@ -515,8 +515,11 @@ def filled_cache() -> transformers.DynamicCache:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 2}, "num_beams is 2; specdec decodes one sequence per call, without beams: set it to 1"),
-        ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences is 3; specdec decodes one sequence"),
+        ({"num_beams": 2}, "num_beams is 2; specdec decodes each sequence once, without beams: set it to 1"),
+        (
+            {"num_return_sequences": 3, "do_sample": True},
+            "num_return_sequences is 3; specdec decodes each sequence once",
+        ),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True: .*does not keep them; unset"),
         ({"guidance_scale": 1.5}, "guidance_scale is 1.5: it runs the model once more for every token; unset it"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha is 0.6: contrastive search"),
@@ -528,7 +531,7 @@ def filled_cache() -> transformers.DynamicCache:
         ({"position_ids": torch.tensor([[5, 6, 7]])}, r"position_ids are \[\[5, 6, 7\]\]; .* leave them out"),
         ({"inputs_embeds": torch.ones(1, 3, 32, dtype=torch.float64)}, "inputs_embeds was given; .* token ids alone"),
         ({"past_key_values": filled_cache()}, "past_key_values holds 2 tokens; .* leave it out"),
-        ({"mask": torch.tensor([[0, 1, 1]])}, "attention_mask holds zeros; .*drop the padding"),
+        ({"mask": torch.tensor([[1, 1, 0]])}, "attention_mask holds zeros behind ones; .*padded on the left"),
         ({"ours": {"synced_gpus": True}}, "synced_gpus=True .*specdec's steps differ"),
         ({"ours": {"stop": "x"}}, "stop strings and streams need a tokenizer"),
         ({"ours": {"drafter": "jacoby"}}, "unknown drafter 'jacoby'; did you mean 'jacobi'"),
@@ -548,8 +551,8 @@ def test_custom_generate_takes_what_says_nothing() -> None:
 
 
 def test_custom_generate_of_a_batch() -> None:
-    with pytest.raises(ConfigError, match="the batch size is 2; specdec decodes one sequence per call"):
-        custom([[3, 4, 5], [6, 7, 8]])
+    with pytest.raises(ConfigError, match="a streamer shows one sequence, and there are 2; leave it out"):
+        custom([[3, 4, 5], [6, 7, 8]], ours={"streamer": object()})
 
 
 def test_custom_generate_with_anothers_target() -> None:
