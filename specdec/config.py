@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 import dacite
 import yaml
 
-from specdec.errors import ConfigError, first_line, unknown
+from specdec.errors import ConfigError, first_line, shown, unknown
 from specdec.options import Given, option
 from specdec.params import SamplingParams
 from specdec.runners import EXECUTIONS
@@ -64,9 +64,9 @@ def check_positive(where: str = "", /, most: int | None = None, **values: int | 
     """Raises ConfigError for an option below 1, or above ``most``, called ``where`` + its name; None is no value."""
     for name, value in values.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{where}{name} is {value}; it must be at least 1")
+            raise ConfigError(f"{where}{name} is {shown(value)}; it must be at least 1")
         if value is not None and most is not None and value > most:
-            raise ConfigError(f"{where}{name} is {value}; it must be at most {most}")
+            raise ConfigError(f"{where}{name} is {shown(value)}; it must be at most {most}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ def parse(kind: type[T], values: Mapping[str, Any], *, where: str) -> T:
 
 def _wrong_type(name: str, value: Any, expected: Any) -> ConfigError:
     wanted = expected.__name__ if type(expected) is type else str(expected).replace("typing.", "")
-    return ConfigError(f"{name} is {value!r}, of type {type(value).__name__}; it must be of type {wanted}")
+    return ConfigError(f"{name} is {shown(value)}, of type {type(value).__name__}; it must be of type {wanted}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -292,6 +292,6 @@ def _mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
     """The group of that name, made where there is none; raises ConfigError where something else stands there."""
     value = values.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} is {value!r}, of type {type(value).__name__}; it must be a mapping of options")
+        raise ConfigError(f"{key} is {shown(value)}, of type {type(value).__name__}; it must be a mapping of options")
     values[key] = dict(value)
     return values[key]  # type: ignore[no-any-return]

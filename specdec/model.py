@@ -379,7 +379,7 @@ class _Lent:
                 self._attention = attention
             elif attention != self._attention:
                 raise TargetError(
-                    f"a target is being made of a {type(model).__name__} that is decoding, in this thread or in another; "
+                    f"a target is being made of a {type(model).__name__} that is decoding, here or in another thread; "
                     "make all targets of a model before any of them decodes, or share one (custom_generate's target=)"
                 )
             self._holders += 1

@@ -542,7 +542,7 @@ def test_two_targets_of_one_model_decode_at_once() -> None:
     try:
         assert model.config._attn_implementation == "specdec"
         assert first.generate(prompt, 20).token_ids == expected
-        with pytest.raises(TargetError, match="a target is being made of a .* that is decoding, .* or share one"):
+        with pytest.raises(TargetError, match=r"a target is being made of a .* that is decoding, .* or share one"):
             TransformersTarget(model)
     finally:
         ended.set()
