@@ -25,7 +25,7 @@ class PromptLookupConfig:
     """Options.
 
     Attributes:
-        max_ngram, min_ngram: lengths of the suffix that is looked up, the longest first.
+        max_ngram, min_ngram: lengths of the suffix that is looked up, the longest first; at most 128.
         tokens: most tokens proposed from one match.
         match: ``rightmost`` (latest) or ``leftmost`` (earliest) occurrence.
         matches: how many occurrences to propose, as a trie.

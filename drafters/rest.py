@@ -32,7 +32,7 @@ class RestConfig:
     Attributes:
         datastore: folder that ``specdec datastore build`` made with the target's tokenizer; it has no default.
         max_suffix, min_suffix: lengths of the suffix that is looked up.
-        matches: most occurrences that are read, spread evenly over all; the paper has 5000.
+        matches: most occurrences that are read, spread evenly over all, up to 65,536; the paper has 5000.
         tokens: tokens read after each.
         rows: rows below the root; None takes as many as pay, up to the paper's 64.
     """
