@@ -75,7 +75,7 @@ class AdapterConfig(WeightsConfig):
                 f"hidden_size of {shown(self.hidden_size)}"
             )
         if not 0 <= self.eta <= 1:
-            raise ConfigError(f"adapter.eta is {self.eta}; it is a probability, in [0, 1]")
+            raise ConfigError(f"adapter.eta is {shown(self.eta)}; it is a probability, in [0, 1]")
         for name, value, most in (("rope_base", self.rope_base, 1e15), ("norm_eps", self.norm_eps, 1.0)):
             if not 0 < value < most:
                 raise ConfigError(f"adapter.{name} is {shown(value)}; it must be more than 0 and less than {most:g}")

@@ -22,12 +22,16 @@ from typing import Any
 
 import torch
 
+from specdec.bench.audit import audit
+from specdec.bench.metrics import measure
 from specdec.bench.plan import Plan
 from specdec.bench.records import RunFolder
+from specdec.bench.report import write_report
 from specdec.bench.runner import Runner
 from specdec.config import parse
 from specdec.errors import SpecdecError
 from specdec.load import load
+from specdec.model import TransformersTarget
 from training.log import read_log
 
 KILLED, REFUSED = -signal.SIGKILL, 2
@@ -114,6 +118,14 @@ def bench(folder: Path) -> None:
     assert len(cut) == 3 * 2 * 2
     assert cut == whole
     assert lines_of(folder / "cut" / "answers.jsonl") == len(cut), "a question was answered twice"
+
+    def report() -> None:
+        run = RunFolder(folder / "cut")
+        about, records = run.manifest()["systems"], run.records()
+        assert isinstance(engine.target, TransformersTarget)
+        write_report(run, audit(records, about, engine.target, plan.sampling()), measure(records, list(about)))
+
+    assert attempt(report, largest=100) == REFUSED
 
 
 def told(run: RunFolder) -> list[Any]:

@@ -12,11 +12,18 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from drafters.adapter import AdapterConfig
+from drafters.medusa_heads import HeadsConfig
 from specdec import Engine
+from specdec.config import parse
 from specdec.cost import roofline
-from specdec.errors import SpecdecError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.registry import drafter_names, drafter_type
 from tests.models import greedy, prompt_of, settings_of, target_of
+from training.acceptance import EvalConfig
+from training.data import TextConfig
+from training.kangaroo import NewAdapter
+from training.loop import LoopConfig
 
 PROMPT, NEW = prompt_of(9), 12
 VALUES = (10**9, 10**4000, 0, -1, "x", None, 1.5, float("nan"), True, [], {})
@@ -78,3 +85,23 @@ def test_an_option_of_any_value(drafter: str, option: str, tmp_path_factory: pyt
                 assert found.token_ids == greedy("llama", PROMPT, NEW)
                 ran += 1
     assert ran < len(VALUES)
+
+
+@pytest.mark.parametrize("kind", [LoopConfig, TextConfig, EvalConfig, NewAdapter, AdapterConfig, HeadsConfig])
+def test_a_number_of_a_training_config_of_any_value(kind: Any) -> None:
+    """Refused with its name, or taken; a size that would be allocated is not taken."""
+    known = {"hidden_size": 64, "vocab_size": 32, "exit_layer": 1, "heads": 2, "layers": 1}
+    hints = get_type_hints(kind)
+    base = {name: value for name, value in known.items() if name in hints and kind is not NewAdapter}
+    for name, hint in hints.items():
+        for value in VALUES if hint in (int, float) else ():
+            told = ""
+            try:
+                parse(kind, {**base, name: value}, where="part")
+            except ConfigError as error:
+                told = str(error)
+            assert not told or (name in told and len(told) < 500)
+            if name in ("batch", "accumulate", "length") and value == 10**9:
+                assert told
+            if value is True or isinstance(value, str | list | dict) or value is None:
+                assert told
