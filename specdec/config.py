@@ -61,9 +61,9 @@ def check_positive(where: str = "", /, most: int | None = None, **values: int | 
     """Raises ConfigError for an option below 1, or above ``most``, called ``where`` + its name; None is no value."""
     for name, value in values.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{where}{name} is {value}; it must be at least 1")
+            raise ConfigError(f"{where}{name} is {shown(value)}; it must be at least 1")
         if value is not None and most is not None and value > most:
-            raise ConfigError(f"{where}{name} is {value}; it must be at most {most}")
+            raise ConfigError(f"{where}{name} is {shown(value)}; it must be at most {most}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +286,6 @@ def _mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
     """The group of that name, made where there is none; raises ConfigError where something else stands there."""
     value = values.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} is {value!r}, of type {type(value).__name__}; it must be a mapping of options")
+        raise ConfigError(f"{key} is {shown(value)}, of type {type(value).__name__}; it must be a mapping of options")
     values[key] = dict(value)
     return values[key]  # type: ignore[no-any-return]

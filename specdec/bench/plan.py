@@ -74,8 +74,9 @@ class Plan(ModelOptions):
     def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:
         """The options of the drafter or system called ``name``."""
         for key in ("drafters", "systems"):
-            for place, spec in enumerate(values.get(key, ())):
-                if label_of(spec) == name:
+            specs = values.get(key, ())
+            for place, spec in enumerate(specs if isinstance(specs, list) else ()):  # what is no list is refused later
+                if isinstance(spec, str | dict) and label_of(spec) == name:
                     values[key][place] = {"name": spec} if isinstance(spec, str) else spec
                     return values[key][place]  # type: ignore[no-any-return]
         raise ConfigError(f"no system {name!r} is in this run; name it in --drafters or --systems")

@@ -61,7 +61,15 @@ class Runner:
         self.questions = select(self._all, plan.categories, plan.limit)
         self.plan, self.folder = plan, RunFolder(out)
         self._on_system, self._measure_cost = on_system, cost
-        check_specs(plan)  # before a large model is loaded for nothing
+        check_specs(plan)  # before a large model is loaded for nothing, and so is what the folder holds
+        self.folder.check()
+        old = self.folder.manifest() if self.folder.manifest_path.exists() else None
+        done = {record.key for record in self.folder.records()}
+        if done and old is None:
+            raise ConfigError(
+                f"{str(self.folder.path)!r} holds answers and no manifest, which says of what run they are; choose "
+                "another --out, or delete them"
+            )
         self.engine = engine or load(plan)
         assert isinstance(self.engine.target, TransformersTarget)
         self.target = self.engine.target
@@ -78,9 +86,8 @@ class Runner:
             "runs": [{"command": command, "began": time.time(), "commit": environment["commit"]}],
         }
         self.manifest["questions"]["groups"] = dict(Counter(group_of(q.category) for q in self.questions))
-        if self.folder.manifest_path.is_file():
-            self._join(self.folder.manifest())
-        done = {record.key for record in self.folder.records()}
+        if old is not None:
+            self._join(old)
         schedule = self._schedule()
         self.todo = [entry for entry in schedule if (entry[1].id, entry[2].label, entry[0]) not in done]
         self.resumed = len(schedule) - len(self.todo)
