@@ -19,6 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 from specdec.block import Block
+from specdec.config import check_parallel
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.draft import Draft
 from specdec.drafter import Context, Drafter, Observation
@@ -131,10 +132,9 @@ class Engine:
             TargetError: a model that specdec cannot drive exactly.
             ConfigError: unknown drafter or option.
         """
-        load = TransformersTarget.from_pretrained
-        if parallel != "off":
-            load = partial(load_parallel, parallel, max_rows=max_rows)
-        target = load(
+        several = check_parallel(parallel) != "off"
+        load: Callable[..., TransformersTarget] = TransformersTarget.from_pretrained
+        target = (partial(load_parallel, parallel, max_rows=max_rows) if several else load)(
             path,
             dtype=dtype,
             device=device,
