@@ -3,10 +3,10 @@
     python scripts/parallel_scaling.py --out docs/figures/parallel_scaling.md     # the embedded model, about a minute
 
 One process decodes, and its trees and accepted rows are kept. For 1, 2, 4 and 8 ranks each tree is split as
-``specdec.parallel`` splits it, what other ranks accepted being run once more. A step then takes as long as the rank with
-the most rows, by the measured cost curve T(rows), and one collective of the size of a step's, measured between processes
-of this machine. **Simulated**: no two ranks share a memory or a processor here, and drafting, which every rank does, is
-left out.
+``specdec.parallel`` splits it, what other ranks accepted being run once more. A step then takes as long as the rank
+with the most rows, by the measured cost curve T(rows), and one collective of the size of a step's, measured between
+processes of this machine. **Simulated**: no two ranks share a memory or a processor here, and drafting, which every
+rank does, is left out.
 """
 
 from __future__ import annotations
