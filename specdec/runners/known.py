@@ -52,9 +52,10 @@ def why_special(module: nn.Module) -> str | None:
     DTensors, quantised weights and other tensor subclasses are no plain parameters.
     """
     for name, parameter in module._parameters.items():
-        plain = parameter is None or (type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor)
-        if not plain:  # said first, as who splits weights over devices gives their modules a forward as well
-            return f"has a {name} that is a {type(parameter.data).__name__}"
+        if parameter is None or (type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor):
+            continue
+        # Said first: whoever splits weights over devices gives their modules a forward as well.
+        return f"has a {name} that is a {type(parameter.data).__name__}"
     if "forward" in module.__dict__:
         return "has a forward of its own"
     if hasattr(module, "_hf_hook") or any(getattr(module, name, None) for name in _HOOKS):
