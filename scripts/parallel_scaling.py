@@ -28,7 +28,7 @@ import torch.multiprocessing
 from specdec import Context, Draft, DraftSession, Engine, Observation, SamplingParams
 from specdec.bench.environment import describe_environment
 from specdec.bench.questions import build_prompt, find_questions, read_questions, select
-from specdec.cost import CostCurve, measure, roofline
+from specdec.cost import CostCurve, measure
 from specdec.drafter import DrafterWrapper
 from specdec.parallel.split import split
 
@@ -157,7 +157,6 @@ def main() -> None:
         "| drafter | rows/step | tokens/step | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in RANKS) + " |",
         "|---|--:|--:|" + "--:|" * len(RANKS),
     ]
-    supposed = roofline("cuda")
     environment = describe_environment(engine.target.device)
     costs = ", ".join(f"{row}: {1e3 * s:.2f}" for row, s in zip(curve.rows, curve.seconds[0], strict=True))
     sent = ", ".join(f"{n}: {1e6 * collectives[n]:.0f}" for n in RANKS[1:])
@@ -170,12 +169,7 @@ def main() -> None:
         *rows_of_table(noted, curve, length, collectives),
         "",
         f"T(rows), ms: {costs}<br>",
-        f"one collective of {4 * WORDS} bytes, us by ranks: {sent}<br>",
-        "",
-        "By a supposed accelerator, on which 150 rows cost what one does, with free collectives (nothing measured):",
-        "",
-        *head,
-        *rows_of_table(noted, supposed, length, dict.fromkeys(RANKS, 0.0)),
+        f"one collective of {4 * WORDS} bytes, us by ranks: {sent} ({os.cpu_count()} cores)<br>",
         "",
         f"{args.model}, T={args.temperature:g}, {len(prompts)} questions, {args.max_new_tokens} new tokens | specdec "
         f"{environment['commit']}, torch {environment['versions']['torch']}<br>",
