@@ -35,7 +35,7 @@ class ChatConfig(RunConfig):
     max_new_tokens: int = option(1024, "Most new tokens of an answer.")
 
 
-@with_options(ChatConfig, file="configs/drafter/lookahead.yaml", setting="lookahead.window=15")
+@with_options(ChatConfig, without=["parallel"], file="configs/drafter/lookahead.yaml", setting="lookahead.window=15")
 def chat(
     given: Given,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told at the start.")] = None,

@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -33,24 +34,32 @@ __all__ = ["COMMANDS", "build", "main"]
 COMMANDS = "specdec.commands"
 """Entry point group of further commands."""
 
-with_run_options = with_options(RunConfig, file="configs/drafter/lookahead.yaml", setting="lookahead.window=15")
+_EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line, ``sys.argv`` by default; returns its exit status.
 
-    An expected error is one line, and 2; a warning of ours is one line too, without the place in the source.
+    An expected error is one line, and 2; a warning of ours is one line too, without the place in the source. Of several
+    processes that decode together, only rank 0 prints, and others where something that they met went wrong.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             status: int | None = build()(arguments, standalone_mode=False, prog_name="specdec")
         return status or 0
     except (SpecdecError, typer.TyperException) as error:
-        show.print_error(error)
+        if not (_follows() and isinstance(error, ConfigError | PromptError | typer.TyperException)):
+            show.print_error(error)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return 130
+
+
+def _follows() -> bool:
+    """Whether rank 0 says what there is to say."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized() and distributed.get_rank() > 0
 
 
 def build() -> typer.Typer:
@@ -112,7 +121,7 @@ def _root(
     """Speculative decoding that does not change what the model says."""
 
 
-@with_run_options
+@with_options(RunConfig, **_EXAMPLES)
 def generate(
     given: Given,
     prompt: Annotated[str | None, typer.Argument(help="Text to go on from.", show_default=False)] = None,

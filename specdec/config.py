@@ -19,6 +19,7 @@ import yaml
 from specdec.arguments import ARGUMENTS, DTYPES
 from specdec.errors import ConfigError, first_line, shown, unknown
 from specdec.options import Given, option
+from specdec.parallel import PARALLEL
 from specdec.params import SamplingParams
 from specdec.runners import EXECUTIONS
 from specdec.values import fitting
@@ -27,10 +28,12 @@ __all__ = [
     "ModelOptions",
     "RunConfig",
     "WeightsOptions",
+    "check_parallel",
     "check_policy",
     "check_positive",
     "load_yaml",
     "override",
+    "parallel_option",
     "parse",
     "policy_option",
     "resolve",
@@ -49,6 +52,25 @@ policy_option = functools.partial(
     "FILE: by a file of `specdec tune`; off: as many as it asks for.",
     metavar="acceptance|cost|FILE|off",
 )
+
+parallel_option = functools.partial(
+    _model_option,
+    "off",
+    "For processes started by torchrun. rows: each has the model and runs a share of a step's rows; tensor: each "
+    "weight is split over them.",
+    metavar="off|rows|tensor",
+)
+
+
+def check_parallel(choice: str) -> str:
+    """The choice, if it is one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if choice not in PARALLEL:
+        raise ConfigError(unknown("parallel", choice, PARALLEL))
+    return choice
 
 
 def check_policy(choice: str) -> str:
@@ -118,6 +140,7 @@ class RunConfig(ModelOptions):
     max_new_tokens: int = option(128, "Most new tokens.")
     stop: str | list[str] = option(list, "Text that ends the answer; repeatable.")
     policy: str = policy_option()
+    parallel: str = parallel_option()
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
@@ -125,6 +148,7 @@ class RunConfig(ModelOptions):
         check_positive(max_new_tokens=self.max_new_tokens)
         fitting("stop", self.stop, ARGUMENTS["stop"])
         check_policy(self.policy)
+        check_parallel(self.parallel)
 
     @classmethod
     def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:

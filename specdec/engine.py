@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from specdec.arguments import checked
 from specdec.batch import Event, Request, Scheduler, make_requests
+from specdec.config import check_parallel
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
@@ -137,10 +138,9 @@ class Engine:
         check_policy(policy)
         if isinstance(drafter, str | Mapping):
             parse_drafter(drafter)  # before a large model is loaded for nothing
-        load = TransformersTarget.from_pretrained
-        if parallel != "off":
-            load = partial(load_parallel, parallel, max_rows=max_rows)
-        target = load(
+        several = check_parallel(parallel) != "off"
+        load: Callable[..., TransformersTarget] = TransformersTarget.from_pretrained
+        target = (partial(load_parallel, parallel, max_rows=max_rows) if several else load)(
             path,
             dtype=dtype,
             device=device,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.bench.questions import FORMATS
-from specdec.config import ModelOptions, check_policy, check_positive, policy_option
+from specdec.config import ModelOptions, check_parallel, check_policy, check_positive, parallel_option, policy_option
 from specdec.errors import ConfigError, unknown
 from specdec.options import option
 from specdec.params import SamplingParams
@@ -51,6 +51,7 @@ class Plan(ModelOptions):
     persistent: bool = option(False, "Keep drafters for the whole run, with what they learned.")
     keep_prefix: bool = option(False, "Keep our drafters' cache between the turns of a question.")
     policy: str = policy_option()
+    parallel: str = parallel_option()
     temperature: float = _sampling_option(0.0, "0 is greedy.")
     seed: int = _sampling_option(0, "Of the sampling noise.")
     acceptance: str = _sampling_option("match", "match (same text under every drafter), reject, auto or typical.")
@@ -62,6 +63,8 @@ class Plan(ModelOptions):
         if self.format not in FORMATS:
             raise ConfigError(unknown("prompt format", self.format, FORMATS))
         check_policy(self.policy)
+        if check_parallel(self.parallel) == "tensor":
+            raise ConfigError("a bench takes parallel 'rows' or 'off': the audit and the rivals run on rank 0 alone")
         if ALL in self.drafters and len([spec for spec in self.drafters if not isinstance(spec, dict)]) > 1:
             raise ConfigError(f"drafters are {self.drafters}; {ALL!r} stands alone, or beside mappings with options")
         labels = [label_of(spec) for spec in [*self.drafters, *self.systems]]

@@ -18,10 +18,11 @@ from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.systems import Output, System, check_specs, make_systems
 from specdec.cost import measure
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, ParallelError
 from specdec.files import digest_of
 from specdec.load import load
 from specdec.model import TransformersTarget
+from specdec.parallel.target import ParallelTarget
 
 __all__ = ["Runner"]
 
@@ -70,8 +71,9 @@ class Runner:
                 f"{str(self.folder.path)!r} holds answers and no manifest, which says of what run they are; choose "
                 "another --out, or delete them"
             )
-        self.engine = engine or load(plan)
+        self.engine = engine or load(plan, parallel=plan.parallel)
         assert isinstance(self.engine.target, TransformersTarget)
+        self.follows = isinstance(self.engine.target, ParallelTarget) and self.engine.target.ranks.rank > 0
         self.target = self.engine.target
         self._memory = MemoryMeter(self.target.device)
         self.systems, left_out = make_systems(plan, self.engine)
@@ -142,6 +144,15 @@ class Runner:
             self.folder.write_manifest(_plain(self.manifest))
         return self.folder
 
+    def follow(self) -> None:
+        """As another process than rank 0: take part in its answers, and keep nothing."""
+        self.systems = [system for system in self.systems if system.ours]
+        if self.todo:
+            self._warm_up()
+        for repeat, question, system in self.todo:
+            if system.ours:
+                self._answer(repeat, question, system)
+
     def _warm_up(self) -> None:
         """One uncounted answer of each system; one that fails will do so again where it is recorded."""
         for system in self.systems:
@@ -149,6 +160,8 @@ class Runner:
             try:
                 ids = self.engine.encode(build_prompt(self.questions[0], (), self.plan.format, self.engine.tokenizer))
                 system.warm_up(ids, min(32, self.plan.max_new_tokens))
+            except ParallelError:
+                raise
             except Exception:
                 continue
             known = self.manifest["systems"][system.label]
@@ -166,6 +179,8 @@ class Runner:
                 self._memory.reset()
                 output = system.answer(ids, self.plan.max_new_tokens)
                 turns.append(self._turn(ids, output, self._memory.read(), trace=repeat == 0))
+        except ParallelError:
+            raise
         except Exception as failure:  # one question must not end the run; KeyboardInterrupt is no Exception
             error, turns = f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:2000], []
         return Record(

@@ -30,6 +30,14 @@ def load(name: str) -> ModuleType:
     return module
 
 
+def test_simulated_ranks_take_as_long_as_the_longest_share() -> None:
+    """Two branches of two rows; the second rank then has to run the first one's accepted rows once more."""
+    script = load("parallel_scaling")
+    steps = [((-1, 0, 1, 0, 3), [0, 1, 2]), ((-1,), [0])]
+    assert script.simulate(steps, 1, float, 0.5) == 5 + 1
+    assert script.simulate(steps, 2, float, 0.5) == (3 + 0.5) + (1 + 2 + 0.5)
+
+
 def test_expected_tokens_are_those_of_independent_guesses() -> None:
     """E by simulation: W guesses of g tokens, each right with probability alpha; the best one counts, and the bonus."""
     script = load("scaling_law")
