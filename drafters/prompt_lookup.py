@@ -56,6 +56,7 @@ class PromptLookup(DrafterBase):
     """Copies from the text so far."""
 
     name = "prompt_lookup"
+    draws = False
     Config = PromptLookupConfig
     needs_observe = False
 

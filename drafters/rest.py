@@ -58,6 +58,7 @@ class Rest(DrafterBase):
     """An open datastore."""
 
     name = "rest"
+    draws = False
     Config = RestConfig
     needs_observe = False
     fixed_cost_rows = 4  # a search touches some hundred places of files that no cache holds

@@ -145,6 +145,7 @@ class SuffixAutomatonDrafter(DrafterBase):
     """The options, and the corpus' automaton, which sequences share."""
 
     name = "suffix_automaton"
+    draws = False
     Config = SuffixAutomatonConfig
     needs_observe = False
 

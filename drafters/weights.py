@@ -17,12 +17,14 @@ from torch import nn
 from drafters.fingerprint import architecture, fingerprint
 from specdec.errors import CheckpointError, ConfigError, first_line, shown
 from specdec.files import parse_json, replacing
+from specdec.pretrained import embedded_model
 from specdec.target import Target
 
 __all__ = [
     "CONFIG",
     "WeightsConfig",
     "check_fit",
+    "embedded_weights",
     "load_strictly",
     "load_tensors",
     "read_config",
@@ -50,14 +52,25 @@ class WeightsConfig:
 
 
 def save_weights(
-    folder: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, what: str
+    folder: Path,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    what: str,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write ``name`` and the config; a full disk leaves the former files whole.
+
+    ``dtype`` is that of weights in the file; None keeps theirs, and whole numbers stay what they are.
 
     Raises:
         CheckpointError: the files could not be written; ``what`` is what they hold.
     """
-    plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    plain = {
+        key: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+        for key, tensor in tensors.items()
+    }
     try:
         with replacing(folder / name) as weights, replacing(folder / CONFIG) as about:
             save_file(plain, weights)
@@ -126,25 +139,34 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source
     module.load_state_dict(ready, assign=True)
 
 
-def weights_folder(given: str | None, embedded: Path, target: Target, option: str) -> Path:
-    """The folder that was given, else the ``embedded`` one; ``option`` is the one that takes it: medusa.heads, ...
+def embedded_weights(drafter: str) -> dict[str, Path]:
+    """Fingerprint of a target -> the folder in this package that holds a drafter's weights for it."""
+    folders = sorted(embedded_model().parent.glob(f"*-{drafter}"))
+    return {str(read_config(folder)["target"]): folder for folder in folders}
+
+
+def weights_folder(given: str | None, target: Target, option: str) -> Path:
+    """The folder that was given, else the one in this package whose weights were trained for the target.
+
+    Args:
+        option: the one that takes it: medusa.heads, ...
 
     Raises:
-        CheckpointError: none was given, and the embedded weights are for another model.
+        CheckpointError: none was given, and this package holds none for the model.
     """
     if given is not None:
         return Path(given)
-    own = str(read_config(embedded)["target"]) if (embedded / CONFIG).exists() else "none"
-    found = architecture(target)
-    if own.startswith(found):
+    drafter, _, part = option.partition(".")
+    held, found = embedded_weights(drafter), architecture(target)
+    if any(own.startswith(found) for own in held):
         found = fingerprint(target)
-    if own != found:
-        drafter, _, part = option.partition(".")
+    if found not in held:
         raise CheckpointError(
-            f"{drafter} has no {part} for this model ({found}); what the package holds is for {own}. Train some with "
-            f"`specdec train {drafter} --model ...` and give the folder as {option}"
+            f"{drafter} has no {part} for this model ({found}); what the package holds is for "
+            f"{', '.join(held) or 'none'}. Train some with `specdec train {drafter} --model ...` and give the folder "
+            f"as {option}"
         )
-    return embedded
+    return held[found]
 
 
 def check_fit(config: WeightsConfig, target: Target, drafter: str, *, check_target: bool = True) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import math
 import statistics
@@ -158,6 +159,13 @@ def lookahead(engine: Engine, prompt: list[int], new: int, repeats: int) -> Figu
     }
 
 
+def backend_runs(name: str, device: str) -> bool:
+    """Whether a backend can be had on a device; what it makes of a model is another question."""
+    if name in ("aten", "flash") and not device.startswith("cuda"):
+        return False
+    return name != "flash" or importlib.util.find_spec("flash_attn") is not None
+
+
 def bench_shape(report: Report, shape: str, args: argparse.Namespace) -> None:
     """All parts for one shape; its model is made here, and gone afterwards."""
     found: Figures = report.values["shapes"].setdefault(shape, {})
@@ -288,7 +296,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--execution", choices=EXECUTIONS, default="auto", help="which code runs the layers")
-    parser.add_argument("--backends", type=listed, default=list(BACKENDS), help="of the attention")
+    parser.add_argument("--backends", type=listed, help="of the attention; all that are here")
     parser.add_argument("--contexts", type=numbers, default=[512, 1024, 4096, 16384])
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--prompt-tokens", type=int, default=1024)
@@ -297,6 +305,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device here; try the parts with --device cpu --shapes toy --dtype float32")
+    if args.backends is None:
+        args.backends = [name for name in BACKENDS if backend_runs(name, args.device)]
     for given, known in ((args.shapes, SHAPES), (args.backends, BACKENDS), ([args.dtype], DTYPES[1:])):
         if odd := [name for name in given if name not in known]:
             parser.error(f"{odd[0]!r} is none of {', '.join(known)}")

@@ -1,34 +1,58 @@
-"""Tree attention: one function behind every decoder layer, with an exact fast split.
+"""Tree attention: one function behind every decoder layer, with an exact fast split, on kernels that are named.
 
 ``sdpa``
     One call over all visible slots with an additive mask: the reference.
 ``split``
     The keys that every row sees, without a mask, and the tail (a window's edge and the tree) with a small one; each
     part returns the log-sum-exp of its scores, and the parts are merged by it. With l the log-sum-exp and o the output,
-    ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``: exact, whatever the split.
+    ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``: exact, whatever the split. By torch's flash kernel for CPUs and by
+    plain products elsewhere.
+``aten``, ``flash``
+    The same split on a CUDA device in half precision: the prefix by the flash kernel in torch, or by that of flash-attn
+    2.8 and up, both of which split their work over the keys; the tail by the Triton kernel, which goes on from the
+    prefix. A chain or a chunk of the prompt is one causal call. What they do not take (full precision, soft caps, odd
+    widths) is computed as by ``split``.
 ``auto``
-    ``split`` for prefill chunks and wide trees over long contexts, and wherever a GPU would otherwise lose its
-    flash kernel to the mask; else ``sdpa``, which is one kernel instead of two.
+    On a CUDA device ``aten`` where it computes everything, else ``split``. On a CPU ``split`` for prefill chunks and
+    wide trees over long contexts, else ``sdpa``, which is one kernel instead of two.
 
+Torch never chooses among its CUDA kernels by itself: cuDNN's, which it prefers on some, plans anew for every length.
 Keys and values are never repeated for grouped-query attention: the kernels take fewer key heads than query heads, or
 the group is folded into the query rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import importlib.metadata
+import warnings
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specdec.block import Block
-from specdec.errors import ConfigError, TargetError
+from specdec.block import Block, Layout, Rows
+from specdec.cache import LayerSpec
+from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
 
-__all__ = ["BACKENDS", "attend", "check_backend", "layer_attention", "merge", "update_and_attend"]
+__all__ = [
+    "BACKENDS",
+    "attend",
+    "attend_all",
+    "check_backend",
+    "check_runs",
+    "layer_attention",
+    "merge",
+    "told",
+    "update_and_attend",
+]
 
-BACKENDS = ("auto", "sdpa", "split")
+BACKENDS = ("auto", "sdpa", "split", "aten", "flash")
+_FLASH_ATTN = (2, 8)  # the least release that is known to return what is asked of it here
+_TORCH_S = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # all but cuDNN's
 
 # On a CPU one masked call beats two plain ones until the mask is this large (measured: 16 rows, 3,000 keys).
 _SPLIT_FROM = 48_000
@@ -47,6 +71,39 @@ def check_backend(name: str) -> str:
     return name
 
 
+def check_runs(name: str, specs: Sequence[LayerSpec]) -> None:
+    """Raises ConfigError where a backend that was named computes nothing of a model whose layers cache this."""
+    if name not in ("aten", "flash"):
+        return
+    if name == "flash":
+        _flash_attn()
+    if not any(_flash_takes(spec.device, spec.dtype, spec.key_dim, spec.value_dim) for spec in specs):
+        spec = specs[0]
+        raise ConfigError(
+            f"attention={name!r} is for float16 and bfloat16, heads of up to 256 in eights and CUDA devices of "
+            f"capability 8.0 and up; this model has {str(spec.dtype)[6:]}, {spec.key_dim} and {spec.device}: leave it "
+            "at auto"
+        )
+
+
+def told(name: str, specs: Sequence[LayerSpec], query_heads: int, softcap: float | None) -> str:
+    """Which kernels a backend means for a model whose layers cache this, in words."""
+    spec = specs[0]
+    if spec.device.type != "cuda":
+        return name
+    way = _way(name, spec.device, spec.dtype, spec.key_dim, spec.value_dim)
+    if way == "sdpa":
+        return "sdpa (torch's own choice but cuDNN)"
+    if softcap is not None:
+        return f"{way} (soft-capped scores: plain products)"
+    flash = way != "split" and _flash_takes(spec.device, spec.dtype, spec.key_dim, spec.value_dim)
+    shape = (spec.device, spec.dtype, query_heads // spec.heads, spec.key_dim, spec.value_dim)
+    tree = None if spec.dtype == torch.float64 else _load_tree_kernel(*shape)
+    return (
+        f"{way} (prefix: {way if flash else 'plain products'}, tree: {'plain products' if tree is None else 'Triton'})"
+    )
+
+
 def layer_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -57,7 +114,7 @@ def layer_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    block: Block | None = None,
+    block: Rows | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention modules call; ``block`` travels to it through the layers' arguments.
@@ -76,24 +133,48 @@ def layer_attention(
 
 
 def update_and_attend(
-    block: Block, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
+    block: Rows, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
 ) -> torch.Tensor:
     """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
     block.update(keys, values, layer)
     return attend(query, block, layer, scale)
 
 
-def attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:
-    """Attention of the block's rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
-    if block.backend == "split" or (block.backend == "auto" and _prefers_split(query, block)):
-        return _split(query, block, layer, scale, softcap)
+def attend(query: torch.Tensor, block: Rows, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:
+    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
+    if isinstance(block, Block):
+        return _attend(query, block, layer, scale, softcap)
+    parts = [_attend(query[:, :, first:last], part, layer, scale, softcap) for part, first, last in block.parts]
+    return torch.cat(parts, 2)
+
+
+def _attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None) -> torch.Tensor:
+    way = block.backend
+    if way == "auto":
+        if query.is_cuda:
+            way = _way(way, query.device, query.dtype, query.shape[-1], block.cache.values[layer].shape[-1])
+        else:
+            way = "split" if block.rows > 1 and block.rows * (block.length + block.rows) > _SPLIT_FROM else "sdpa"
+    if way != "sdpa":
+        return _split(way, query, block, layer, scale, softcap)
     keys, values, mask = block.visible(layer, query.dtype)
     if softcap is not None:
         return _plain(query, keys, values, scale, mask, softcap)[0]
     if query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16):
         return _folded(query, keys, values, scale, mask)
     grouped = keys.shape[1] != query.shape[1]
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    if not query.is_cuda:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    with sdpa_kernel(_TORCH_S):
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def attend_all(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention of ``query`` [1, Hq, T, D] over all of ``keys`` and ``values`` [1, Hkv, S, D]: [1, Hq, T, D]."""
+    if not query.is_cuda:
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=keys.shape[1] != query.shape[1])
+    taken = _flash_takes(query.device, query.dtype, query.shape[-1], values.shape[-1])
+    return (_aten_flash if taken else _plain)(query, keys, values, query.shape[-1] ** -0.5)[0]
 
 
 def _folded(
@@ -126,21 +207,42 @@ def merge(parts: list[Part]) -> Part:
     return output, total
 
 
-def _prefers_split(query: torch.Tensor, block: Block) -> bool:
-    if block.rows == 1:
-        return False
-    return query.is_cuda or block.rows * (block.length + block.rows) > _SPLIT_FROM
+def _way(name: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> str:
+    """The backend that a name means on a CUDA device."""
+    if name != "auto":
+        return name
+    return "aten" if _flash_takes(device, dtype, width, value_width) else "split"
 
 
-def _split(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None) -> torch.Tensor:
+def _flash_takes(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
+    """Whether flash kernels compute with such heads."""
+    fits = width == value_width and width <= 256 and width % 8 == 0
+    return fits and dtype in (torch.float16, torch.bfloat16) and _has_flash(device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _split(
+    way: str, query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None
+) -> torch.Tensor:
     layout = block.layout(block.cache.group_of[layer], query.dtype)
     keys, values = block.cache.keys[layer], block.cache.values[layer]
+    flash = None
+    if way != "split" and softcap is None:
+        shape = (query.device, query.dtype, query.shape[-1], values.shape[-1])
+        flash = _FLASH[way] if _flash_takes(*shape) else None
+    if flash is not None and (whole := _one_range(layout)) is not None:
+        first, last = whole
+        return flash(query, keys[:, :, first:last], values[:, :, first:last], scale, causal=block.rows > 1)[0]
     parts: list[Part] = []
-    kernel = _kernel(query) if softcap is None else _plain
+    kernel = flash or (_cpu_flash if query.device.type == "cpu" and softcap is None else _plain)
     for first, last in layout.prefix:
-        parts.append(kernel(query, keys[:, :, first:last], values[:, :, first:last], scale, None, softcap))
+        parts.append(kernel(query, keys[:, :, first:last], values[:, :, first:last], scale, softcap=softcap))
     prior = merge(parts) if parts else None
-    tree = _tree_kernel(query) if softcap is None else None
+    tree = _tree_kernel(query, keys, values) if softcap is None else None
     if tree is not None:
         return tree(query, keys, values, layout.tail, layout.mask, scale, prior)
     if isinstance(layout.tail, tuple):
@@ -158,30 +260,96 @@ def _split(query: torch.Tensor, block: Block, layer: int, scale: float, softcap:
     return (own if prior is None else merge([prior, own]))[0].to(query.dtype)
 
 
-def _tree_kernel(query: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+def _one_range(layout: Layout) -> tuple[int, int] | None:
+    """The slots of a chain whose last row sees all of them, where they are contiguous: one causal call does it."""
+    tail, prefix = layout.tail, layout.prefix
+    if layout.mask is not None or not isinstance(tail, tuple) or len(prefix) > 1:
+        return None
+    if prefix and prefix[0][1] != tail[0]:
+        return None
+    return (prefix[0][0] if prefix else tail[0]), tail[1]
+
+
+def _tree_kernel(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """The Triton kernel for trees, on a GPU and where Triton is installed; torch's wheels for CUDA bring it."""
-    return _load_tree_kernel() if query.is_cuda and query.dtype != torch.float64 else None
+    if not query.is_cuda or query.dtype == torch.float64:
+        return None
+    group = query.shape[1] // keys.shape[1]
+    return _load_tree_kernel(query.device, query.dtype, group, query.shape[-1], values.shape[-1])
 
 
 @cache
-def _load_tree_kernel() -> Callable[..., torch.Tensor] | None:
+def _load_tree_kernel(
+    device: torch.device, dtype: torch.dtype, group: int, width: int, value_width: int
+) -> Callable[..., torch.Tensor] | None:
+    """The kernel, tried once on a few zeros of this kind; None, with a warning, where it is missing or fails."""
     try:
-        from specdec.kernels.tree import tree_attention
-    except ImportError:
+        kernel: Callable[..., torch.Tensor] = importlib.import_module("specdec.kernels.tree").tree_attention
+        query, keys, values, mask = (
+            torch.zeros(1, heads, rows, size, dtype=dtype, device=device)
+            for heads, rows, size in ((group, 2, width), (1, 2, width), (1, 2, value_width), (1, 2, 2))
+        )
+        kernel(query, keys, values, (0, 2), mask[0, 0], 1.0)
+    except Exception as error:  # the compiler's, the driver's and the linker's share no class but this
+        warnings.warn(
+            f"the Triton kernel for trees is not used, and torch's products do its work, more slowly: "
+            f"{type(error).__name__}: {first_line(error)}",
+            SpecdecWarning,
+            stacklevel=2,
+        )
         return None
-    return tree_attention
+    return kernel
 
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor | None, float | None], Part]
+class Kernel(Protocol):
+    """Attention over keys that every row sees, with the log-sum-exp of the scores."""
+
+    def __call__(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, /, **options: Any
+    ) -> Part: ...
 
 
-def _kernel(query: torch.Tensor) -> Kernel:
-    """The fastest kernel for keys that every row sees."""
-    if query.device.type == "cpu":
-        return _cpu_flash
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _gpu_flash
-    return _plain
+def _aten_flash(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, /, *, causal: bool = False, **_: Any
+) -> Part:
+    """Torch's flash kernel. ``causal``: the last row sees all keys, the one before all but the last, and so on."""
+    output, weight, *_rest = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, keys, values, 0.0, causal, False, scale=scale
+    )
+    return output, weight
+
+
+def _package_flash(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, /, *, causal: bool = False, **_: Any
+) -> Part:
+    """flash-attn's kernel, as ``_aten_flash``."""
+    q, k, v = (x.transpose(1, 2) for x in (query, keys, values))  # [1, rows, heads, D]
+    output, weight, _rest = _flash_attn()(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
+    return output.transpose(1, 2), weight
+
+
+_FLASH: dict[str, Kernel] = {"aten": _aten_flash, "flash": _package_flash}
+
+
+@cache
+def _flash_attn() -> Callable[..., Any]:
+    """flash-attn's function.
+
+    Raises:
+        ConfigError: it is not installed, or too old.
+    """
+    least = ".".join(map(str, _FLASH_ATTN))
+    try:
+        version = importlib.metadata.version("flash-attn")
+        function: Callable[..., Any] = importlib.import_module("flash_attn").flash_attn_func
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"attention='flash' needs flash-attn {least} or newer, which cannot be imported: {first_line(error)}; "
+            "install specdec with the extra 'flash', or leave attention at auto"
+        ) from error
+    if tuple(int(part) for part in version.split(".")[:2]) < _FLASH_ATTN:
+        raise ConfigError(f"attention='flash' needs flash-attn {least} or newer, and {version} is installed")
+    return function
 
 
 def _cpu_flash(
@@ -189,10 +357,10 @@ def _cpu_flash(
     keys: torch.Tensor,
     values: torch.Tensor,
     scale: float,
-    mask: torch.Tensor | None,
-    _: float | None = None,
+    mask: torch.Tensor | None = None,
     *,
     causal: bool = False,
+    **_: Any,
 ) -> Part:
     """Torch's flash kernel for CPUs, which also returns the log-sum-exp."""
     output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -201,39 +369,12 @@ def _cpu_flash(
     return output, weight
 
 
-def _gpu_flash(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,
-    _: float | None = None,
-) -> Part:
-    """flash-attn where it is installed, else torch's own variable-length flash kernel; both take strided keys."""
-    q, k, v = (x.transpose(1, 2) for x in (query, keys, values))  # [1, rows, heads, D]
-    try:
-        from flash_attn import flash_attn_func
-    except ImportError:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-        rows, size = q.shape[1], k.shape[1]
-        own, past = (torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (rows, size))
-        aux = AuxRequest(lse=True)
-        result = varlen_attn(q[0], k[0], v[0], own, past, rows, size, return_aux=aux, scale=scale, enable_gqa=True)
-        output, weight = result[0], result[1]
-        # The log-sum-exp comes as [heads, rows] or [rows, heads], depending on the release.
-        weight = weight if weight.shape == (q.shape[2], rows) else weight.T
-        return output.transpose(0, 1)[None], weight[None]
-    output, weight, _weights = flash_attn_func(q, k, v, softmax_scale=scale, return_attn_probs=True)
-    return output.transpose(1, 2), weight
-
-
 def _plain(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scale: float,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> Part:
     """Matrix products and a softmax, for soft-capped scores and small masked parts; scores are [Hkv, G * T, S]."""

@@ -2,13 +2,19 @@
 
 A block is also what the decoder layers get as their cache: ``update`` stores a layer's keys and values, and the
 attention function reads them back from the slots through the same block. So no layer holds state, and no global does.
+
+Rows of several sequences go through the layers together as a :class:`Batch`: their blocks, one after the other and
+never padded. Storing and attending look at each block's own cache, so that a row's numbers have nothing to do with the
+other sequences.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +22,7 @@ import torch
 from specdec.cache import KVCache, Slices, Slots
 from specdec.draft import Draft, ancestors
 
-__all__ = ["Block", "Layout"]
+__all__ = ["Batch", "Block", "Layout", "Rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,41 @@ class Layout:
     causal: bool
 
 
-class Block:
+class Rows(ABC):
+    """The rows of one forward: one sequence's (:class:`Block`), or several sequences' (:class:`Batch`).
+
+    Attributes:
+        rows: T.
+        start: position of the first row, where the others follow at one position after the other; else None.
+        end: the position after the last one that a row stands at.
+        tokens: [1, T].
+        backend: attention backend, see :mod:`specdec.attention`.
+    """
+
+    rows: int
+    start: int | None
+    end: int
+    tokens: torch.Tensor
+    backend: str
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[tuple[Block, int, int]]:
+        """The blocks, and of each its first row among all, and the one after its last."""
+
+    @property
+    @abstractmethod
+    def positions(self) -> torch.Tensor:
+        """[1, T] where the rows stand in their texts."""
+
+    @abstractmethod
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one layer's keys and values [1, heads, T, dim]; the signature is that of transformers' caches."""
+
+
+class Block(Rows):
     """Rows ``first`` .. ``first + T`` of a step tree, on their way through the layers.
 
     Args:
@@ -70,6 +110,8 @@ class Block:
         cache.reserve(self.length + last)
         self.depths = range(last) if depths is None else depths
         self.deepest = max(self.depths[first:last])
+        self.start = self.length + first if parents is None else None
+        self.end = self.length + self.deepest + 1
         self.tokens = torch.tensor([tokens], device=device)  # [1, T]
         self._device = device
         self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
@@ -83,16 +125,18 @@ class Block:
             return cls(cache, draft.tokens, device=device, backend=backend)
         return cls(cache, draft.tokens, parents=draft.parents, depths=draft.depths, device=device, backend=backend)
 
+    @property
+    def parts(self) -> Sequence[tuple[Block, int, int]]:
+        return ((self, 0, self.rows),)
+
     @cached_property
     def positions(self) -> torch.Tensor:
-        """[1, T] where the rows stand in the text."""
         depths = self.depths[self.first : self.first + self.rows]
         return torch.tensor([[self.length + depth for depth in depths]], device=self._device)
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store one layer's keys and values [1, heads, T, dim]; the signature is that of transformers' caches."""
         self.cache.write(layer, keys, values, self.length + self.first)
         return keys, values
 
@@ -169,6 +213,32 @@ class Block:
         pieces = _ranges(positions[0], end, group.size) if edge == common or common == length else ()
         tail_slots = pieces[0] if len(pieces) == 1 else group.index(positions)
         return Layout(prefix, tail_slots, mask, causal=False)
+
+
+class Batch(Rows):
+    """Blocks of several sequences, each with a cache of its own, as the rows of one forward."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        ends = list(accumulate(block.rows for block in blocks))
+        self._parts = [(block, end - block.rows, end) for block, end in zip(blocks, ends, strict=True)]
+        self.rows, self.start, self.end = ends[-1], None, max(block.end for block in blocks)
+        self.tokens = torch.cat([block.tokens for block in blocks], 1)
+        self.backend = blocks[0].backend
+
+    @property
+    def parts(self) -> Sequence[tuple[Block, int, int]]:
+        return self._parts
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        return torch.cat([block.positions for block, _, _ in self.parts], 1)
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for block, first, last in self.parts:
+            block.update(keys[:, :, first:last], values[:, :, first:last], layer)
+        return keys, values
 
 
 def _ranges(first: int, last: int, size: int) -> tuple[tuple[int, int], ...]:

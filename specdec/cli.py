@@ -27,6 +27,7 @@ from specdec.config import ModelOptions, RunConfig, check_positive, resolve
 from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, unknown
 from specdec.info import info
 from specdec.options import Given, with_options
+from specdec.pull import pull
 from specdec.version import __version__
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (generate, chat, drafters, demo, info):
+    for command in (generate, chat, drafters, demo, info, pull):
         app.command()(command)
     for entry in entry_points(group=COMMANDS):
         try:

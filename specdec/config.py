@@ -77,7 +77,7 @@ class WeightsOptions:
         ConfigError: a value that cannot be.
     """
 
-    model: str = _model_option("tiny", "tiny (in the package), a folder, or a hub id.")
+    model: str = _model_option("tiny", "tiny, smollm2 (once `specdec pull smollm2`), a folder, GGUF file or hub id.")
     dtype: str = _model_option("auto", "Of weights and computation: float32, bfloat16, ...; auto: the checkpoint's.")
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class ModelOptions(WeightsOptions):
 
     device: str | None = _model_option(None, "Such as cpu or cuda:0.")
     device_map: str | dict[str, Any] | None = option(None, "Such as auto: split the model over devices.", panel="Model")
-    attention: str = _model_option("auto", "auto, sdpa or split.")
+    attention: str = _model_option("auto", "auto, sdpa or split; on a GPU aten or flash.")
     execution: str = _model_option("auto", "Which code runs the layers: auto, transformers, fused or native.")
     threads: int | None = _model_option(None, "CPU threads (default torch's own; 1 for tiny).")
 

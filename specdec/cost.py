@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "LENGTHS",
     "ROWS",
     "CostCurve",
+    "Crowd",
     "cost_curve",
     "describe",
     "kept_curve",
@@ -50,6 +51,13 @@ _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, 
 # Rows whose arithmetic takes as long as reading the weights once. A CPU core does some ten operations on a float32
 # weight while it reads one from memory, an accelerator some hundreds on a half precision one, and a row needs two.
 _BALANCE, _BALANCE_ACCELERATOR = 10, 150
+
+
+class Crowd(NamedTuple):
+    """What a sequence shares its forwards with: how many ``sequences``, itself included; the others' ``rows``."""
+
+    sequences: int
+    rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +119,23 @@ class CostCurve:
         result: list[float] = values.tolist()
         return result
 
-    def steps(self, length: int, most: int) -> list[float]:
-        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; more rows never cost less."""
-        seconds = self.at(length, most)
-        plain, so_far = seconds[1], 1.0
-        return [0.0, *(so_far := max(so_far, taken / plain) for taken in seconds[1:])]
+    def steps(self, length: int, most: int, crowd: Crowd | None = None) -> list[float]:
+        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; more rows never cost less.
+
+        In a crowd a plain step is a sequence's share of a forward with one row of each, and rows come on top of those
+        that the others bring.
+        """
+        beside, share = (0, 1) if crowd is None else (crowd.rows, crowd.sequences)
+        seconds = self.at(length, max(beside + most, share))
+        plain, so_far = seconds[share] / share, 1.0
+        first = seconds[beside + 1] - plain  # what the root costs is one plain step, whoever is there
+        more = seconds[beside + 1 : beside + most + 1]
+        return [0.0, *(so_far := max(so_far, (taken - first) / plain) for taken in more)]
+
+    def plain(self, length: int, crowd: Crowd | None = None) -> float:
+        """Seconds of a plain step; in a crowd, a sequence's share of it."""
+        share = 1 if crowd is None else crowd.sequences
+        return self.at(length, share)[share] / share
 
     def tree_rows(self, length: int, most: int) -> int:
         """How many rows below the root, up to ``most``, are a good size for a tree of which nothing more is known.
@@ -201,6 +221,9 @@ def cost_curve(
     Raises:
         ConfigError: ``file`` does not exist.
     """
+    agreed = getattr(target, "agreed_curve", None)
+    if agreed is not None:  # several processes have to go by the same one
+        return agreed(progress)  # type: ignore[no-any-return]
     machine = describe(target)
     path = stored_at(machine) if file is None else Path(file)
     if file is not None and not path.exists():
@@ -210,9 +233,16 @@ def cost_curve(
     return new_curve(target, None if file is not None else path, progress)  # a user's own file is not overwritten
 
 
-def new_curve(target: Target, path: Path | None = None, progress: Callable[[float], None] | None = None) -> CostCurve:
+def new_curve(
+    target: Target,
+    path: Path | None = None,
+    progress: Callable[[float], None] | None = None,
+    clock: Callable[[], float] = perf_counter,
+) -> CostCurve:
     """The target's curve, measured in about a second; kept at ``path``, with a warning where that cannot be."""
-    curve = measure(target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress)
+    curve = measure(
+        target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress, clock=clock
+    )
     try:
         if path is not None:
             curve.save(path)

@@ -105,8 +105,12 @@ class Drafter(Protocol):
         taps: hidden layers that sessions want back in ``observe``; ``FINAL`` is the last one, after the norm.
         needs_observe: False where the tokens in the context are all that sessions learn from; without taps they are
             then told nothing.
+        likeliest: how many of each scored row's likeliest tokens sessions read. Where several processes share a step's
+            rows, neither more than that many nor logits are there.
         proposes: False where drafts are the root alone, so that nothing has to be known of what rows cost.
         plans_rows: sessions choose their rows by ``context.policy.prices``; others' room is bounded by the policy.
+        draws: False where no draft comes with a q. Otherwise a text that is sampled depends on the rows proposed, and
+            in a batch these must not depend on the other sequences.
         fixed_cost_rows: what drafting costs besides the rows that are verified, in rows of a small model: a tenth of a
             millisecond each. A rough guess, for policies that read no clock.
     """
@@ -114,8 +118,10 @@ class Drafter(Protocol):
     name: str
     taps: frozenset[int]
     needs_observe: bool
+    likeliest: int
     proposes: bool
     plans_rows: bool
+    draws: bool
     fixed_cost_rows: int
 
     def start(self, context: Context) -> DraftSession:
@@ -133,8 +139,10 @@ class DrafterBase:
     Config: ClassVar[type[Any]]
     taps: frozenset[int] = frozenset()
     needs_observe: bool = True
+    likeliest: int = 1
     proposes: bool = True
     plans_rows: bool = False
+    draws: bool = True
     fixed_cost_rows: int = 0
 
     def __init__(self, config: Any = None) -> None:
@@ -157,8 +165,10 @@ class DrafterWrapper:
         self.name = inner.name
         self.taps = inner.taps
         self.needs_observe = inner.needs_observe
+        self.likeliest = inner.likeliest
         self.proposes = inner.proposes
         self.plans_rows = inner.plans_rows
+        self.draws = inner.draws
         self.fixed_cost_rows = inner.fixed_cost_rows
 
     def start(self, context: Context) -> DraftSession:

@@ -8,6 +8,7 @@
     |-- TargetError       a model that specdec cannot drive exactly
     |-- CheckpointError   weights on disk that are missing, broken or of another model
     |-- DraftError        a drafter proposed a tree that breaks the rules
+    |-- ParallelError     processes that decode together disagree, or one of them is gone
     `-- NumericalError    the target returned logits that are no distribution
 
 and, for what it can go on from, as a warning: SpecdecWarning (a UserWarning).
@@ -25,6 +26,7 @@ __all__ = [
     "ConfigError",
     "DraftError",
     "NumericalError",
+    "ParallelError",
     "PromptError",
     "SpecdecError",
     "SpecdecWarning",
@@ -62,6 +64,10 @@ class DraftError(SpecdecError):
 
 class NumericalError(SpecdecError):
     """Logits that are no distribution: NaN, or nothing left after the logits processors."""
+
+
+class ParallelError(SpecdecError):
+    """Processes that decode together disagree, or one of them is gone."""
 
 
 class SpecdecWarning(UserWarning):

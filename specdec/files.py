@@ -94,7 +94,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def whole_lines(path: Path) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ __all__ = ["load", "load_run", "model_arguments", "prepare"]
 def load(options: ModelOptions, drafter: str | Mapping[str, Any] = "none", policy: str = "acceptance") -> Engine:
     """The engine that options describe, after ``prepare``."""
     prepare(options)
-    with Console(stderr=True).status(f"Loading {options.model}") as status:
+    with Console(file=sys.stderr).status(f"Loading {options.model}") as status:
 
         def told(share: float) -> None:
             status.update(f"Timing steps of {options.model}, once for this machine ({share:.0%})")

@@ -19,13 +19,14 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from specdec.attention import check_backend, layer_attention
-from specdec.block import Block
+from specdec.attention import check_backend, check_runs, layer_attention, told
+from specdec.block import Block, Rows
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
-from specdec.draft import Entry
+from specdec.draft import Draft, Entry
 from specdec.errors import ConfigError, TargetError, first_line
 from specdec.files import cache_folder
 from specdec.machine import processor
@@ -33,11 +34,14 @@ from specdec.masks import MASKS, layer_masks, named_limits, register_masks, wind
 from specdec.native.library import compiler, library
 from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
 from specdec.runners import EXECUTIONS
-from specdec.runners.linear import PackedLinear, TiedEmbedding
+from specdec.runners.known import version_of, why_special
+from specdec.runners.linear import DenseLinear, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
 from specdec.runners.runner import LayerRunner
+from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
 from specdec.target import FINAL, TargetOutput
+from specdec.verify import Verdict, verify
 
 __all__ = ["TransformersTarget", "time_runners"]
 
@@ -52,7 +56,7 @@ class TransformersTarget:
         execution: which code runs the layers. ``auto``: the fastest that is exact, for a model that specdec owns; its
             own modules for one that was handed in. ``transformers``: its own modules. ``fused``: lean torch operations
             where layers are known. ``native``: all layers in one call of C, on a CPU.
-        attention: ``auto``, ``sdpa`` or ``split``, see :mod:`specdec.attention`; the latter two rule out native layers.
+        attention: the kernels, by name, see :mod:`specdec.attention`; any but ``auto`` rules out native layers.
         owned: nobody else holds the model. Its weights may be laid out anew then, so that none is held twice: the
             model still computes, saves and copies what it did, but packed weights are slow for itself, and cannot be
             changed. ``plain_model`` gives one as it was.
@@ -97,6 +101,7 @@ class TransformersTarget:
         self.eos_ids = eos_ids_of(model)
         self.device, self.dtype = device_of(embedding), next(embedding.parameters()).dtype
         self.head_device = device_of(head)
+        self.layer_weights = sum(weight.numel() for weight in self.layers.parameters())
         self._parameters = sum(weight.numel() for weight in model.parameters())
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._lent = _Lent.of(model)
@@ -109,8 +114,11 @@ class TransformersTarget:
         self.vocab_size = int(expected.shape[-1])
         try:
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
+            check_runs(attention, self.specs)
             self._reference = Reference(expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
+        except ConfigError:
+            raise
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
             raise TargetError(
                 f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}"
@@ -139,7 +147,7 @@ class TransformersTarget:
         trust_remote_code: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> TransformersTarget:
-        """Load a checkpoint: ``"tiny"`` (the embedded model), a folder, or a hub id. Safetensors only.
+        """Load a checkpoint: a named model, a folder or hub id (safetensors only), or a GGUF file.
 
         Raises:
             CheckpointError: no model there, a broken file, or tensors missing or left over.
@@ -159,7 +167,7 @@ class TransformersTarget:
 
     def forward(
         self,
-        block: Block,
+        block: Rows,
         *,
         entry: Entry | None = None,
         exit_layer: int | None = None,
@@ -183,11 +191,31 @@ class TransformersTarget:
             chosen = chosen[list(rows)]
         return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
 
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.runner.norm(hidden)
+
+    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
+        return verify(output.scores(draft.scored_rows()), draft, sampler)
+
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.runner.head(hidden)
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+        return self._capped(self.runner.head(hidden))
+
+    def head_of(
+        self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As :meth:`Target.head_of`, of all tokens for None; with a ``dtype`` gradients may pass, as in training."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        plain = type(head) in (nn.Linear, PackedLinear) and head.bias is None and why_special(head) is None
+        if not plain:  # what it does to its logits only its own module knows
+            every = slice(None) if tokens is None else tokens
+            return lambda hidden: self.head(hidden.to(self.dtype))[..., every]
+        weight = head.weight.detach()
+        weight = weight if tokens is None else weight[tokens.to(self.head_device)]
+        kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
+        return lambda hidden: self._capped(kernel(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed since its runner read it; called before every generation."""
@@ -198,6 +226,9 @@ class TransformersTarget:
                 f"{self.name} was changed after its {self.runner.name} layers were made, which would not follow: "
                 f"{changed}; make a new engine of it{'' if self.runner.borrows else lenient}"
             )
+
+    def version(self) -> object:
+        return version_of(self.model)
 
     def plain_model(self) -> PreTrainedModel:
         """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""
@@ -242,7 +273,7 @@ class TransformersTarget:
                 "runner": self.runner.name,
                 "because": self.plan.reason,
                 **{f"not {name}": reason for name, reason in self.plan.others.items()},
-                "attention": "in the same call" if self.runner.name == "native" else self.backend,
+                "attention": "in the same call" if self.runner.name == "native" else self._attention_told(),
                 "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             },
             "machine": {
@@ -256,6 +287,10 @@ class TransformersTarget:
                 "transformers": transformers.__version__,
             },
         }
+
+    def _attention_told(self) -> str:
+        softcap = getattr(self.config, "attn_logit_softcapping", None)
+        return told(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
 
     def _read_specs(self, maker: RunnerMaker, token: int) -> list[LayerSpec]:
         """What each layer caches, as seen by an attention function that only looks."""

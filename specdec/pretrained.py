@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.peft_utils import find_adapter_config_file
+from transformers.utils.quantization_config import GgufConfig
 
 from specdec.errors import CheckpointError, TargetError, first_line
+from specdec.gguf import GgufFile, is_gguf
+from specdec.named import named_models
 
 __all__ = [
     "context_length_of",
@@ -46,30 +52,31 @@ _GENERATION = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), -1),
     **dict.fromkeys(("stop_strings", "watermarking_config"), False),
 }
+_NAMES = " or ".join(map(repr, named_models()))
 _NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
 
 def embedded_model() -> Path:
     """Folder of the small model inside the package, known as ``"tiny"``."""
-    return Path(__file__).parent / "assets" / "tiny"
+    return named_models()["tiny"].place
 
 
 def model_source(model: str | Path) -> str | Path:
-    """Where a model lies: the embedded one's folder for ``"tiny"``, a folder, or a hub id as it is.
+    """Where a model lies: a named one's folder, a folder or a GGUF file, or a hub id as it is.
 
     Raises:
-        CheckpointError: neither a folder nor what a hub id looks like.
+        CheckpointError: none of these, or a named model that was not pulled.
     """
-    if str(model) == "tiny":
-        return embedded_model()
+    if (named := named_models().get(str(model))) is not None:
+        return named.found()
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and is_gguf(path)):
         return path
-    if path.exists() or isinstance(model, Path) or not _HUB_ID.fullmatch(model):
-        wrong = "that is a file" if path.exists() else "there is no such folder"
+    if path.exists() or isinstance(model, Path) or is_gguf(path) or not _HUB_ID.fullmatch(model):
+        wrong = "that is a file" if path.exists() else f"there is no such {'file' if is_gguf(path) else 'folder'}"
         raise CheckpointError(
-            f"cannot load a model from {str(model)!r}: {wrong}; give 'tiny', a folder with config.json and "
-            "*.safetensors, or a hub id"
+            f"cannot load a model from {str(model)!r}: {wrong}; give {_NAMES}, a folder with config.json and "
+            "*.safetensors, a GGUF file, or a hub id"
         )
     return model
 
@@ -81,35 +88,54 @@ def load_model(
     device: str | torch.device | None,
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
+    split: bool = False,
 ) -> PreTrainedModel:
-    """A checkpoint's model: ``"tiny"`` (the embedded one), a folder's, or a hub id's. Safetensors only.
+    """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's, dequantised.
+
+    ``split``: over the processes of torch.distributed, each weight by the model's own plan.
 
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
         TargetError: a model that specdec cannot drive.
+        ConfigError: a GGUF file, and no package to read it with.
     """
     place = model_source(path)
+    gguf = GgufFile.read(Path(place)) if is_gguf(place) else None
+    reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if gguf is not None:
+        place, dtype = gguf.path.parent, gguf.dtype if dtype == "auto" else dtype
+        reading["gguf_file"] = gguf.path.name
+    dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
+    quiet = nullcontext() if gguf is None else redirect_stderr(StringIO())  # the bar heeds no switch of transformers
     try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(place, **reading)
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
-        _refuse_outside(Path(place))
-        _refuse_adapter(place)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            place,
-            config=config,
-            dtype=dtype,
-            device_map=device_map,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-        )
+        if gguf is None:
+            _refuse_outside(Path(place))
+            _refuse_adapter(place)
+        else:
+            _refuse_scaled(gguf, config)
+        with quiet:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place,
+                config=config,
+                dtype=dtype,
+                device_map=device_map,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                distributed_config=DistributedConfig(tp_plan="auto") if split else None,
+                **reading,
+                **dequantised,
+            )
     except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"cannot load a causal language model from {str(path)!r}: {first_line(error)}; give 'tiny', a folder "
-            "with config.json and *.safetensors, or a hub id that this machine can reach"
+            f"cannot load a causal language model from {str(path)!r}: {first_line(error)}; give {_NAMES}, a folder "
+            "with config.json and *.safetensors, a GGUF file, or a hub id that this machine can reach"
         ) from error
     model: PreTrainedModel = loaded[0]
+    if gguf is not None:
+        gguf.settle(model)
     info: dict[str, Any] = loaded[1]
     kinds = {"missing": "missing_keys", "extra": "unexpected_keys", "misshapen": "mismatched_keys"}
     broken = {kind: sorted(map(str, info[key])) for kind, key in kinds.items() if info.get(key)}
@@ -136,6 +162,15 @@ def _refuse_outside(folder: Path) -> None:
                 raise CheckpointError(
                     f"{str(index)!r} names weights outside its folder: {shard!r}; do not trust this checkpoint"
                 )
+
+
+def _refuse_scaled(gguf: GgufFile, config: Any) -> None:
+    """Raises CheckpointError where a GGUF file scales its rotary frequencies and transformers did not read how."""
+    if gguf.scales_positions and all(rope.get("rope_type", "default") == "default" for rope in rope_kinds(config)):
+        raise CheckpointError(
+            f"{str(gguf.path)!r} scales its rotary frequencies, which transformers does not read from GGUF: the model "
+            "would be another one; load its folder of safetensors"
+        )
 
 
 def _refuse_adapter(place: str | Path) -> None:

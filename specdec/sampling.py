@@ -23,8 +23,9 @@ from transformers import (
 
 from specdec.errors import NumericalError
 from specdec.params import ACCEPTANCES, SamplingParams
+from specdec.results import TokenLogprobs
 
-__all__ = ["ACCEPTANCES", "Noise", "Sampler", "SamplingParams", "Scores"]
+__all__ = ["ACCEPTANCES", "Noise", "Peaks", "Sampler", "SamplingParams", "Scores"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -101,6 +102,21 @@ class Processor(Protocol):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor: ...
 
 
+class Peaks:
+    """The largest of each row's logits [R, V]: one reduction and one transfer for all rows, once somebody asks."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        self._found: tuple[list[float], list[int]] | None = None
+
+    def of(self, first: int, last: int) -> tuple[list[float], list[int]]:
+        """Values and tokens of rows [first, last)."""
+        if self._found is None:
+            values, tokens = self._logits.max(-1)
+            self._found = values.tolist(), tokens.tolist()
+        return self._found[0][first:last], self._found[1][first:last]
+
+
 @dataclass(slots=True, eq=False)
 class Scores:
     """The logits of one step's scored rows.
@@ -108,10 +124,12 @@ class Scores:
     Attributes:
         logits: [R, V], raw, in the target's dtype.
         rows: the R draft rows, ascending; None where row i is logits[i].
+        shared: where the rows went through the target beside others: the peaks of all, and the first of these rows.
     """
 
     logits: torch.Tensor
     rows: Sequence[int] | None = None
+    shared: tuple[Peaks, int] | None = None
     _place: dict[int, int] = field(default_factory=dict)
     _best: list[int] = field(default_factory=list)
 
@@ -128,17 +146,39 @@ class Scores:
         return self._place[row]
 
     def argmax(self, row: int) -> int:
-        """The token with the largest raw logit at a row; one reduction and one transfer serve all rows of a step.
+        """The token with the largest raw logit at a row.
 
         Raises:
             NumericalError: a row holds NaN, or no finite logit at all.
         """
         if not self._best:
-            values, tokens = self.logits.max(-1)
-            self._best.extend(tokens.tolist())
-            if not all(map(math.isfinite, values.tolist())):
+            peaks, first = self.shared or (Peaks(self.logits), 0)
+            values, tokens = peaks.of(first, first + len(self.logits))
+            if not all(map(math.isfinite, values)):
                 raise _no_distribution(self.logits)
+            self._best.extend(tokens)
         return self._best[self.place(row)]
+
+    def likeliest(self, count: int) -> list[list[int]]:
+        """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
+        best: list[list[int]] = self.logits.topk(min(count, self.logits.shape[-1]), -1).indices.tolist()
+        return best
+
+    def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
+        """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
+        return Scores(self.logits[[self.place(row) for row in rows]], numbers)
+
+    def logprobs(self, path: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+        """Of the token emitted after each row of the path, and of so many likeliest ones, from the raw logits."""
+        logits = self.logits[[self.place(row) for row in path]]
+        logits = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+        own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+        best = logits.topk(min(top, logits.shape[-1]), -1)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [
+            TokenLogprobs(token, value, tuple(zip(*pair, strict=True)))
+            for token, value, pair in zip(tokens, own, pairs, strict=True)
+        ]
 
 
 def _no_distribution(logits: torch.Tensor) -> NumericalError:
@@ -173,17 +213,17 @@ class Sampler:
         self.params = params
         self.sample = params.temperature > 0 if sample is None else sample
         self.noise = Noise(params.seed, vocab_size, device)
-        self._processors: list[Any] = [*processors, *params.processors()]
+        self.processors: list[Any] = [*processors, *params.processors()]
         # Some never look at the prefix, and write nothing in place.
         free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-        self._all_free = all(isinstance(p, free) for p in self._processors)
+        self._all_free = all(isinstance(p, free) for p in self.processors)
         self.tokens = tokens
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
 
     def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
-        if not self._processors and not self.sample:
+        if not self.processors and not self.sample:
             return scores.argmax(row)
         logits = self.processed(scores, row, path)
         if self.sample:
@@ -209,7 +249,7 @@ class Sampler:
         if not self._all_free:
             logits = logits.clone()  # they may write in place, and the raw logits go on to the drafter
         ids = self._ids(path)
-        for processor in self._processors:
+        for processor in self.processors:
             logits = processor(ids, logits)
         return logits[0]
 

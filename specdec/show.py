@@ -86,6 +86,7 @@ def to_json(generation: Generation, drafter: str) -> dict[str, Any]:
         "drafter": drafter,
         "stats": {
             "prompt_tokens": stats.prompt_tokens,
+            "reused_tokens": stats.reused_tokens,
             "new_tokens": stats.new_tokens,
             "steps": stats.steps,
             "acceptance_lengths": stats.acceptance_lengths,

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from specdec.errors import CheckpointError, ConfigError, first_line
+from specdec.gguf import GgufFile, is_gguf
 from specdec.pretrained import model_source
 
 __all__ = ["TextStream", "check_stops", "load_tokenizer"]
 
 
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of ``tiny``, a folder, or a hub id.
+def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
+    """The tokenizer of a named model, a folder, a GGUF file, or a hub id.
 
     Raises:
         CheckpointError: there is none.
     """
     place = model_source(model)
+    if is_gguf(place):
+        return GgufFile.read(Path(place)).tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return AutoTokenizer.from_pretrained(
+            place, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"no tokenizer at {model!r}: {first_line(error)}; save one beside the weights") from error
+        what = f"no tokenizer at {str(model)!r}"
+        raise CheckpointError(f"{what}: {first_line(error)}; save one beside the weights") from error
 
 
 def check_stops(stop: str | Sequence[str]) -> list[str]:

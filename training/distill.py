@@ -25,9 +25,15 @@ from specdec.files import drop_unfinished, parse_json, read_text, whole_lines, w
 from specdec.sampling import SamplingParams
 from specdec.text import check_stops
 
-__all__ = ["Distilled", "distill", "prompts_of"]
+__all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of"]
 
 TURNS = ("first", "all")
+SELF = "self"
+"""The source whose questions the target writes itself, where its chat template lets a user begin (Xu et al. 2024,
+"Magpie", arXiv 2406.08464): they are of the kind that it was trained to answer, and no data set is needed."""
+
+_QUESTION = 100  # tokens, at most, of a question that the target writes
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,11 @@ def prompts_of(
             "to tell apart; distill them into two files"
         )
     return [Question(id=n, category=name, turns=said, format=form) for n, (name, said, form) in enumerate(found)]
+
+
+def own_prompts(count: int) -> list[Question]:
+    """Prompts whose only turn the target is to write itself."""
+    return [Question(id=number, category=SELF, turns=()) for number in range(count)]
 
 
 def distill(
@@ -136,9 +147,14 @@ def _answer(
     engine: Engine, prompt: Question, form: str, max_new_tokens: int, sampling: SamplingParams, stop: Sequence[str]
 ) -> tuple[dict[str, Any], int]:
     """A line of the unfinished file, and the tokens that it cost. A later turn follows the target's own answers."""
+    tokens = 0
+    if prompt.category == SELF:
+        question, tokens = _own_question(engine, sampling.seed)
+        if not question:
+            return {"record": None, "skipped": "a question that does not end, or is none"}, tokens
+        prompt = replace(prompt, turns=(question,))
     answers: list[str] = []
     turns: list[dict[str, str]] = []
-    tokens = 0
     reason = ""
     for said in prompt.turns:
         try:
@@ -158,6 +174,26 @@ def _answer(
     if not turns:
         return {"record": None, "skipped": reason}, tokens
     return {"record": {"id": str(prompt.id), "source": prompt.category, "conversations": turns}}, tokens
+
+
+def _own_question(engine: Engine, seed: int) -> tuple[str, int]:
+    """A user's turn as the target samples it at temperature 1, and its tokens; no text where it does not end in time.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template in which a user's words stand as they are.
+    """
+    template = getattr(engine.tokenizer, "chat_template", None)
+    messages = [{"role": "user", "content": _MARK}]
+    text = (
+        engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if template else ""
+    )
+    before, found, _ = text.partition(_MARK)
+    if not found:
+        raise ConfigError(f"the source {SELF!r} needs a chat template; give a chat model, or prompts of your own")
+    ids = engine.tokenizer(before, add_special_tokens=False)["input_ids"]
+    made = engine.generate(list(ids), _QUESTION, SamplingParams(temperature=1.0, seed=seed))
+    ended = made.finish_reason == "eos" and len(made.text.split()) > 1
+    return made.text.strip() if ended else "", len(made.token_ids)
 
 
 def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:

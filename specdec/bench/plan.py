@@ -31,13 +31,15 @@ class Plan(ModelOptions):
         ConfigError: a value that cannot be.
     """
 
-    questions: str = option("tiny", "tiny (in the package), spec_bench (see --download), or a file.", metavar="FILE")
+    questions: str = option(
+        "tiny", "tiny or six_kinds (in the package), spec_bench (see --download), or a file.", metavar="FILE"
+    )
     drafters: list[Spec] = option(
         lambda: [ALL], "Drafters; all: every one that needs no options (default all).", metavar="A,B,C", commas=True
     )
     systems: list[Spec] = option(
         lambda: ["transformers", "transformers_lookup"],
-        "Rivals: transformers, transformers_lookup, transformers_assisted, or an installed one; '' for none.",
+        "Rivals: transformers, transformers_lookup, transformers_assisted, llama_cpp, or installed ones; '' for none.",
         metavar="A,B,C",
         commas=True,
     )

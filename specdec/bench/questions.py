@@ -24,7 +24,6 @@ __all__ = [
     "read_questions",
     "select",
     "spec_bench_path",
-    "tiny_questions",
 ]
 
 FORMATS = ("auto", "plain", "chat", "vicuna")
@@ -44,11 +43,6 @@ class Question:
     format: str | None = None
 
 
-def tiny_questions() -> Path:
-    """The set in this package, for the embedded model."""
-    return Path(__file__).parent / "data" / "tiny_questions.jsonl"
-
-
 def spec_bench_path() -> Path:
     """Where Spec-Bench's question file is kept."""
     return cache_folder() / "spec_bench" / "question.jsonl"
@@ -60,14 +54,23 @@ def group_of(category: str) -> str:
 
 
 def find_questions(name: str) -> Path:
-    """The file that ``tiny``, ``spec_bench`` or a path stands for.
+    """The file that a name or a path stands for.
+
+    ``tiny`` (code, for the embedded model) and ``six_kinds`` (of Spec-Bench's six kinds, ten each, for models that
+    follow instructions) are in this package; ``spec_bench`` is downloaded.
 
     Raises:
         ConfigError: no such file.
     """
-    path = {"tiny": tiny_questions, "spec_bench": spec_bench_path}.get(name, lambda: Path(name))()
+    data = Path(__file__).parent / "data"
+    named = {"tiny": data / "tiny_questions.jsonl", "six_kinds": data / "six_kinds.jsonl"}
+    path = spec_bench_path() if name == "spec_bench" else named.get(name, Path(name))
     if not path.is_file():
-        hint = "run `specdec bench --download`" if name == "spec_bench" else "give 'tiny', 'spec_bench' or a file"
+        hint = (
+            "run `specdec bench --download`"
+            if name == "spec_bench"
+            else f"give {', '.join(named)}, spec_bench or a file"
+        )
         raise ConfigError(f"there is no question file {str(path)!r}; {hint}")
     return path
 

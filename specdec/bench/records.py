@@ -35,7 +35,7 @@ class Turn:
         seconds: ``wall`` (all of it), ``prefill`` (up to the first step, or to the first token for systems that do not
             tell), and the phases ``draft``, ``target``, ``verify``, ``other`` where they are known.
         retokenized: tokens that the tokenizer makes of ``text``; Spec-Bench counts the baseline's so.
-        peak_memory: bytes, device memory on a GPU and resident memory of the process elsewhere; None if not known.
+        peak_memory: bytes of a GPU's memory; None elsewhere.
         pieces: text of each step, for the trace; kept for the first repeat only.
     """
 

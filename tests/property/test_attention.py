@@ -144,5 +144,5 @@ def test_auto_splits_large_masks() -> None:
 
 
 def test_unknown_backend_is_named() -> None:
-    with pytest.raises(ConfigError, match="attention='flash' is unknown; choose one of auto, sdpa, split"):
-        check_backend("flash")
+    with pytest.raises(ConfigError, match="attention='fast' is unknown; choose one of auto, sdpa, split"):
+        check_backend("fast")

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 
 from specdec import attention
+from specdec.draft import Draft, ancestors
+from specdec.errors import SpecdecWarning
 from tests.property.test_attention import Case, World, cases
 
-pytest.importorskip("triton", reason="Triton is not installed")
+CompilationError = pytest.importorskip("triton", reason="Triton is not installed").CompilationError
 kernel = pytest.importorskip("specdec.kernels.tree").tree_attention
 if not torch.cuda.is_available():
     assert type(kernel.__globals__["_tree"]).__name__ == "InterpretedFunction", "tests/conftest.py sets the interpreter"
@@ -26,7 +28,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         made.append(args[-1] is not None)
         return kernel(*args)
 
-    monkeypatch.setattr(attention, "_tree_kernel", lambda query: counted)
+    monkeypatch.setattr(attention, "_tree_kernel", lambda query, keys, values: counted)
     return made
 
 
@@ -54,6 +56,35 @@ def test_more_rows_and_keys_than_one_program_takes(calls: list[bool]) -> None:
     assert calls == [False, False, True, True]
 
 
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("rows", [1, 4, 32])  # also as many as a group has heads, and as there are heads
+@pytest.mark.parametrize("indexed", [False, True])
+def test_grouped_heads_of_width_128(indexed: bool, rows: int, window: int | None) -> None:
+    """Llama's 32 query heads on 8 key heads, over a tail with a window's edge, going on from a prefix."""
+    generator = torch.Generator().manual_seed(rows)
+    keys, values = (torch.randn(1, 8, 60, 128, generator=generator) for _ in range(2))
+    query = torch.randn(1, 32, rows, 128, generator=generator)
+    parents = [-1, *(max(0, row - 3) for row in range(1, rows))]
+    depths = torch.tensor(Draft([0] * rows, parents).depths)
+    edge = 5  # keys before the tree that a window may hide
+    seen = torch.ones(rows, edge + rows, dtype=torch.bool)
+    seen[:, edge:] = torch.from_numpy(ancestors(parents))
+    if window is not None:
+        places = torch.cat([torch.arange(-edge, 0), depths])
+        seen &= depths[:, None] - places < window
+    mask = torch.zeros(rows, edge + rows).masked_fill_(~seen, -torch.inf)
+    first, scale = 20, 128**-0.5
+    tail = torch.randperm(40, generator=generator)[: edge + rows] + first if indexed else (first, first + edge + rows)
+    prior = attention._plain(query, keys[:, :, :first], values[:, :, :first], scale, None)
+    got = kernel(query, keys, values, tail, mask, scale, prior)
+    slots = tail if isinstance(tail, torch.Tensor) else torch.arange(*tail)
+    chosen = torch.cat([torch.arange(first), slots])
+    k, v = (x[:, :, chosen].double().repeat_interleave(4, 1) for x in (keys, values))
+    whole = torch.cat([torch.ones(rows, first, dtype=torch.bool), seen], 1)
+    scores = (query.double() @ k.transpose(2, 3) * scale).masked_fill(~whole, -torch.inf)
+    assert (got.double() - torch.softmax(scores, -1) @ v).abs().max() < 2e-6
+
+
 def test_widths_that_are_no_power_of_two() -> None:
     query, keys, values = torch.randn(1, 6, 5, 12), torch.randn(1, 2, 9, 12), torch.randn(1, 2, 9, 20)
     got = kernel(query, keys, values, (3, 8), None, 0.3)
@@ -66,9 +97,16 @@ def test_widths_that_are_no_power_of_two() -> None:
     assert torch.equal(kernel(query, keys, values, slots, None, 0.3), got)
 
 
-def test_without_triton_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_is_replaced_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise CompilationError("", None, "cannot take constexpr")
+
+    shape = (torch.device("cpu"), torch.float32, 2, 8, 8)
+    assert attention._load_tree_kernel.__wrapped__(*shape) is kernel
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec.kernels.tree.tree_attention", refused)
+        with pytest.warns(SpecdecWarning, match=r"Triton kernel for trees is not used.*CompilationError"):
+            assert attention._load_tree_kernel.__wrapped__(*shape) is None
     monkeypatch.setitem(sys.modules, "specdec.kernels.tree", None)
-    assert attention._load_tree_kernel.__wrapped__() is None
-    case = Case(length=7, parents=[-1, 0, 0, 1], first=0, window=4, softcap=None, seed=0)
-    world = World(case)
-    assert (world.attended("split", pieces=False).double() - world.naive()).abs().max() < 1e-6
+    with pytest.warns(SpecdecWarning, match=r"Triton kernel for trees is not used.*ModuleNotFoundError"):
+        assert attention._load_tree_kernel.__wrapped__(*shape) is None

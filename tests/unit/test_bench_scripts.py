@@ -184,7 +184,7 @@ def test_gpu_benchmark_that_is_cut_short_keeps_what_it_has(
     ("arguments", "message"),
     [
         (["--shapes", "toy,tiny"], "'tiny' is none of toy"),
-        (["--backends", "flash"], "'flash' is none of auto"),
+        (["--backends", "fast"], "'fast' is none of auto"),
         (["--dtype", "half"], "'half' is none of float64"),
         (["--device", "cuda"], "no CUDA device here; try the parts with --device cpu"),
     ],

@@ -1,0 +1,98 @@
+"""Compile every Triton kernel for NVIDIA GPUs, on a machine that needs none: what the first run on one would do.
+
+    python scripts/compile_kernels.py                        # all variants, for sm_80 and sm_90; some minutes
+    python scripts/compile_kernels.py --arch 90 --sample     # one of each kind
+
+Prints a line per variant with the shared memory that it takes; the exit status is 1 if any fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+if os.environ.pop("TRITON_INTERPRET", None):  # it would turn the kernels into Python, which nothing compiles
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specdec.kernels import tree
+
+DTYPES = ("bf16", "fp16", "fp32")
+WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)
+SHARED = {80: 163 << 10, 90: 227 << 10}
+"""Bytes of shared memory that a block may have, by architecture."""
+
+Variant = tuple[str, Any, dict[str, str], dict[str, Any]]  # name, kernel, types of arguments, constants
+
+
+def tree_variants(sample: bool) -> Iterator[Variant]:
+    """Tree attention: dtypes x head widths x group sizes x (masked, indexed, continued)."""
+    shapes = [(128, 4)] if sample else [*product(WIDTHS, (4,)), (128, 1), (128, 7)]
+    flags = [(False, False, False), (True, False, True), (True, True, True)]
+    if not sample:
+        flags = list(product((False, True), repeat=3))
+    dtypes = DTYPES[::2] if sample else DTYPES
+    for dtype, (width, group), (masked, indexed, continued) in product(dtypes, shapes, flags):
+        types = {"query": dtype, "keys": dtype, "values": dtype, "mask": dtype, "slots": "i64",
+                 "prior": dtype, "prior_weight": "fp32", "output": dtype}  # fmt: skip
+        constants = tree.constants(group, width, width, masked=masked, indexed=indexed, continued=continued)
+        name = f"tree {dtype} width {width} group {group}" + "".join(
+            f" {flag}" for flag, on in (("masked", masked), ("indexed", indexed), ("continued", continued)) if on
+        )
+        yield name, tree._tree, types, constants
+
+
+VARIANTS = (tree_variants,)
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int) -> int:
+    """Compile one variant; its bytes of shared memory.
+
+    Raises:
+        ValueError: it specialises on a number, and so would be compiled anew in the midst of decoding.
+    """
+    fixed = [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize or p.name in types)]
+    if fixed:
+        raise ValueError(f"it specialises on {', '.join(fixed)}")
+    scalars = {"scale": "fp32", "epsilon": "fp32"}
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: f"*{types[name]}" if name in types else scalars.get(name, "i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants)
+    return int(triton.compile(source, target=GPUTarget("cuda", arch, 32)).metadata.shared)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, 90 for 9.0")
+    parser.add_argument("--sample", action="store_true", help="one variant of each kind")
+    args = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        for arch, variants in product(args.arch, VARIANTS):
+            for name, kernel, types, constants in variants(args.sample):
+                try:
+                    shared = compiled(kernel, types, constants, arch)
+                    told = "ok" if shared <= SHARED.get(arch, shared) else "FAILED: more than a block may have"
+                    told = f"{told}, {shared} bytes shared"
+                except Exception as error:  # the compiler's errors share no class but this
+                    told = f"FAILED: {type(error).__name__}: {error}"
+                failed += told.startswith("FAILED")
+                print(f"sm_{arch} {name}: {told}", flush=True)
+    print(f"{failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

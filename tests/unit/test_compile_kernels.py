@@ -1,0 +1,38 @@
+"""Triton's kernels compile for GPUs: by its own compiler and assembler, which need none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compile_kernels.py"
+
+
+def compile_kernels(*arguments: str) -> list[str]:
+    """The lines of the script, which runs without the interpreter that these tests are under."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, [line for line in lines if "FAILED" in line] or done.stderr
+    return lines[:-1]
+
+
+def test_a_sample_compiles_for_sm_90() -> None:
+    lines = compile_kernels("--sample", "--arch", "90")
+    assert len(lines) >= 6
+    assert all("ok" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_every_variant_compiles(arch: str) -> None:
+    assert len(compile_kernels("--arch", arch)) >= 250
