@@ -182,7 +182,7 @@ def folder_of(path: Path, speed: float, *, fingerprint: str = "a", asked: int = 
                 "threads": 1,
             },
             "runs": [{"command": ""}],
-        }  # fmt: skip
+        }
     )
     for question in range(answered):
         folder.append(record("none", question, turn([1] * 12, 12.0 * noise[0, question])))
