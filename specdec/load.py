@@ -12,8 +12,7 @@ from transformers.utils import logging
 
 from specdec.config import ModelOptions, RunConfig
 from specdec.engine import Engine
-from specdec.errors import ConfigError, first_line
-from specdec.registry import parse_drafter
+from specdec.pretrained import check_place
 
 __all__ = ["load", "load_run", "model_arguments", "prepare"]
 
@@ -30,12 +29,7 @@ def load(options: ModelOptions, drafter: str | Mapping[str, Any] = "none", polic
 
 
 def load_run(run: RunConfig) -> Engine:
-    """The engine of a run, with its drafter and policy.
-
-    Raises:
-        ConfigError: an unknown drafter or a bad option of it, before a large model is loaded for nothing.
-    """
-    parse_drafter(run.drafter)
+    """The engine of a run, with its drafter and policy."""
     return load(run, run.drafter, run.policy)
 
 
@@ -55,9 +49,4 @@ def prepare(options: ModelOptions) -> None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"device {options.device!r} cannot be used: {first_line(error)}; leave it out, or name one of here"
-        ) from error
+    check_place(options.device, options.device_map)

@@ -49,6 +49,7 @@ class Plan(ModelOptions):
     repeats: int = option(2, "How often each question is answered by each system.")
     format: str = option("auto", "How turns become a prompt: auto, plain, chat or vicuna.")
     persistent: bool = option(False, "Keep drafters for the whole run, with what they learned.")
+    keep_prefix: bool = option(False, "Keep our drafters' cache between the turns of a question.")
     policy: str = policy_option()
     temperature: float = _sampling_option(0.0, "0 is greedy.")
     seed: int = _sampling_option(0, "Of the sampling noise.")

@@ -34,6 +34,7 @@ class Turn:
         rows: rows of each target forward; empty where the system does not tell.
         seconds: ``wall`` (all of it), ``prefill`` (up to the first step, or to the first token for systems that do not
             tell), and the phases ``draft``, ``target``, ``verify``, ``other`` where they are known.
+        reused: tokens of the prompt that were not run, as the turn before had been; see `keep_prefix` of a plan.
         retokenized: tokens that the tokenizer makes of ``text``; Spec-Bench counts the baseline's so.
         peak_memory: bytes of a GPU's memory; None elsewhere.
         pieces: text of each step, for the trace; kept for the first repeat only.
@@ -48,6 +49,7 @@ class Turn:
     seconds: dict[str, float]
     retokenized: int
     peak_memory: int | None = None
+    reused: int = 0
     pieces: list[str] = field(default_factory=list)
 
 
