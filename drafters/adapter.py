@@ -75,9 +75,11 @@ class AdapterConfig(WeightsConfig):
                 "into even parts"
             )
         if self.key_heads < 0 or (self.key_heads and self.heads % self.key_heads):
-            raise ConfigError(f"adapter.key_heads is {self.key_heads}; it must divide the {self.heads} heads, or be 0")
+            raise ConfigError(
+                f"adapter.key_heads is {shown(self.key_heads)}; it must divide the {self.heads} heads, or be 0"
+            )
         if not 0 <= self.draft_vocab <= self.vocab_size:
-            raise ConfigError(f"adapter.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
+            raise ConfigError(f"adapter.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {self.vocab_size}]")
         if self.has_mlp and self.intermediate_size < 1:
             raise ConfigError(f"adapter.variant {self.variant!r} has an MLP and needs intermediate_size >= 1")
         if self.intermediate_size > _WIDEST * self.hidden_size:

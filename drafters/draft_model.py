@@ -55,8 +55,8 @@ class DraftModelConfig:
         check_positive("draft_model.", tokens=self.tokens)
         if len(self.widths) > self.tokens or any(type(width) is not int or width < 1 for width in self.widths):
             raise ConfigError(
-                f"draft_model.widths is {shown(self.widths)}; it takes at most tokens = {shown(self.tokens)} numbers, "
-                "each 1 or more"
+                f"draft_model.widths is {shown(self.widths)}; it takes at most tokens = {shown(self.tokens)} numbers "
+                "of 1 or more"
             )
         if not 0 <= self.min_confidence < 1:
             raise ConfigError(f"draft_model.min_confidence is {self.min_confidence}; it must be in [0, 1)")
