@@ -337,7 +337,7 @@ LOADING: list[tuple[dict[str, Any], str]] = [
     ({"execution": "fast"}, "execution 'fast'"),
     ({"execution": None}, "execution is None"),
     ({"execution": ["native"]}, "execution is ['native']"),
-    ({"attention": "flash"}, "attention='flash' is unknown"),
+    ({"attention": "fast"}, "attention='fast' is unknown"),
     ({"attention": 3}, "attention is 3"),
     ({"attention": []}, "attention is []"),
     ({"trust_remote_code": "no"}, "trust_remote_code is 'no', of type str; it must be True or False"),
