@@ -12,9 +12,10 @@ from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning, Tran
 from specdec.batch import Request, Scheduler
 from specdec.block import Batch, Block
 from specdec.cache import KVCache
-from specdec.cost import roofline
+from specdec.cost import Crowd, roofline
 from specdec.errors import ConfigError
 from specdec.native import library as native
+from specdec.policy import AcceptancePolicy
 from tests import models
 from tests.fakes import Drawing, Reciter, Scripted
 from tests.models import prompt_of, target_of
@@ -183,6 +184,21 @@ def test_drawn_drafts_do_not_depend_on_the_neighbours() -> None:
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert [one.stats.rows for one in found] == [one.stats.rows for one in expected]
     assert len({rows for one in found for rows in one.stats.rows}) > 1
+
+
+def test_rows_are_dearer_in_a_crowd() -> None:
+    """By the curve at the rows of all, in a sequence's share of a plain step; drafting as well."""
+    curve = roofline("cpu")  # a tenth of a plain step for each more row
+    assert curve.steps(0, 3) == pytest.approx([0, 1, 1.1, 1.2])
+    share = 1.7 / 8  # of a forward of eight rows
+    assert curve.plain(0, Crowd(8, 7)) == pytest.approx(share)
+    assert curve.steps(0, 3, Crowd(8, 20)) == pytest.approx([0, 1, 1 + 0.1 / share, 1 + 0.2 / share])
+    policy = AcceptancePolicy(curve)
+    alone = policy.room(24, 0)
+    policy.prices.crowd = Crowd(8, 7)
+    assert 1 < policy.room(24, 0) < alone
+    policy.prices.crowd = None
+    assert policy.room(24, 0) == alone
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler")
