@@ -58,20 +58,26 @@ def test_prompts_join_as_others_end_and_results_keep_the_order() -> None:
 def test_no_forward_has_more_rows_than_it_may(step_rows: int) -> None:
     """Drafts that find no room wait as they are, and long prompts come in bits."""
     target = counting()
-    engine = Engine(target, drafter=Scripted(sure), max_rows=6, prefill_chunk=50)
-    engine.drafter = Several(sure)
+    engine = Engine(target, drafter=Several(sure), max_rows=6, prefill_chunk=50)
+    sessions: list[Scripted] = engine.drafter.sessions  # type: ignore[attr-defined]
     prompts = [list(range(place, place + 30)) for place in range(5)]
     found = engine.generate_batch(prompts, 20, batch=4, step_rows=step_rows)
     assert [one.token_ids for one in found] == [numbers(prompt, 20) for prompt in prompts]
     assert max(target.forwards) <= step_rows
     assert all(one.stats.acceptance_lengths == [6, 6, 6, 2] for one in found)
+    assert [len(session.rooms) for session in sessions] == [4] * 5  # each draft was proposed once
 
 
 class Several(Scripted):
     """A session of its own for each sequence."""
 
+    def __init__(self, draft: Any) -> None:
+        super().__init__(draft)
+        self.sessions: list[Scripted] = []
+
     def start(self, context: Context) -> Scripted:
-        return Scripted(self.draft).start(context)
+        self.sessions.append(Scripted(self.draft).start(context))
+        return self.sessions[-1]
 
 
 def test_caches_keep_within_their_bytes() -> None:
