@@ -6,7 +6,6 @@ arXiv 2404.18911, section 3.1). A checkpoint is a folder with ``model.safetensor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import nn
 from drafters.vocabulary import check_draft_tokens
 from drafters.weights import WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.config import check_positive, parse
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.rotary import rotate, signed
 from specdec.target import Target
 
@@ -69,27 +68,30 @@ class AdapterConfig(WeightsConfig):
         check_positive("adapter.", **{name: getattr(self, name) for name in names})
         check_positive("adapter.", most=_LONGEST, gamma=self.gamma, branch=self.branch)
         if self.variant not in (*VARIANTS, "none"):
-            raise ConfigError(f"adapter.variant is {self.variant!r}; it must be one of {', '.join(VARIANTS)}")
+            raise ConfigError(f"adapter.variant is {shown(self.variant)}; it must be one of {', '.join(VARIANTS)}")
         if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
             raise ConfigError(
-                f"adapter.heads is {self.heads} at hidden_size {self.hidden_size}; it must divide it into even parts"
+                f"adapter.heads is {shown(self.heads)} at hidden_size {shown(self.hidden_size)}; it must divide it "
+                "into even parts"
             )
         if self.key_heads < 0 or (self.key_heads and self.heads % self.key_heads):
-            raise ConfigError(f"adapter.key_heads is {self.key_heads}; it must divide the {self.heads} heads, or be 0")
+            raise ConfigError(
+                f"adapter.key_heads is {shown(self.key_heads)}; it must divide the {self.heads} heads, or be 0"
+            )
         if not 0 <= self.draft_vocab <= self.vocab_size:
-            raise ConfigError(f"adapter.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
+            raise ConfigError(f"adapter.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {self.vocab_size}]")
         if self.has_mlp and self.intermediate_size < 1:
             raise ConfigError(f"adapter.variant {self.variant!r} has an MLP and needs intermediate_size >= 1")
         if self.intermediate_size > _WIDEST * self.hidden_size:
             raise ConfigError(
-                f"adapter.intermediate_size is {self.intermediate_size}; it must be at most {_WIDEST} times the "
-                f"hidden_size of {self.hidden_size}"
+                f"adapter.intermediate_size is {shown(self.intermediate_size)}; it must be at most {_WIDEST} times the "
+                f"hidden_size of {shown(self.hidden_size)}"
             )
         if self.eta is not None and not 0 <= self.eta <= 1:
-            raise ConfigError(f"adapter.eta is {self.eta}; it is a probability, in [0, 1]")
-        for name, value in (("rope_base", self.rope_base), ("norm_eps", self.norm_eps)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"adapter.{name} is {value}; it must be a finite number above 0")
+            raise ConfigError(f"adapter.eta is {shown(self.eta)}; it is a probability, in [0, 1]")
+        for name, value, most in (("rope_base", self.rope_base, 1e15), ("norm_eps", self.norm_eps, 1.0)):
+            if not 0 < value < most:
+                raise ConfigError(f"adapter.{name} is {shown(value)}; it must be more than 0 and less than {most:g}")
 
     @property
     def attends(self) -> bool:

@@ -19,7 +19,7 @@ from specdec.block import Block
 from specdec.config import check_positive
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
 from specdec.sampling import Noise, Sampler, Scores
@@ -53,9 +53,10 @@ class DraftModelConfig:
 
     def __post_init__(self) -> None:
         check_positive("draft_model.", tokens=self.tokens)
-        if len(self.widths) > self.tokens or any(width < 1 for width in self.widths):
+        if len(self.widths) > self.tokens or any(type(width) is not int or width < 1 for width in self.widths):
             raise ConfigError(
-                f"draft_model.widths is {self.widths}; it takes at most tokens = {self.tokens} numbers of 1 or more"
+                f"draft_model.widths is {shown(self.widths)}; it takes at most tokens = {shown(self.tokens)} numbers "
+                "of 1 or more"
             )
         if not 0 <= self.min_confidence < 1:
             raise ConfigError(f"draft_model.min_confidence is {self.min_confidence}; it must be in [0, 1)")

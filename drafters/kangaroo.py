@@ -27,7 +27,7 @@ from specdec.block import Block
 from specdec.config import check_positive
 from specdec.draft import Draft, Entry
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CheckpointError, ConfigError, shown
 from specdec.sampling import Noise
 from specdec.target import Target
 
@@ -67,7 +67,7 @@ class KangarooConfig:
         check_positive("kangaroo.", gamma=self.gamma, branch=self.branch, exit_layer=self.exit_layer)
         if self.adapter is not None and self.exit_layer is not None:
             raise ConfigError(
-                f"kangaroo.exit_layer={self.exit_layer} drafts without an adapter, and kangaroo.adapter is "
+                f"kangaroo.exit_layer={shown(self.exit_layer)} drafts without an adapter, and kangaroo.adapter is "
                 f"{self.adapter!r}; give one of them"
             )
 
@@ -120,7 +120,7 @@ def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool =
     check_fit(config, target, Kangaroo.name, check_target=check_target)
     if config.exit_layer >= target.num_layers:
         raise CheckpointError(
-            f"drafting leaves behind layer {config.exit_layer}, and the model has {target.num_layers} layers; "
+            f"drafting leaves behind layer {shown(config.exit_layer)}, and the model has {target.num_layers} layers; "
             f"the exit layer must be in [1, {target.num_layers - 1}]"
         )
 
@@ -145,7 +145,7 @@ class KangarooSession:
     def _draft_prices(self) -> list[float]:
         """What draft number 1, 2, ... costs, in plain steps: making it, and verifying its row."""
         drafter = self._drafter
-        steps = self._context.costs.steps(self._context.prompt_length, drafter.gamma + 2)
+        steps = self._context.costs.steps(self._context.prompt_length, self._gamma + 2)
         deep = 1 - drafter.shallow_cost
         return [drafter.draft_cost + deep * (after - before) for before, after in pairwise(steps[1:])]
 

@@ -58,7 +58,7 @@ class HeadsConfig(WeightsConfig):
         check_positive("heads.", **{name: getattr(self, name) for name in names})
         check_positive("heads.", most=_MOST, heads=self.heads, layers=self.layers)
         if not 0 <= self.draft_vocab <= self.vocab_size:
-            raise ConfigError(f"heads.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
+            raise ConfigError(f"heads.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {self.vocab_size}]")
 
     @property
     def ranks(self) -> int:

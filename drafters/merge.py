@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from specdec.config import check_positive
 from specdec.draft import Draft
-from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
+from specdec.drafter import Context, Drafter, DrafterBase, Observation, proposal, session_of
 from specdec.errors import ConfigError
 from specdec.policy import Patience, Prices
 from specdec.registry import make_drafter
@@ -207,7 +207,7 @@ class Part:
         self.name, self.taps = drafter.name, drafter.taps
         self.told = bool(drafter.taps) or drafter.needs_observe
         self.bandit = bandit
-        self.session: DraftSession = drafter.start(context)
+        self.session = session_of(drafter, context)
         self.asked = False
         self.draft = Draft.chain([context.root])
         self.rows = [0]  # own row -> row of the tree; -1: left out
@@ -272,7 +272,7 @@ class MergedSession:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
                 began = perf_counter()
-                part.draft = part.session.propose(room - len(tree.needed))
+                part.draft = proposal(part.session, room - len(tree.needed), part.name, context.target)
                 if part.draft.entry is not None:
                     raise ConfigError(
                         f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from specdec.config import check_positive
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 
 __all__ = ["PromptLookup", "PromptLookupConfig"]
 
@@ -25,7 +25,7 @@ class PromptLookupConfig:
     """Options.
 
     Attributes:
-        max_ngram, min_ngram: lengths of the suffix that is looked up, the longest first.
+        max_ngram, min_ngram: lengths of the suffix that is looked up, the longest first; at most 128.
         tokens: most tokens proposed from one match.
         match: ``rightmost`` (latest) or ``leftmost`` (earliest) occurrence.
         matches: how many occurrences to propose, as a trie.
@@ -43,7 +43,7 @@ class PromptLookupConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ConfigError(
-                f"prompt_lookup.min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; "
+                f"prompt_lookup.min_ngram is {shown(self.min_ngram)} and max_ngram {shown(self.max_ngram)}; "
                 "they must satisfy 1 <= min_ngram <= max_ngram"
             )
         check_positive("prompt_lookup.", most=_LONGEST, max_ngram=self.max_ngram)

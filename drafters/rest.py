@@ -17,7 +17,7 @@ from drafters.datastore import Datastore, opened
 from specdec.config import check_positive
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.target import Target
 
 __all__ = ["Rest", "RestConfig", "frequent_prefixes"]
@@ -32,7 +32,7 @@ class RestConfig:
     Attributes:
         datastore: folder that ``specdec datastore build`` made with the target's tokenizer; it has no default.
         max_suffix, min_suffix: lengths of the suffix that is looked up.
-        matches: most occurrences that are read, spread evenly over all; the paper has 5000.
+        matches: most occurrences that are read, spread evenly over all, up to 65,536; the paper has 5000.
         tokens: tokens read after each.
         rows: rows below the root; None takes as many as pay, up to the paper's 64.
     """
@@ -47,7 +47,7 @@ class RestConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.min_suffix <= self.max_suffix:
             raise ConfigError(
-                f"rest.min_suffix is {self.min_suffix} and max_suffix {self.max_suffix}; "
+                f"rest.min_suffix is {shown(self.min_suffix)} and max_suffix {shown(self.max_suffix)}; "
                 "they must satisfy 1 <= min_suffix <= max_suffix"
             )
         check_positive("rest.", most=_MOST, matches=self.matches)

@@ -66,7 +66,7 @@ class TokenRecycling(DrafterBase):
         self._shared = table if options.persistent else None
         if options.from_prompt:
             table.read(context.tokens)
-        nodes = template(min(options.rows or _MOST, context.max_rows), options.depth, kept)
+        nodes = template(min(options.rows or _MOST, context.max_rows), min(options.depth, context.max_rows), kept)
         if options.rows is None:
             nodes = nodes[: paying(nodes, context.costs, context.prompt_length)]
         return TokenRecyclingSession(nodes, table, context)

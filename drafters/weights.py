@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drafters.fingerprint import architecture, fingerprint
-from specdec.errors import CheckpointError, ConfigError, first_line
+from specdec.errors import CheckpointError, ConfigError, first_line, shown
 from specdec.files import parse_json, replacing
 from specdec.pretrained import embedded_model
 from specdec.target import Target
@@ -113,7 +113,7 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source
     """Fill a module, which may be on the device ``meta``: nothing is allocated before the tensors are known to fit.
 
     Raises:
-        CheckpointError: a tensor is missing, left over, of another shape or kind, or not finite; ``what`` it is.
+        CheckpointError: a tensor is missing, left over, of another shape or kind, or not finite.
     """
     own = module.state_dict()
     found, expected = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, own))
@@ -177,8 +177,8 @@ def check_fit(config: WeightsConfig, target: Target, drafter: str, *, check_targ
     ):
         if own != theirs:
             raise CheckpointError(
-                f"the {drafter} weights are for another model: their {what} is {own}, the model's is {theirs}; take "
-                "those trained for this model"
+                f"the {drafter} weights are for another model: their {what} is {shown(own)}, the model's is {theirs}; "
+                "take those trained for this model"
             )
     if check_target and config.target and config.target != (found := fingerprint(target)):
         raise CheckpointError(

@@ -119,36 +119,54 @@ def layer_attention(
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention modules call; ``block`` travels to it through the layers' arguments.
 
-    ``key`` and ``value`` are the block's own rows, already in their slots. Returns [1, T, Hq, D] and no weights.
+    ``key`` and ``value`` are of the block's own rows. Returns [1, T, Hq, D] and no weights.
 
     Raises:
-        TargetError: called outside a specdec forward, or with a feature that it does not compute.
+        TargetError: called outside a specdec forward.
     """
     if block is None:
         raise TargetError("specdec's attention was called outside an Engine; use model.generate without it")
-    if options.get("s_aux") is not None:
-        raise TargetError(f"{type(module).__name__} has attention sinks, which specdec does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, block, module.layer_idx, scale, softcap).transpose(1, 2), None  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
+    block.store(key, value, layer)
+    return attend(query, block, layer, scale, softcap, sinks=options.get("s_aux")).transpose(1, 2), None
 
 
 def update_and_attend(
     block: Rows, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
 ) -> torch.Tensor:
     """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
-    block.update(keys, values, layer)
+    block.store(keys, values, layer)
     return attend(query, block, layer, scale)
 
 
-def attend(query: torch.Tensor, block: Rows, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:
-    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
+def attend(
+    query: torch.Tensor,
+    block: Rows,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv].
+
+    ``sinks``: [Hq] a score of each head that takes its share of the softmax, and has no value.
+    """
     if isinstance(block, Block):
-        return _attend(query, block, layer, scale, softcap)
-    parts = [_attend(query[:, :, first:last], part, layer, scale, softcap) for part, first, last in block.parts]
+        return _attend(query, block, layer, scale, softcap, sinks)
+    parts = [_attend(query[:, :, first:last], part, layer, scale, softcap, sinks) for part, first, last in block.parts]
     return torch.cat(parts, 2)
 
 
-def _attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    if sinks is not None:
+        keys, values, mask = block.visible(layer, query.dtype)
+        output, total = _plain(query, keys, values, scale, mask, softcap)
+        share = torch.sigmoid(total - sinks.to(total.dtype)[:, None])  # e^total / (e^total + e^sink)
+        return (output * share.unsqueeze(-1)).to(query.dtype)
     way = block.backend
     if way == "auto":
         if query.is_cuda:

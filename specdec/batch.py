@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from specdec.arguments import checked
 from specdec.block import Batch
 from specdec.cache import KVCache
 from specdec.cost import Crowd
@@ -156,6 +157,7 @@ class Scheduler:
         ConfigError: a size that is not positive, or a ``step_rows`` that cannot hold a draft.
     """
 
+    @checked
     def __init__(
         self,
         engine: Host,
@@ -165,9 +167,6 @@ class Scheduler:
         step_rows: int | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        for name, value in (("batch", batch), ("cache_bytes", cache_bytes)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
         if step_rows is not None and step_rows < engine.max_rows:
             raise ConfigError(
                 f"step_rows is {step_rows}, and one draft may have max_rows = {engine.max_rows} rows; "
@@ -228,14 +227,16 @@ class Scheduler:
         return False
 
     def _bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Bytes that the cache of such a text may come to hold.
+        """Bytes that the cache of such a text may come to hold, if they are bounded.
 
         Raises:
             ConfigError: more than there may be in all.
         """
+        if self._cache_bytes is None:
+            return 0
         capacity, rows = cache_sizes(self._engine, prompt_tokens, max_new_tokens)
         size = KVCache.most_bytes(getattr(self._engine.target, "specs", ()), capacity=capacity, rows=rows)
-        if self._cache_bytes is not None and size > self._cache_bytes:
+        if size > self._cache_bytes:
             raise ConfigError(
                 f"a text of up to {capacity} tokens may need {size} bytes of cache, and cache_bytes is "
                 f"{self._cache_bytes}; lower max_new_tokens or raise cache_bytes"

@@ -1,7 +1,7 @@
 """Block: the rows of one forward, where they stand in the cache and what each of them sees.
 
-A block is also what the decoder layers get as their cache: ``update`` stores a layer's keys and values, and the
-attention function reads them back from the slots through the same block. So no layer holds state, and no global does.
+A block is also what the decoder layers get as their cache, and through which the attention function stores and reads
+keys and values in the slots. So no layer holds state, and no global does.
 
 Rows of several sequences go through the layers together as a :class:`Batch`: their blocks, one after the other and
 never padded. Storing and attending look at each block's own cache, so that a row's numbers have nothing to do with the
@@ -70,10 +70,16 @@ class Rows(ABC):
         """[1, T] where the rows stand in their texts."""
 
     @abstractmethod
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store one layer's keys and values [1, heads, T, dim]; the signature is that of transformers' caches."""
+    def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        """Store one layer's keys and values [1, heads, T, dim] in the slots of the rows."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What decoder layers call, as transformers' caches have it: gives back the rows' own keys and values.
+
+        They are stored when they reach the attention function. Some models compress what they give to a cache, and
+        expand what it returns (multi-head latent attention); what attention reads is the same in all of them.
+        """
+        return keys, values
 
 
 class Block(Rows):
@@ -134,11 +140,8 @@ class Block(Rows):
         depths = self.depths[self.first : self.first + self.rows]
         return torch.tensor([[self.length + depth for depth in depths]], device=self._device)
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         self.cache.write(layer, keys, values, self.length + self.first)
-        return keys, values
 
     def visible(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values [1, heads, slots, dim] that the rows of a layer may see, and the mask over them."""
@@ -233,12 +236,9 @@ class Batch(Rows):
     def positions(self) -> torch.Tensor:
         return torch.cat([block.positions for block, _, _ in self.parts], 1)
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         for block, first, last in self.parts:
-            block.update(keys[:, :, first:last], values[:, :, first:last], layer)
-        return keys, values
+            block.store(keys[:, :, first:last], values[:, :, first:last], layer)
 
 
 def _ranges(first: int, last: int, size: int) -> tuple[tuple[int, int], ...]:

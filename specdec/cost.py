@@ -79,10 +79,10 @@ class CostCurve:
     def __post_init__(self) -> None:
         for name, grid in (("rows", self.rows), ("lengths", self.lengths)):
             if not grid or any(after <= before for before, after in pairwise(grid)):
-                raise ConfigError(f"a cost curve's {name} are {list(grid)}; they must ascend")
+                raise ConfigError(f"a cost curve's {name} are {shown(list(grid), 300)}; they must ascend")
             if grid[0] < 1 or grid[-1] > _MOST:
                 raise ConfigError(
-                    f"a cost curve's {name} run from {grid[0]} to {grid[-1]}; they must be in [1, {_MOST}]"
+                    f"a cost curve's {name} run from {grid[0]} to {shown(grid[-1])}; they must be in [1, {_MOST}]"
                 )
         if self.rows[0] != 1:
             raise ConfigError(f"a cost curve's rows begin with {self.rows[0]}; they must begin with 1")
@@ -163,8 +163,10 @@ class CostCurve:
         """
         try:
             found = parse_json(path.read_text(encoding="utf-8"))
+            if not isinstance(found["machine"], dict):
+                raise TypeError(f"machine is {shown(found['machine'])}")
             return cls(
-                machine=dict(found["machine"]),
+                machine=found["machine"],
                 rows=[int(row) for row in found["rows"]],
                 lengths=[int(length) for length in found["lengths"]],
                 seconds=[[float(t) for t in row] for row in found["seconds"]],

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from specdec.block import Block
 from specdec.cost import CostCurve, Crowd
 from specdec.draft import Draft, Entry
-from specdec.drafter import Context, Drafter, Observation
+from specdec.drafter import Context, Drafter, Observation, proposal, session_of
 from specdec.errors import DraftError
 from specdec.policy import RowPolicy
 from specdec.prefix import KeptText, PrefixCache
@@ -120,7 +120,7 @@ class Decoding:
             costs=engine.costs,
             policy=self._policy,
         )
-        self._session = self._drafter.start(self._context)
+        self._session = session_of(self._drafter, self._context)
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
         self.steps: list[Step] = []
@@ -203,7 +203,10 @@ class Decoding:
             self._policy.prices.crowd = self._crowd
             if not self._drafter.plans_rows:
                 room = self._policy.room(room, self._cache.length)
-        draft = self._session.propose(room) if remaining > 1 else Draft.chain(self.tokens[-1:])
+        if remaining > 1:
+            draft = proposal(self._session, room, self._drafter.name, self._target)
+        else:
+            draft = Draft.chain(self.tokens[-1:])
         self._check(draft, room)
         made = perf_counter()
         block = Block.of(draft, self._cache, self._target.device, self._target.backend)
@@ -282,12 +285,6 @@ class Decoding:
         if not 0 <= min(draft.tokens) <= max(draft.tokens) < self._target.vocab_size:
             raise DraftError(
                 f"drafter {self._drafter.name!r} proposed a token outside the vocabulary [0, {self._target.vocab_size})"
-            )
-        entry = draft.entry
-        if entry is not None and entry.hidden.shape != (len(draft), self._target.hidden_size):
-            raise DraftError(
-                f"entry.hidden has shape {list(entry.hidden.shape)}, the draft needs "
-                f"{[len(draft), self._target.hidden_size]}: one row per draft row, in the same order"
             )
 
     def _cut(self, tokens: Sequence[int]) -> int:

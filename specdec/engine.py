@@ -6,33 +6,34 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from specdec.arguments import checked
 from specdec.batch import Event, Request, Scheduler, make_requests
+from specdec.config import check_parallel
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
-from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, first_line
+from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, first_line, shown
 from specdec.model import TransformersTarget
 from specdec.parallel.load import load_parallel
 from specdec.parallel.target import ParallelTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
 from specdec.prefix import PrefixCache
 from specdec.pretrained import unused_generation_options
-from specdec.registry import make_drafter
+from specdec.prompt import Prompt, token_ids
+from specdec.registry import make_drafter, parse_drafter
 from specdec.results import Chunk, Generation, Step
 from specdec.sampling import SamplingParams
 from specdec.target import Target
-from specdec.text import TextStream, check_stops, load_tokenizer
+from specdec.text import TextStream, load_tokenizer, stop_strings
 
 __all__ = ["Decoding", "Engine", "Prompt"]
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | torch.Tensor
 DrafterSpec = str | Mapping[str, Any] | Drafter
 
 
@@ -56,6 +57,7 @@ class Engine:
         ConfigError: unknown drafter or option, or a size that is not positive.
     """
 
+    @checked
     def __init__(
         self,
         target: Target,
@@ -68,9 +70,6 @@ class Engine:
         costs: CostCurve | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
         self.target = target
         self.tokenizer = tokenizer
         self.drafter = make_drafter(drafter, target)
@@ -106,6 +105,7 @@ class Engine:
         return self._cost_policy
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         path: str | Path,
@@ -135,10 +135,12 @@ class Engine:
             TargetError: a model that specdec cannot drive exactly.
             ConfigError: unknown drafter or option.
         """
-        load = TransformersTarget.from_pretrained
-        if parallel != "off":
-            load = partial(load_parallel, parallel, max_rows=max_rows)
-        target = load(
+        check_policy(policy)
+        if isinstance(drafter, str | Mapping):
+            parse_drafter(drafter)  # before a large model is loaded for nothing
+        several = check_parallel(parallel) != "off"
+        load: Callable[..., TransformersTarget] = TransformersTarget.from_pretrained
+        target = (partial(load_parallel, parallel, max_rows=max_rows) if several else load)(
             path,
             dtype=dtype,
             device=device,
@@ -149,11 +151,11 @@ class Engine:
             progress=progress,
         )
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-        own = getattr(tokenizer, "vocab_size", 0)  # without tokens that were added: those may be beyond a model's
-        if own > target.vocab_size:
+        known = getattr(tokenizer, "vocab_size", 0)  # without added tokens, of which models may lack some
+        if known > target.vocab_size:
             raise CheckpointError(
-                f"the tokenizer at {str(path)!r} has {own} tokens, and the model {target.vocab_size}; it is another "
-                "model's: save this one's beside the weights"
+                f"the tokenizer at {str(path)!r} has {known} tokens, and {target.name} knows {target.vocab_size}: it "
+                "is another model's; copy the one that was saved with the weights"
             )
         return cls(
             target,
@@ -179,6 +181,7 @@ class Engine:
             },
         }
 
+    @checked
     def with_drafter(self, drafter: DrafterSpec, *, policy: str | None = None) -> Engine:
         """The same target with another drafter, and another policy if one is given; nothing is loaded twice.
 
@@ -197,6 +200,7 @@ class Engine:
             progress=self._progress,
         )
 
+    @checked
     def generate(
         self,
         prompt: Prompt,
@@ -217,7 +221,7 @@ class Engine:
             sampling: greedy if None, whatever the checkpoint's generation config says (a SpecdecWarning names it).
             stop: strings that end the text; the result's text is cut before them.
             logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
-                prefix, so they act as in plain decoding.
+                prefix, so they act as in plain decoding. A :class:`specdec.grammar.Grammar` has a state instead.
             logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
                 likeliest tokens' (0 for none); None keeps nothing.
             prefix_cache: keeps this text, and has the one before: what both begin with is not run again.
@@ -244,6 +248,7 @@ class Engine:
                     on_step(step)
         return decoding.result()
 
+    @checked
     def stream(
         self,
         prompt: Prompt,
@@ -366,6 +371,7 @@ class Engine:
             for event in events:
                 yield event.index, event.chunk()
 
+    @checked
     def start(
         self,
         prompt: Prompt,
@@ -385,13 +391,11 @@ class Engine:
 
         ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says.
         """
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         if eos_ids is None:  # a caller with its own has read the generation config
             self._warn_of_unused(sampling)
-        if logprobs is not None and logprobs < 0:
-            raise ConfigError(f"logprobs is {logprobs}; it must be at least 0, or None")
-        stops = check_stops(stop)
+        if prefix_cache is not None and isinstance(self.target, ParallelTarget):
+            raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
+        stops = stop_strings(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
         return Decoding(
@@ -418,22 +422,22 @@ class Engine:
                 "it decodes greedily, or by the SamplingParams and logits processors that it is given; give those, or "
                 "use model.generate(custom_generate=specdec.custom_generate)",
                 SpecdecWarning,
-                stacklevel=4,
+                stacklevel=6,  # two for each checked function
             )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
         Raises:
-            PromptError: empty, longer than the context, or tokens outside the vocabulary.
+            PromptError: no prompt, empty, longer than the context, or tokens outside the vocabulary.
         """
-        ids = self._ids(prompt)
+        ids = token_ids(prompt, self.tokenizer)
         if not ids:
             raise PromptError("the prompt is empty; give at least one token (a BOS token will do)")
         outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
         if outside:
             raise PromptError(
-                f"token {outside[0]} is outside the vocabulary [0, {self.target.vocab_size}); "
+                f"token {shown(outside[0])} is outside the vocabulary [0, {self.target.vocab_size}); "
                 "the ids come from another tokenizer"
             )
         if len(ids) >= self.target.context_length:
@@ -442,24 +446,3 @@ class Engine:
                 "least one new token; shorten the prompt"
             )
         return ids
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, torch.Tensor):
-            if prompt.ndim == 2 and prompt.shape[0] == 1:
-                prompt = prompt[0]
-            if prompt.ndim != 1:
-                raise PromptError(f"the prompt has shape {list(prompt.shape)}; give one sequence, [n] or [1, n]")
-            if prompt.dtype.is_floating_point or prompt.dtype is torch.bool:
-                raise PromptError(f"the prompt is of {prompt.dtype}; token ids are integers")
-            return [int(token) for token in prompt.tolist()]
-        tokens = [] if isinstance(prompt, str) else [int(token) for token in prompt if isinstance(token, Integral)]
-        if not isinstance(prompt, str) and len(tokens) == len(prompt):
-            return tokens
-        if self.tokenizer is None:
-            raise PromptError("this engine has no tokenizer; give token ids")
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise PromptError("the tokenizer has no chat template; give text, or set tokenizer.chat_template")
-        encoded = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])

@@ -34,6 +34,7 @@ __all__ = [
     "first_line",
     "pip_line",
     "shown",
+    "told",
     "unknown",
 ]
 
@@ -89,7 +90,8 @@ def pip_line(extra: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an error of another library says, in one line; its class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -100,3 +102,9 @@ def shown(value: object, limit: int = 80) -> str:
         return f"<{type(value).__name__}>"
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def told(error: BaseException) -> str:
+    """What an error of another library says, with its class where that is no sentence by itself: KeyError, say."""
+    plain = isinstance(error, OSError | ValueError) and not isinstance(error, UnicodeError)
+    return first_line(error) if plain or not str(error).strip() else f"{type(error).__name__}: {first_line(error)}"

@@ -13,13 +13,14 @@ from typing import Any
 
 import platformdirs
 
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError, first_line, shown
 
 __all__ = [
     "cache_folder",
     "digest_of",
     "drop_unfinished",
     "parse_json",
+    "read_object",
     "read_text",
     "replacing",
     "whole_lines",
@@ -51,6 +52,26 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that came with weights.
+
+    Raises:
+        CheckpointError: no JSON, or no object; too deep, or with a number too long, to be read at all.
+    """
+    try:
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read {str(path)!r}: {first_line(error)}; mend it, or download it anew"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{str(path)!r} holds {shown(value)}, of type {type(value).__name__}; it must be a JSON object: mend it, "
+            "or download it anew"
+        )
+    return value
 
 
 @contextmanager

@@ -22,17 +22,27 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from specdec.arguments import checked
 from specdec.attention import check_backend, check_runs, layer_attention, told
 from specdec.block import Block, Rows
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
 from specdec.draft import Draft, Entry
-from specdec.errors import ConfigError, TargetError, first_line
+from specdec.errors import ConfigError, SpecdecError, TargetError, first_line
 from specdec.files import cache_folder
+from specdec.joints import Joints, read_joints
 from specdec.machine import processor
 from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.native.library import compiler, library
-from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
+from specdec.pretrained import (
+    check_place,
+    context_length_of,
+    decoder_parts,
+    device_of,
+    eos_ids_of,
+    load_model,
+    refuse_unfit,
+)
 from specdec.runners import EXECUTIONS
 from specdec.runners.known import version_of, why_special
 from specdec.runners.linear import DenseLinear, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
@@ -74,6 +84,7 @@ class TransformersTarget:
         NumericalError: its own logits are NaN or infinite.
     """
 
+    @checked
     def __init__(
         self,
         model: PreTrainedModel,
@@ -92,9 +103,10 @@ class TransformersTarget:
         self.decoder, self.layers, norm = decoder_parts(self.name, model)
         if getattr(self.decoder, "rotary_emb", None) is None:
             raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
-        self._softcap = getattr(config, "final_logit_softcapping", None)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if embedding is None or head is None:
+            raise TargetError(f"{self.name} has no embedding and head of its own; load a ...ForCausalLM")
         self.hidden_size = int(config.hidden_size)
         self.num_layers = len(self.layers)
         self.context_length = context_length_of(config)
@@ -106,22 +118,24 @@ class TransformersTarget:
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._lent = _Lent.of(model)
         self.options: dict[str, Any] = {"attention": attention}
-        maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
-        self.runner: LayerRunner = maker.make("transformers")
         tokens = tokens_for(embedding.num_embeddings)
         with self._lent.to(None):
             expected = own_logits(model, self, tokens)
         self.vocab_size = int(expected.shape[-1])
         try:
+            maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
+            self.runner: LayerRunner = maker.make("transformers")
+            self.joints = self._read_joints(embedding, norm, head, tokens)
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             check_runs(attention, self.specs)
-            self._reference = Reference(expected, self, self.specs, tokens)
+            self._reference = Reference(model, expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
-        except ConfigError:
+        except SpecdecError:
             raise
-        except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
+        except Exception as error:  # code of others, called in a way of ours: it may raise anything
             raise TargetError(
-                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}"
+                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}; use a "
+                "decoder of the families that the README names"
             ) from error
         self.plan = choose_runner(
             maker,
@@ -135,6 +149,7 @@ class TransformersTarget:
         del self._reference
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         path: str | Path,
@@ -154,6 +169,8 @@ class TransformersTarget:
             TargetError: a model that specdec cannot drive.
         """
         check_execution(execution)
+        check_backend(attention)
+        check_place(device, device_map)
         model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
         return cls(model, execution=execution, attention=attention, owned=True, progress=progress)
 
@@ -175,7 +192,10 @@ class TransformersTarget:
         rows: Sequence[int] | None = None,
     ) -> TargetOutput:
         runner = self.runner
-        first, hidden = (0, runner.embed(block.tokens)[0]) if entry is None else (entry.layer, entry.hidden)
+        if entry is None:
+            first, hidden = 0, self.joints.embedding(runner.embed(block.tokens)[0])
+        else:
+            first, hidden = entry.layer, entry.hidden
         last = self.num_layers if exit_layer is None else exit_layer
         hidden, found = runner.run(hidden, block, first, last, taps)
         if last in taps:
@@ -198,7 +218,7 @@ class TransformersTarget:
         return verify(output.scores(draft.scored_rows()), draft, sampler)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._capped(self.runner.head(hidden))
+        return self.joints.logits(self.runner.head(self.joints.hidden(hidden)))
 
     def head_of(
         self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
@@ -212,10 +232,8 @@ class TransformersTarget:
         weight = head.weight.detach()
         weight = weight if tokens is None else weight[tokens.to(self.head_device)]
         kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
-        return lambda hidden: self._capped(kernel(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1))
-
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        joints = self.joints
+        return lambda hidden: joints.logits(kernel(joints.hidden(hidden).flatten(0, -2)).view(*hidden.shape[:-1], -1))
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed since its runner read it; called before every generation."""
@@ -268,6 +286,7 @@ class TransformersTarget:
                 "parameters": self._parameters,
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": str(self.device),
+                "between its parts": str(self.joints) or None,
             },
             "execution": {
                 "runner": self.runner.name,
@@ -292,6 +311,15 @@ class TransformersTarget:
         softcap = getattr(self.config, "attn_logit_softcapping", None)
         return told(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
 
+    def _read_joints(self, embedding: Any, norm: Any, head: Any, tokens: Sequence[int]) -> Joints:
+        """What the model does between its parts, while it runs with its own attention."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        forward = partial(self.model, ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        with self._lent.to(None), torch.inference_mode():
+            return read_joints(
+                self.name, self.config, forward, embedding=embedding, layer=self.layers[0], norm=norm, head=head
+            )
+
     def _read_specs(self, maker: RunnerMaker, token: int) -> list[LayerSpec]:
         """What each layer caches, as seen by an attention function that only looks."""
         specs: list[LayerSpec] = []
@@ -299,6 +327,11 @@ class TransformersTarget:
         runner = maker.of_layers("transformers", list(layers), [])
         with self._using(runner), self._lent.to(_PROBE), torch.inference_mode():
             self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
+        if len(specs) != self.num_layers:
+            raise TargetError(
+                f"{self.name} calls attention {len(specs)} times in {self.num_layers} layers; specdec caches one "
+                "list of keys and values per layer"
+            )
         return specs
 
     def _with_windows(self, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:

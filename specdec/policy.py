@@ -16,14 +16,14 @@ stays lossless under each of them.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from specdec.cost import CostCurve, Crowd
 from specdec.draft import Draft
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 
 __all__ = ["AcceptancePolicy", "CostPolicy", "Patience", "Prices", "RowPolicy", "check_policy"]
 
@@ -274,9 +274,9 @@ def check_policy(choice: str) -> str:
     Raises:
         ConfigError: neither acceptance, cost nor off, and no file.
     """
-    if choice not in ("acceptance", "cost", "off") and not Path(choice).is_file():
+    if choice not in ("acceptance", "cost", "off") and not os.path.isfile(choice):
         raise ConfigError(
-            f"policy={choice!r} is unknown; choose acceptance, cost, off, or a cost file made by "
+            f"policy={shown(choice)} is unknown; choose acceptance, cost, off, or a cost file made by "
             "`specdec tune --out FILE`"
         )
     return choice

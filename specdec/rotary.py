@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from specdec.block import Rows
+from specdec.errors import TargetError
 from specdec.pretrained import rope_depends_on_length, rope_kinds
 
 __all__ = ["Angles", "Rotary", "rotate", "signed"]
@@ -79,9 +80,16 @@ class Rotary:
     def compute(
         self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, d] as the module says them."""
+        """Cosines and sines [T, d] as the module says them.
+
+        Raises:
+            TargetError: it says something else.
+        """
         more = () if kind is None else (kind,)
-        cos, sin = self._module(hidden[None], positions, *more)
+        said = self._module(hidden[None], positions, *more)
+        if not isinstance(said, tuple):
+            raise TargetError(f"{type(self._module).__name__} gives no cosines and sines, which are all specdec knows")
+        cos, sin = said
         return cos[0], sin[0]
 
     def _table(self, hidden: torch.Tensor, positions: torch.Tensor) -> Table:

@@ -21,7 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.errors import NumericalError
+from specdec.errors import ConfigError, NumericalError, shown
+from specdec.grammar import Grammar, States
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.results import TokenLogprobs
 
@@ -189,6 +190,20 @@ def _no_distribution(logits: torch.Tensor) -> NumericalError:
     )
 
 
+def _check_scores(processor: Any, scores: Any, shape: Sequence[int]) -> None:
+    """Raises ConfigError where a logits processor did not return scores."""
+    if isinstance(scores, torch.Tensor):
+        if scores.shape == shape and scores.is_floating_point():
+            return
+        what = f"{str(scores.dtype).removeprefix('torch.')} of shape {list(scores.shape)}"
+    else:
+        what = f"{shown(scores)}, of type {type(scores).__name__}"
+    name = getattr(processor, "__qualname__", type(processor).__qualname__)
+    raise ConfigError(
+        f"the logits processor {name} returned {what}; it must return scores, floats of shape {list(shape)}"
+    )
+
+
 class Sampler:
     """Turns a row's logits into a token or a distribution, under the processors, on the row's own prefix.
 
@@ -197,7 +212,8 @@ class Sampler:
         tokens: the committed text, live; its last token is the root.
         vocab_size: V.
         device: where logits arrive.
-        processors: further processors (transformers' or anyone's), applied before those of ``params``.
+        processors: further processors (transformers' or anyone's, or a :class:`specdec.grammar.Grammar`), applied
+            before those of ``params``.
         sample: draw (True) or take the largest (False); None follows the temperature.
     """
 
@@ -213,7 +229,8 @@ class Sampler:
         self.params = params
         self.sample = params.temperature > 0 if sample is None else sample
         self.noise = Noise(params.seed, vocab_size, device)
-        self.processors: list[Any] = [*processors, *params.processors()]
+        begun = [States(one, tokens) if isinstance(one, Grammar) else one for one in processors]
+        self.processors: list[Any] = [*begun, *params.processors()]
         # Some never look at the prefix, and write nothing in place.
         free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
         self._all_free = all(isinstance(p, free) for p in self.processors)
@@ -250,7 +267,13 @@ class Sampler:
             logits = logits.clone()  # they may write in place, and the raw logits go on to the drafter
         ids = self._ids(path)
         for processor in self.processors:
-            logits = processor(ids, logits)
+            given = logits
+            if isinstance(processor, States):
+                logits = processor.process(self.tokens, path, logits)
+            else:
+                logits = processor(ids, logits)
+            if not self._all_free:
+                _check_scores(processor, logits, given.shape)
         return logits[0]
 
     def _ids(self, path: Sequence[int]) -> torch.Tensor:

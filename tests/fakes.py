@@ -72,7 +72,7 @@ class Reciter:
         rows: Sequence[int] | None = None,
     ) -> TargetOutput:
         tokens = block.tokens[0].to(self.dtype)[None, None, :, None]
-        block.update(tokens, tokens, 0)
+        block.store(tokens, tokens, 0)
         self.forwards.append(block.rows)
         hidden = torch.zeros(block.rows, 1, dtype=self.dtype)
         if rows is not None and not rows:

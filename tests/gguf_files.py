@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from specdec.files import digest_of
 from specdec.named import NamedModel
 
-TOKENS = [*sorted(bytes_to_unicode().values()), "ĊĊ", "<s>", "</s>"]
+TOKENS = [*sorted(bytes_to_unicode().values()), "ĊĊ", "12", "<s>", "</s>"]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1
 TEMPLATE = "{% for m in messages %}{{ '<s>' + m['content'] + '</s>' }}{% endfor %}"
 _NAMES = {
@@ -71,7 +71,7 @@ def write_gguf(
     writer.add_tokenizer_pre(split)
     writer.add_token_list(TOKENS)
     writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
-    writer.add_token_merges(["Ċ Ċ"])
+    writer.add_token_merges(["Ċ Ċ", "1 2"])
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
     writer.add_chat_template(TEMPLATE)

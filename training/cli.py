@@ -89,7 +89,7 @@ def show_sample(
 
 
 @app.command()
-@with_options(RunConfig, **_EXAMPLES)
+@with_options(RunConfig, without=["parallel"], **_EXAMPLES)
 def distill_data(
     given: Given,
     sources: Annotated[
@@ -144,7 +144,7 @@ def distill_data(
 
 
 @app.command()
-@with_options(RunConfig, without=["policy", "stop"], **_EXAMPLES)
+@with_options(RunConfig, without=["parallel", "policy", "stop"], **_EXAMPLES)
 def tree_search(
     given: Given,
     out: Annotated[Path, typer.Option(help="YAML to write, for --config or medusa.tree.")],

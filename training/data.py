@@ -22,6 +22,7 @@ __all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "read_s
 
 TEMPLATES = ("auto", "tokenizer", "vicuna", "plain")
 _SPEAKERS = ("user", "assistant", "system")
+_LONGEST = 1 << 20  # window: what is shorter is padded to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,8 @@ class TextConfig:
     held_out_one_in: int = 50
 
     def __post_init__(self) -> None:
-        if self.length < 8:
-            raise ConfigError(f"text.length is {self.length}; it must be at least 8 tokens")
+        if not 8 <= self.length <= _LONGEST:
+            raise ConfigError(f"text.length is {shown(self.length)}; it must be in [8, {_LONGEST}] tokens")
         if self.template not in TEMPLATES:
             raise ConfigError(f"text.template is {self.template!r}; it must be one of {', '.join(TEMPLATES)}")
         if self.held_out_one_in < 2:

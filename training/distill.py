@@ -23,7 +23,7 @@ from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, PromptError
 from specdec.files import drop_unfinished, parse_json, read_text, whole_lines, write_text
 from specdec.sampling import SamplingParams
-from specdec.text import check_stops
+from specdec.text import stop_strings
 
 __all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of"]
 
@@ -116,7 +116,7 @@ def distill(
     asked = hashlib.sha256(json.dumps([prompt.turns for prompt in prompts]).encode()).hexdigest()[:16]
     if sampling.acceptance == "auto":
         sampling = replace(sampling, acceptance="match")
-    stop = check_stops(stop)
+    stop = stop_strings(stop)
     header = {**run, "new": max_new_tokens, "form": form, **asdict(sampling), "prompts": len(prompts), "asked": asked}
     header |= {"stop": stop} if stop else {}
     tokens = 0

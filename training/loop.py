@@ -22,13 +22,15 @@ from torch import nn
 from tqdm import tqdm
 
 from specdec.config import check_positive
-from specdec.errors import ConfigError, NumericalError, pip_line
+from specdec.errors import ConfigError, NumericalError, pip_line, shown
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.device import half_is_fast
 from training.log import TrainingLog
 from training.packing import Batch, Windows
 
 __all__ = ["LoopConfig", "Trainable", "expected_seconds", "new_accelerator", "rows_of", "train"]
+
+_MOST = 65_536  # windows of a forward, forwards of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +75,16 @@ class LoopConfig:
     wandb: str = "offline"
 
     def __post_init__(self) -> None:
-        check_positive("loop.", batch=self.batch, accumulate=self.accumulate)
+        check_positive("loop.", most=_MOST, batch=self.batch, accumulate=self.accumulate)
         check_positive("loop.", eval_every=self.eval_every, save_every=self.save_every, log_every=self.log_every)
         for name, good, rule in (
-            ("epochs", self.epochs > 0, "> 0"),
+            ("epochs", 0 < self.epochs < math.inf, "> 0 and finite"),
             ("steps", self.steps >= 0, ">= 0, where 0 follows from epochs"),
             ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
-            ("lr", self.lr > 0, "> 0"),
+            ("lr", 0 < self.lr < math.inf, "> 0 and finite"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, ">= 0 and finite"),
+            ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
+            ("seed", 0 <= self.seed < 2**63, "in [0, 2^63)"),
             ("warmup", 0 <= self.warmup <= 1, "in [0, 1]"),
             ("decay", 0 <= self.decay <= 1, "in [0, 1]"),
             ("clip", self.clip >= 0, ">= 0, where 0 is off"),
@@ -87,7 +92,7 @@ class LoopConfig:
             ("wandb", self.wandb in ("off", "offline", "online"), "off, offline or online"),
         ):
             if not good:
-                raise ConfigError(f"loop.{name} is {getattr(self, name)!r}; it must be {rule}")
+                raise ConfigError(f"loop.{name} is {shown(getattr(self, name))}; it must be {rule}")
 
 
 class Trainable(Protocol):

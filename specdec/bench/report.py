@@ -48,16 +48,17 @@ def write_report(folder: RunFolder, audit: Audit, metrics: Metrics) -> Path:
     Returns the HTML file.
 
     Raises:
-        ConfigError: jinja2 or matplotlib is not installed.
+        ConfigError: jinja2 or matplotlib is not installed, or the disk refuses.
     """
     require_bench_extra()
     manifest, records = folder.manifest(), folder.records()
-    write_json(folder.path / "metrics.json", metrics.to_json())
-    write_json(folder.path / "audit.json", audit.to_json())
-    write_answers(records, folder.path / "spec_bench", manifest["model"]["name"])
-    write_text(folder.path / "report.md", markdown(metrics, manifest, audit))
     path = folder.path / "report.html"
-    write_text(path, _page(metrics, manifest, audit, records, _images(folder, metrics, manifest)))
+    with folder.on_disk("the report"):
+        write_json(folder.path / "metrics.json", metrics.to_json())
+        write_json(folder.path / "audit.json", audit.to_json())
+        write_answers(records, folder.path / "spec_bench", manifest["model"]["name"])
+        write_text(folder.path / "report.md", markdown(metrics, manifest, audit))
+        write_text(path, _page(metrics, manifest, audit, records, _images(folder, metrics, manifest)))
     return path
 
 

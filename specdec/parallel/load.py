@@ -8,26 +8,14 @@ from typing import Any
 
 import torch
 
-from specdec.errors import ConfigError, unknown
-from specdec.parallel import PARALLEL
+from specdec.errors import ConfigError
 from specdec.parallel.ranks import join, local_device
 from specdec.parallel.rows import ShardedTarget
 from specdec.parallel.target import ParallelTarget
 from specdec.parallel.tensor import TensorTarget
 from specdec.pretrained import load_model
 
-__all__ = ["check_parallel", "load_parallel"]
-
-
-def check_parallel(choice: str) -> str:
-    """The choice, if it is one.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if choice not in PARALLEL:
-        raise ConfigError(unknown("parallel", choice, PARALLEL))
-    return choice
+__all__ = ["load_parallel"]
 
 
 def load_parallel(
@@ -48,7 +36,6 @@ def load_parallel(
     Raises:
         ConfigError: this process was started alone, or the model is to be spread in two ways at once.
     """
-    check_parallel(kind)
     if device_map is not None:
         raise ConfigError(f"device_map is {device_map!r} and parallel {kind!r}; give only one of them")
     join(device)

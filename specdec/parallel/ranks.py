@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from specdec.errors import ConfigError, ParallelError, first_line
 
-__all__ = ["LATE", "Ranks", "checksum", "join", "local_device", "silence"]
+__all__ = ["Ranks", "checksum", "join", "local_device", "silence"]
 
-LATE = 30.0  # seconds after which a rank that does not come to a step is given up
+_LATE = 30.0  # seconds after which a rank that does not come to a step is given up
 
 
 def join(device: torch.device | str | None = None) -> None:
@@ -73,7 +73,7 @@ class Ranks:
         rank, size: this one's number, and how many there are.
     """
 
-    def __init__(self, late: float = LATE) -> None:
+    def __init__(self, late: float = _LATE) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._steps = dist.new_group(timeout=timedelta(seconds=late))
         self._device = "cuda" if dist.get_backend() == "nccl" else "cpu"

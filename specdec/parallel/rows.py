@@ -139,10 +139,6 @@ class ShardedTarget(ParallelTarget):
     Args:
         model: as for TransformersTarget, as are ``options``.
         max_rows: most rows of a draft.
-        late: seconds after which a rank that does not come to a step is given up.
-
-    Raises:
-        ConfigError: this process was started alone.
     """
 
     kind, splits = "rows", True

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specdec.cost import CostCurve, describe, kept_curve, new_curve, stored_at
 from specdec.model import TransformersTarget
-from specdec.parallel.ranks import LATE, Ranks, checksum
+from specdec.parallel.ranks import Ranks, checksum
 from specdec.sampling import Sampler
 
 __all__ = ["ParallelTarget"]
@@ -21,7 +21,7 @@ class ParallelTarget(TransformersTarget):
 
     Args:
         model: as for TransformersTarget, as are ``options``.
-        late: seconds after which a rank that does not come to a step is given up.
+        ranks: the processes; None takes torch.distributed's.
 
     Attributes:
         kind: as in ``parallel=``.
@@ -32,9 +32,9 @@ class ParallelTarget(TransformersTarget):
     kind: ClassVar[str]
     splits: ClassVar[bool]
 
-    def __init__(self, model: PreTrainedModel, *, late: float = LATE, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel, *, ranks: Ranks | None = None, **options: Any) -> None:
         self.together = False  # while it is checked and measured, nothing is split or compared
-        self.ranks = Ranks(late)
+        self.ranks = ranks or Ranks()
         first = self.ranks.rank == 0
         if self.splits and not first:  # what rank 0 times and keeps, the others read
             self.ranks.wait()

@@ -60,6 +60,11 @@ def why_special(module: nn.Module) -> str | None:
 
     DTensors, quantised weights and other tensor subclasses are no plain parameters.
     """
+    for name, parameter in module._parameters.items():
+        if parameter is None or (type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor):
+            continue
+        # Said first: whoever splits weights over devices gives their modules a forward as well.
+        return f"has a {name} that is a {type(parameter.data).__name__}"
     if "forward" in module.__dict__:
         return "has a forward of its own"
     if hasattr(module, "_hf_hook") or any(getattr(module, name, None) for name in _HOOKS):
@@ -69,8 +74,6 @@ def why_special(module: nn.Module) -> str | None:
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
-        if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
-            return f"has a {name} that is a {type(parameter.data).__name__}"
         if parameter.is_meta:
             return f"has its {name} offloaded"
         if not parameter.is_floating_point():

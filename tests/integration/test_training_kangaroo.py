@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -231,37 +229,6 @@ def test_training_helps_and_serves(model_folder: Path, talks: Path, tmp_path: Pa
     assert engine.generate([0, 5, 6], 8).token_ids == engine.with_drafter("none").generate([0, 5, 6], 8).token_ids
     assert 1 <= best["tokens_per_step"] <= 4
     assert Adapter.from_pretrained(tmp_path / "best").config.target == fingerprint(engine.target)
-
-
-@pytest.mark.slow
-def test_a_run_killed_twice_ends_with_the_same_weights(model_folder: Path, talks: Path, tmp_path: Path) -> None:
-    """SIGKILL wherever it strikes; the same command again; identical weights."""
-
-    def start(out: Path) -> subprocess.Popen[bytes]:
-        path = out.with_suffix(".yaml")  # JSON is YAML
-        path.write_text(json.dumps({**values(model_folder, talks, out, log_every=1), "out": str(out)}))
-        command = [sys.executable, "-m", "training.cli", "train", "kangaroo", "--config", str(path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-
-    whole = start(tmp_path / "whole")
-    for lines in (6, 18):
-        victim = start(tmp_path / "cut")
-        log = tmp_path / "cut" / "log.jsonl"
-        deadline = time.monotonic() + 120
-        while not log.exists() or len(log.read_text().splitlines()) < lines:
-            assert victim.poll() is None, "it ended before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        victim.send_signal(signal.SIGKILL)
-        assert victim.wait() == -signal.SIGKILL
-        steps = [line["step"] for line in map(json.loads, log.read_text().splitlines()[:-1])]
-        assert steps[-1] < 30
-    assert start(tmp_path / "cut").wait(240) == 0
-    assert whole.wait(240) == 0
-    for name in ("best", "last"):
-        a, b = (load_file(tmp_path / out / name / "model.safetensors") for out in ("whole", "cut"))
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -84,6 +84,19 @@ def test_windows_and_all(family: str) -> None:
         assert reused in (0, *range(len(text) - 5, len(text)))
 
 
+def test_a_ring_knows_of_the_rows_that_were_rejected() -> None:
+    """Window 8 and 24 rows make 31 slots: positions up to 53 were written, so those below 23 are gone."""
+    cache = target_of("mistral").new_cache(capacity=100, rows=24)
+    cache.length = 30
+    cache.reserve(54)
+    cache.commit([0])
+    assert cache.length == 31
+    taken = {
+        count: target_of("mistral").new_cache(capacity=100, rows=24).take(cache, count) for count in (20, 29, 30, 31)
+    }
+    assert taken == {20: False, 29: False, 30: True, 31: True}  # token 30 sees positions from 23 on
+
+
 def test_a_ring_s_other_slots_hold_numbers() -> None:
     """They are masked, and yet read: a NaN times nothing is a NaN."""
     former, cache = (target_of("mistral").new_cache(capacity=100, rows=24) for _ in range(2))
