@@ -61,7 +61,7 @@ _Name = Annotated[str, "a name"]
 ARGUMENTS: Mapping[str, Any] = {
     # Engine
     "target": Annotated[Any, having("forward", "new_cache", "active"), "a Target, such as TransformersTarget(model)"],
-    "tokenizer": Annotated[Any, having("decode", "__call__"), "a tokenizer of transformers, or None"],
+    "tokenizer": Annotated[Any, having("decode"), "a tokenizer of transformers, or None"],
     "drafter": Annotated[Any, Predicate(_is_drafter), "a name, {'name': ..., **options}, or a drafter"],
     "max_rows": Annotated[int, Ge(1), Le(MAX_ROWS), f"an integer from 1 to {MAX_ROWS}"],
     "prefill_chunk": Annotated[int, Ge(1), "an integer >= 1, or None"],

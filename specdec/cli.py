@@ -236,6 +236,7 @@ def demo(
     from specdec.load import load
     from specdec.panes import Panes
     from specdec.params import SamplingParams
+    from specdec.registry import parse_drafter
 
     check_positive(max_new_tokens=max_new_tokens)
     chosen, why = model_at_hand() if model is None else (model, None)
@@ -243,10 +244,13 @@ def demo(
     sampling = SamplingParams(temperature=(0.7 if small else 0.0) if temperature is None else temperature)
     console = Console()
     painter = show.StepPainter(console)
+    drafters = [name.strip() for name in names.split(",") if name.strip()]
+    options = ModelOptions(model=chosen, threads=1 if threads is None else threads)
+    for name in drafters:
+        parse_drafter(name)  # before a model is loaded for nothing
     if why is not None:
         Console(stderr=True).print(f"Showing the embedded model instead: {why}", style="yellow", soft_wrap=True)
-    drafters = [name.strip() for name in names.split(",") if name.strip()]
-    engine = load(ModelOptions(model=chosen, threads=threads or 1))
+    engine = load(options)
     race = Race(engine, drafters, max_new_tokens=max_new_tokens, sampling=sampling)
     race.warm_up()
     answers: list[str] = []

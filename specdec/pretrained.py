@@ -89,7 +89,7 @@ def model_source(model: str | Path) -> str | Path:
             "that is a file" if os.path.exists(path) else f"there is no such {'file' if is_gguf(path) else 'folder'}"
         )
         raise CheckpointError(
-            f"cannot load a model from {shown(str(model))}: {wrong}; give {_NAMES}, a folder with config.json and "
+            f"cannot load a model from {shown(str(model), 400)}: {wrong}; give {_NAMES}, a folder with config.json and "
             "*.safetensors, a GGUF file, or a hub id"
         )
     return model

@@ -30,7 +30,7 @@ def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_
         )
     except Exception as error:  # files of others, read by several libraries: they raise anything
         raise CheckpointError(
-            f"no tokenizer at {shown(str(model))}: {told(error)}; save one beside the weights, or mend its "
+            f"no tokenizer at {shown(str(model), 400)}: {told(error)}; save one beside the weights, or mend its "
             "tokenizer.json and tokenizer_config.json"
         ) from error
 

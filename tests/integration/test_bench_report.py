@@ -75,7 +75,7 @@ def test_markdown_table_has_a_row_per_system_and_how_it_was_made(run: RunFolder)
     text = (run.path / "report.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == ["none", "prompt_lookup", "lookahead", "transformers"]
-    assert all(row.count("|") == 9 for row in rows)
+    assert all(row.count("|") == 10 for row in rows)
     for part in ("torch 2", "transformers 5", "specdec bench <x>", "T=0", "24 new tokens"):
         assert part in text
 

@@ -150,7 +150,7 @@ def test_format_of_the_file_holds_unless_another_is_asked_for() -> None:
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"format": "vicunia"}, "did you mean 'vicuna'"),
         ({"dtype": "float23"}, "unknown dtype 'float23'"),
-        ({"attention": "flash"}, "attention='flash' is unknown"),
+        ({"attention": "fast"}, "attention='fast' is unknown"),
         ({"execution": "fusd"}, "unknown execution 'fusd'; did you mean 'fused'"),
         ({"drafters": ["none", "none"]}, "two systems are called 'none'"),
         ({"drafters": ["all", "none"]}, "'all' stands alone"),

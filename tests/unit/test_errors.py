@@ -552,7 +552,7 @@ def test_custom_generate_takes_what_says_nothing() -> None:
 
 def test_custom_generate_of_a_batch() -> None:
     with pytest.raises(ConfigError, match="a streamer shows one sequence, and there are 2; leave it out"):
-        custom([[3, 4, 5], [6, 7, 8]], ours={"streamer": object()})
+        custom([[3, 4, 5], [6, 7, 8]], ours={"streamer": SimpleNamespace(put=print, end=print)})
 
 
 def test_custom_generate_with_anothers_target() -> None:

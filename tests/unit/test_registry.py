@@ -94,6 +94,7 @@ class Odd(DrafterBase):
     proposes = False
     plans_rows = True
     draws = False
+    likeliest = 3
     fixed_cost_rows = 5
 
     def start(self, context: Context) -> DraftSession:
@@ -116,7 +117,8 @@ def test_a_drafter_that_does_not_declare_itself_is_refused(tiny_engine: Engine) 
             raise NotImplementedError
 
     message = (
-        r"drafter Bare does not say its needs_observe, proposes, draws, fixed_cost_rows; subclass specdec\.DrafterBase"
+        r"drafter Bare does not say its needs_observe, likeliest, proposes, draws, fixed_cost_rows; "
+        r"subclass specdec\.DrafterBase"
     )
     with pytest.raises(ConfigError, match=message):
         make_drafter(Bare(), tiny_engine.target)  # type: ignore[arg-type]
