@@ -118,6 +118,7 @@ class KangarooSession:
         params = context.sampling
         self._processors = params.processors()
         self._reads_prefix = params.repetition_penalty != 1
+        self._no_ids = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)
         self._sampled = params.temperature > 0 and params.acceptance != "typical"
         self._coupled = self._sampled and params.acceptance == "match"
 
@@ -134,9 +135,14 @@ class KangarooSession:
         while confident and last < most:
             probabilities = self._probabilities(self._guess(tokens[last], features[-1]), tokens[1:])
             confidence, best = probabilities.max(-1)
-            confident = float(confidence) > drafter.eta
+            first_choice = self._choice(probabilities, best, len(tokens) - 1)
+            # In one copy from the device; a token is exact in float64, too.
+            trust, token = torch.stack((confidence.double(), first_choice.double())).tolist()
+            confident = trust > drafter.eta
             branch = 1 if confident else min(drafter.branch, room - len(tokens))
-            chosen = self._chosen(probabilities, int(best), branch, len(tokens) - 1)
+            chosen = [int(token)] if token >= 0 else []
+            if branch > 1:
+                chosen = self._alternatives(probabilities, branch, len(tokens) - 1)
             if not chosen:  # weights so large that the adapter says NaN
                 break
             if self._sampled and not self._coupled:
@@ -161,7 +167,7 @@ class KangarooSession:
             self._cache.length = self._committed + known
         self._committed += len(committed)
         if known < len(committed):
-            self._pending.append(features[list(seen.path[known:])])
+            self._pending += [features[row : row + 1] for row in seen.path[known:]]
         self._drafted = []
 
     def _shallow(self, tokens: Sequence[int], parents: Sequence[int], first: int) -> torch.Tensor:
@@ -190,41 +196,47 @@ class KangarooSession:
         """[V] the draft's distribution of the token after ``path``, under the processors that the target's is under."""
         if self._processors:
             prefix = [*self._context.tokens, *path] if self._reads_prefix else []
-            ids: Any = torch.tensor([prefix], dtype=torch.long, device=logits.device)
+            ids: Any = torch.tensor([prefix], dtype=torch.long, device=logits.device) if prefix else self._no_ids
             scores: Any = logits[None].float()
             logits = self._processors(ids, scores)[0]
         return torch.softmax(logits, -1, dtype=torch.float64 if self._sampled else torch.float32)
 
-    def _chosen(self, probabilities: torch.Tensor, best: int, count: int, depth: int) -> list[int]:
-        """Up to ``count`` tokens, ``depth`` tokens below the root: the likeliest, or draws without replacement.
+    def _choice(self, probabilities: torch.Tensor, best: torch.Tensor, depth: int) -> torch.Tensor:
+        """One token, int64 [], ``depth`` tokens below the root: the likeliest, or a draw; -1 where there is none.
 
         In ``match`` the noise is the one that the target's own draw will use, so that the two tend to agree (Daliri et
         al. 2024). In ``reject`` a draw inverts the distribution function, for which one number does.
         """
         noise, position = self._context.noise, len(self._context.tokens)
         if self._coupled:
-            return _largest(probabilities.log() + noise.gumbel(position + depth), count)
+            return (probabilities.log() + noise.gumbel(position + depth)).argmax()
         if not self._sampled:
-            return [best] if count == 1 else _largest(probabilities.log(), count)
+            return best
+        sums = probabilities.cumsum(-1)
+        # The first sum that is not below a positive number ends a step up: its token has probability.
+        drawn = sums[-1:] * noise.uniform(position, Noise.DRAFT, depth)
+        return torch.where(sums[-1] > 0, torch.searchsorted(sums, drawn)[0], -1)
+
+    def _alternatives(self, probabilities: torch.Tensor, count: int, depth: int) -> list[int]:
+        """Up to ``count`` tokens, the first being ``_choice``'s; draws are without replacement."""
+        if self._coupled:
+            return _largest(probabilities.log() + self._context.noise.gumbel(len(self._context.tokens) + depth), count)
+        if not self._sampled:
+            return _largest(probabilities.log(), count)
         chosen: list[int] = []
         while len(chosen) < count:
             if chosen:
                 probabilities = probabilities.clone()
                 probabilities[chosen[-1]] = 0
-            sums = probabilities.cumsum(-1)
-            total = float(sums[-1])
-            if not total > 0:
+            token = int(self._choice(probabilities, probabilities, depth + len(chosen)))
+            if token < 0:
                 break
-            # The first sum that is not below a positive number ends a step up: its token has probability.
-            drawn = total * noise.uniform(position, Noise.DRAFT, depth + len(chosen))
-            chosen.append(int(torch.searchsorted(sums, drawn)))
+            chosen.append(token)
         return chosen
 
 
 def _largest(scores: torch.Tensor, count: int) -> list[int]:
-    """The tokens of the largest finite scores, best first."""
-    if count == 1:
-        return [int(scores.argmax())]
+    """The tokens of the ``count`` largest finite scores, best first."""
     values, tokens = scores.topk(min(count, len(scores)))
     chosen: list[int] = tokens[torch.isfinite(values)].tolist()
     return chosen

@@ -20,7 +20,7 @@ from drafters.medusa_heads import MedusaHeads
 from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
 from specdec.draft import Draft
-from specdec.drafter import Context, DrafterBase, Observation
+from specdec.drafter import Context, DrafterBase, Observation, Question
 from specdec.errors import ConfigError, unknown
 from specdec.pretrained import embedded_model
 from specdec.target import FINAL, Target
@@ -165,7 +165,7 @@ class Medusa(DrafterBase):
         check_tree(paths, heads=own.heads, ranks=own.vocab_size)
         self.nodes = nodes_of(paths)
         self._depth = max(node.depth for node in self.nodes)
-        self._ranks = max(node.rank for node in self.nodes) + 1
+        self.ranks = max(node.rank for node in self.nodes) + 1
 
     @classmethod
     def build(cls, config: MedusaConfig, target: Target) -> Medusa:
@@ -185,8 +185,8 @@ class Medusa(DrafterBase):
         return MedusaSession(self, context)
 
     @torch.no_grad()
-    def guesses(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> list[list[int]]:
-        """Per head its likeliest tokens, best first, from one hidden state [1, D]."""
+    def guesses(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """[heads, ranks] per head its likeliest tokens, best first, from one hidden state [1, D]."""
         weight, _ = self._blocks[0]
         states = hidden.to(weight.device, weight.dtype).expand(self._depth, 1, -1)  # [K, 1, D]
         for weight, bias in self._blocks:
@@ -196,8 +196,7 @@ class Medusa(DrafterBase):
             logits = head(rows)
         else:
             logits = torch.stack([F.linear(row, own) for row, own in zip(rows, self._matrices, strict=False)])
-        found: list[list[int]] = logits.topk(self._ranks, -1).indices.tolist()
-        return found
+        return logits.topk(self.ranks, -1).indices
 
 
 class MedusaSession:
@@ -207,6 +206,7 @@ class MedusaSession:
             self._nodes = drafter.nodes[: context.costs.tree_rows(context.prompt_length, len(drafter.nodes))]
         self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
+        self._guesses: list[list[int]] | None = None  # where they came with the step
 
     def propose(self, room: int) -> Draft:
         """The tree, less what is deeper than the text may get or does not fit."""
@@ -215,7 +215,10 @@ class MedusaSession:
         tokens, parents = [context.root], [-1]
         if self._seen is None or room < 2 or deepest < 1:
             return Draft(tokens, parents)
-        guesses = self._drafter.guesses(self._seen[self._last : self._last + 1], context.target.head)
+        guesses = self._guesses
+        if guesses is None:
+            hidden = self._seen[self._last : self._last + 1]
+            guesses = self._drafter.guesses(hidden, context.target.head).tolist()
         rows = [0]
         for node in self._nodes:
             if len(tokens) == room:
@@ -226,5 +229,14 @@ class MedusaSession:
                 parents.append(rows[node.parent])
         return Draft(tokens, parents)
 
+    def ask(self, question: Question) -> torch.Tensor | None:
+        hidden = question.taps[FINAL]
+        if question.last is None:
+            return None
+        return self._drafter.guesses(hidden.index_select(0, question.last.to(hidden.device)), self._context.target.head)
+
     def observe(self, seen: Observation) -> None:
-        self._seen, self._last = seen.taps[FINAL], seen.path[-1]
+        self._seen, self._last, self._guesses = seen.taps[FINAL], seen.path[-1], None
+        if seen.answer is not None:
+            size = self._drafter.ranks
+            self._guesses = [list(seen.answer[at : at + size]) for at in range(0, len(seen.answer), size)]

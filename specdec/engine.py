@@ -14,13 +14,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer
 
+from specdec import copies
 from specdec.block import Block
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.draft import Draft
-from specdec.drafter import Context, Drafter, Observation
+from specdec.drafter import AskingSession, Context, Drafter, Observation, Question
 from specdec.errors import CheckpointError, ConfigError, DraftError, PromptError, SpecdecWarning
 from specdec.model import TransformersTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
@@ -30,7 +33,7 @@ from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.sampling import Sampler, SamplingParams, Scores
 from specdec.target import Target
 from specdec.text import TextStream, check_stops
-from specdec.verify import verifier_for
+from specdec.verify import last_row, match, verifier_for, walk_arrays
 
 __all__ = ["Decoding", "Engine", "Prompt"]
 
@@ -367,6 +370,8 @@ class Decoding:
             policy=self._policy,
         )
         self._session = self._drafter.start(self._context)
+        self._apart = copies.is_apart(target.head_device)
+        self._asks = self._apart and isinstance(self._session, AskingSession)
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
         self.steps: list[Step] = []
@@ -402,13 +407,16 @@ class Decoding:
         drafted = perf_counter()
 
         rows = draft.scored_rows()
-        block = Block.of(draft, self._cache, self._target.device, self._target.backend)
+        sent = self._arrays(draft, rows) if self._apart else None
+        block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
         output = self._target.forward(block, entry=draft.entry, taps=self._drafter.taps, rows=rows)
         assert output.logits is not None
         scores = Scores(output.logits, rows)
         forwarded = perf_counter()
 
-        verdict = verifier_for(self.sampler.params, draft, sampling=self.sampler.sample)(draft, scores, self.sampler)
+        verifier = verifier_for(self.sampler.params, draft, sampling=self.sampler.sample)
+        answer = self._copy_out(draft, block, scores, output.taps) if self._apart and verifier is match else None
+        verdict = verifier(draft, scores, self.sampler)
         verdict = verdict.cut(self._cut(verdict.tokens))
         verified = perf_counter()
 
@@ -416,7 +424,7 @@ class Decoding:
         self.tokens.extend(verdict.tokens)
         committed = perf_counter()
         if self._tells and self.finish_reason is None:
-            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps))
+            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps, answer))
         step = Step(len(self.steps), verdict.tokens, len(draft), self._drafter.name)
         self.steps.append(step)
         self.stats.acceptance_lengths.append(len(verdict.tokens))
@@ -431,6 +439,35 @@ class Decoding:
             drafting = drafted - began + observed - committed
             self._policy.learn(draft, verdict.path, length, drafting, observed - began)
         return step
+
+    def _arrays(self, draft: Draft, rows: Sequence[int] | None) -> dict[str, npt.NDArray[Any]]:
+        """What a step on a device needs there beside its rows; it goes in the same copy."""
+        scores = Scores(torch.empty(0), rows)
+        arrays = walk_arrays(draft, scores.place) if self._asks else {}
+        return arrays if rows is None else {**arrays, "rows": np.array(rows, dtype=np.int64)}
+
+    def _copy_out(
+        self, draft: Draft, block: Block, scores: Scores, taps: Mapping[int, torch.Tensor]
+    ) -> list[int] | None:
+        """Decide all rows on the device, and copy from it, at once, what verification and the drafter will read."""
+        depths = [draft.depths[row] for row in (range(len(draft)) if scores.rows is None else scores.rows)]
+        decided = self.sampler.decide(scores, depths)
+        if decided is None:
+            return None
+        wanted = None
+        if self._asks:
+            device, sent = scores.logits.device, block.sent
+            own, tokens, places, eligible, closure = (
+                tensor.to(device)
+                for tensor in (
+                    decided[1], block.tokens[0], sent["parent_places"], sent["eligible"], block.seen(len(draft), device)
+                )
+            )  # fmt: skip
+            assert isinstance(self._session, AskingSession)
+            wanted = self._session.ask(Question(scores, taps, last_row(own, tokens, places, eligible, closure)))
+        best, own_tokens, *answer = copies.copy_out([*decided, *([] if wanted is None else [wanted])])
+        scores.decided(best, own_tokens)
+        return answer[0] if answer else None
 
     def result(self) -> Generation:
         """The generation as it stands."""

@@ -183,7 +183,7 @@ class TransformersTarget:
             return TargetOutput(None, hidden, found)
         chosen = normed if FINAL in taps else hidden
         if rows is not None:
-            chosen = chosen[list(rows)]
+            chosen = chosen.index_select(0, block.index(rows, chosen.device))
         return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Rotary:
     def look_up(self, block: Block, hidden: torch.Tensor) -> Table:
         """For each row, [T, d]: cosines, sines, and sines with their first half negated."""
         if not self._fixed:
-            return self._table(hidden, block.positions)
+            return self._table(hidden, block.positions.to(hidden.device))
         key = (hidden.device, hidden.dtype)
         top = block.length + block.deepest + 1
         if key not in self._tables or len(self._tables[key][0]) < top:
@@ -74,7 +74,7 @@ class Rotary:
             start = block.length + block.first
             cos, sin, signed_sin = (values.narrow(0, start, block.rows) for values in table)
         else:
-            places = block.positions[0]
+            places = block.positions[0].to(hidden.device)
             cos, sin, signed_sin = (values.index_select(0, places) for values in table)
         return cos, sin, signed_sin
 
