@@ -465,9 +465,10 @@ class Decoding:
             )  # fmt: skip
             assert isinstance(self._session, AskingSession)
             wanted = self._session.ask(Question(scores, taps, last_row(own, tokens, places, eligible, closure)))
-        best, own_tokens, *answer = copies.copy_out([*decided, *([] if wanted is None else [wanted])])
-        scores.decided(best, own_tokens)
-        return answer[0] if answer else None
+        greedy = decided[0] is decided[1]
+        found = copies.copy_out([*decided[greedy:], *([] if wanted is None else [wanted])])
+        scores.decided(found[0], found[0 if greedy else 1])
+        return None if wanted is None else found[-1]
 
     def result(self) -> Generation:
         """The generation as it stands."""

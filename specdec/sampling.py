@@ -178,7 +178,7 @@ def _no_distribution(logits: torch.Tensor) -> NumericalError:
 def _tokens(logits: torch.Tensor) -> torch.Tensor:
     """[R] int64, the largest of [R, V]."""
     values, tokens = logits.max(-1)
-    return torch.where(torch.isfinite(values), tokens, _UNSOUND)
+    return torch.where(values.abs() < math.inf, tokens, _UNSOUND)
 
 
 class Sampler:
