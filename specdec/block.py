@@ -120,6 +120,8 @@ class Block:
         """Rows of the block as an index on a device; those that came as ``more["rows"]`` are there already."""
         if "rows" in self.sent and np.array_equal(self._more["rows"], rows):
             return self.sent["rows"].to(device)
+        if copies.is_apart(device) and rows[-1] - rows[0] == len(rows) - 1:
+            return torch.arange(rows[0], rows[-1] + 1, device=device)
         return torch.tensor(rows, device=device)
 
     @cached_property

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["copy_in", "copy_out", "fill", "is_apart", "pack", "views"]
+__all__ = ["copy_in", "copy_out", "fill", "is_apart", "pack", "views", "wait"]
 
 _ALIGN = 16  # bytes; every view may be read as any dtype
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool}
@@ -21,6 +21,12 @@ _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool}
 def is_apart(device: torch.device | None) -> bool:
     """Whether a device has memory of its own, so that every copy to it or from it costs a launch, or a wait."""
     return device is not None and device.type != "cpu"
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given, so that a clock that is read next tells the truth."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:

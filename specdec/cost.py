@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from specdec.block import Block
+from specdec.copies import wait
 from specdec.errors import ConfigError, SpecdecWarning
 from specdec.files import cache_folder, write_json
 from specdec.machine import processor
@@ -261,10 +262,10 @@ def measure(
 
     def take(count: int) -> float:
         block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
-        _wait(target.device)
+        wait(target.device)
         start = clock()
         target.forward(block)
-        _wait(target.device)
+        wait(target.device)
         return clock() - start
 
     with target.active():
@@ -318,8 +319,3 @@ def _times(
                 take(count)
                 best[number] = min(best[number], take(count))
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

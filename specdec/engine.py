@@ -392,6 +392,7 @@ class Decoding:
             self._cache.commit(range(len(chunk)))
             if self._drafter.taps:
                 self._session.observe(Observation(None, range(len(chunk)), chunk, taps=output.taps))
+        copies.wait(self._target.head_device)
         self.stats.seconds.prefill += perf_counter() - began
 
     def step(self) -> Step:
@@ -466,7 +467,7 @@ class Decoding:
             assert isinstance(self._session, AskingSession)
             wanted = self._session.ask(Question(scores, taps, last_row(own, tokens, places, eligible, closure)))
         greedy = decided[0] is decided[1]
-        found = copies.copy_out([*decided[greedy:], *([] if wanted is None else [wanted])])
+        found = copies.copy_out([*decided[greedy:], *([] if wanted is None else [wanted.to(scores.logits.device)])])
         scores.decided(found[0], found[0 if greedy else 1])
         return None if wanted is None else found[-1]
 
