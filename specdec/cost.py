@@ -23,6 +23,7 @@ import torch
 
 from specdec.block import Block
 from specdec.copies import wait
+from specdec.draft import Draft
 from specdec.errors import ConfigError, SpecdecWarning
 from specdec.files import cache_folder, write_json
 from specdec.machine import processor
@@ -245,8 +246,9 @@ def measure(
     seconds: float = 60.0,
     progress: Callable[[float], None] | None = None,
     clock: Callable[[], float] = perf_counter,
+    tree: bool = False,
 ) -> CostCurve:
-    """Time forwards of chains of random tokens, after texts whose keys and values are zeros.
+    """Time forwards of chains of random tokens, or of binary trees, after texts whose keys and values are zeros.
 
     ``seconds`` bounds the whole but for one forward of each length: repeats are given up first, then the largest
     forwards, then the longest texts; what was not measured is extrapolated. ``progress`` gets the share that is done,
@@ -261,7 +263,11 @@ def measure(
     found: list[list[float]] = []
 
     def take(count: int) -> float:
-        block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
+        if tree:
+            draft = Draft(tokens[:count], [-1, *((row - 1) // 2 for row in range(1, count))])
+            block = Block.of(draft, cache, target.device, target.backend)
+        else:
+            block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
         wait(target.device)
         start = clock()
         target.forward(block)
