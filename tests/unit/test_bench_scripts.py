@@ -179,7 +179,7 @@ def test_gpu_benchmark_that_is_cut_short_keeps_what_it_has(
     with pytest.raises(KeyboardInterrupt):
         run_quick(gpu_bench, tmp_path)
     values = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert "ratio" in values["shapes"]["toy"]["rows, 64 tokens, split"]
+    assert "ratio" in values["shapes"]["toy"]["rows, 64 tokens, split, tree"]
     assert "oracle" not in values["shapes"]["toy"]
     assert "This run is not finished." in (tmp_path / "new" / "report.md").read_text()
 
@@ -255,5 +255,5 @@ def test_drafters_of_a_checkout_that_is_not_installed_are_found(monkeypatch: pyt
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(checkout, "entry_points", lambda group: ())
     checkout.use_checkout()
-    added = [dist for dist in importlib.metadata.distributions(path=[sys.path[-1]])]
+    added = list(importlib.metadata.distributions(path=[sys.path[-1]]))
     assert sorted(e.name for e in added[0].entry_points if e.group == "specdec.drafters") == expected
