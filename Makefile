@@ -11,7 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(INSTALLED) ## Watch the embedded model decode, with and without a drafter
+demo: $(INSTALLED) ## Watch a conversation with a real model, decoded by several drafters side by side
+	@$(BIN)/specdec pull smollm2 || echo "(so the demo has to do with the embedded model)" >&2
 	$(BIN)/specdec demo $(ARGS)
 
 test: $(INSTALLED) ## Run the quick tests, one worker per core (ARGS="-k name" narrows them)

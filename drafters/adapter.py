@@ -14,18 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drafters.vocabulary import check_draft_tokens
 from drafters.weights import WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.config import check_positive, parse
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.rotary import rotate, signed
 from specdec.target import Target
 
 __all__ = ["VARIANTS", "Adapter", "AdapterConfig", "fitting_heads", "rotations"]
 
 VARIANTS = ("attention", "head", "layer", "mlp")
-"""The paper's Table 2: attention alone, attention with a head of its own, attention and MLP, MLP alone."""
+"""The paper's Table 2: attention alone, attention with a head of its own, attention and MLP, MLP alone. Beside them
+there is ``none``, which is not trained: the target's own last norm and head (LayerSkip)."""
 
 _WEIGHTS = "model.safetensors"
+_LONGEST, _WIDEST = 1024, 64  # most drafts of a round; most widths of the MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,60 +38,106 @@ class AdapterConfig(WeightsConfig):
     Attributes:
         hidden_size, vocab_size, target: see :class:`drafters.weights.WeightsConfig`.
         exit_layer: l, the layers of the target that feed it.
-        heads: attention heads, each D / heads wide; there is no grouping.
-        variant: one of ``VARIANTS``.
+        heads: attention heads, each D / heads wide.
+        key_heads: heads of keys and values, each of which serves a group of heads; 0 is one for each.
+        draft_vocab: d, tokens that it proposes among, see :mod:`drafters.vocabulary`; 0 is all of them.
+        variant: one of ``VARIANTS``, or ``none``.
         intermediate_size: inner width of the MLP, for the variants that have one.
         rope_base: of the rotary positions.
         norm_eps: of the RMS norms.
-        eta: confidence at or below which drafting stops.
+        eta: confidence at or below which drafting stops; None lets it go on while it pays, see
+            :class:`drafters.kangaroo.KangarooConfig`.
         gamma: most drafts of a round.
         branch: alternatives for the token with which a round ends for want of confidence.
     """
 
     exit_layer: int
     heads: int
+    key_heads: int = 0
+    draft_vocab: int = 0
     variant: str = "attention"
     intermediate_size: int = 0
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
-    eta: float = 0.6
+    eta: float | None = 0.6
     gamma: int = 6
     branch: int = 1
 
     def __post_init__(self) -> None:
         names = ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma", "branch")
         check_positive("adapter.", **{name: getattr(self, name) for name in names})
-        if self.variant not in VARIANTS:
-            raise ConfigError(f"adapter.variant is {self.variant!r}; it must be one of {', '.join(VARIANTS)}")
+        check_positive("adapter.", most=_LONGEST, gamma=self.gamma, branch=self.branch)
+        if self.variant not in (*VARIANTS, "none"):
+            raise ConfigError(f"adapter.variant is {shown(self.variant)}; it must be one of {', '.join(VARIANTS)}")
         if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
             raise ConfigError(
-                f"adapter.heads is {self.heads} at hidden_size {self.hidden_size}; it must divide it into even parts"
+                f"adapter.heads is {shown(self.heads)} at hidden_size {shown(self.hidden_size)}; it must divide it "
+                "into even parts"
             )
-        if self.variant in ("layer", "mlp") and self.intermediate_size < 1:
+        if self.key_heads < 0 or (self.key_heads and self.heads % self.key_heads):
+            raise ConfigError(
+                f"adapter.key_heads is {shown(self.key_heads)}; it must divide the {self.heads} heads, or be 0"
+            )
+        if not 0 <= self.draft_vocab <= self.vocab_size:
+            raise ConfigError(f"adapter.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {self.vocab_size}]")
+        if self.has_mlp and self.intermediate_size < 1:
             raise ConfigError(f"adapter.variant {self.variant!r} has an MLP and needs intermediate_size >= 1")
-        if not 0 <= self.eta <= 1:
-            raise ConfigError(f"adapter.eta is {self.eta}; it is a probability, in [0, 1]")
+        if self.intermediate_size > _WIDEST * self.hidden_size:
+            raise ConfigError(
+                f"adapter.intermediate_size is {shown(self.intermediate_size)}; it must be at most {_WIDEST} times the "
+                f"hidden_size of {shown(self.hidden_size)}"
+            )
+        if self.eta is not None and not 0 <= self.eta <= 1:
+            raise ConfigError(f"adapter.eta is {shown(self.eta)}; it is a probability, in [0, 1]")
+        for name, value, most in (("rope_base", self.rope_base, 1e15), ("norm_eps", self.norm_eps, 1.0)):
+            if not 0 < value < most:
+                raise ConfigError(f"adapter.{name} is {shown(value)}; it must be more than 0 and less than {most:g}")
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention, and so a cache."""
+        return self.variant not in ("mlp", "none")
+
+    @property
+    def has_mlp(self) -> bool:
+        return self.variant in ("layer", "mlp")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.heads
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Heads of queries, and of keys and values."""
+        return self.heads, self.key_heads or self.heads
 
 
 class Adapter(nn.Module):
     """RMSNorm, causal attention, residual, (RMSNorm, MLP, residual,) RMSNorm.
 
-    Example: D = 4096 without MLP has 4 D^2 + 2 D weights, 67 M, 1% of a 7 B model.
+    Example: D = 4096 without MLP and groups has 4 D^2 + 2 D weights, 67 M, 1% of a 7 B model.
     """
+
+    draft_tokens: torch.Tensor | None  # [d] int64, ascending
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__()
         self.config = config
         size, inner = config.hidden_size, config.intermediate_size
-        if config.variant != "mlp":
+        if config.attends:
+            inside = config.groups[1] * config.head_dim
             self.input_norm = nn.Parameter(torch.ones(size))
-            self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(size, size, bias=False) for _ in range(4))
-        if config.variant in ("layer", "mlp"):
+            self.q_proj, self.o_proj = (nn.Linear(size, size, bias=False) for _ in range(2))
+            self.k_proj, self.v_proj = (nn.Linear(size, inside, bias=False) for _ in range(2))
+        if config.has_mlp:
             self.mlp_norm = nn.Parameter(torch.ones(size))
             self.gate_proj, self.up_proj = (nn.Linear(size, inner, bias=False) for _ in range(2))
             self.down_proj = nn.Linear(inner, size, bias=False)
         self.norm = nn.Parameter(torch.ones(size))
-        self.head = nn.Linear(size, config.vocab_size, bias=False) if config.variant == "head" else None
+        draft = config.draft_vocab
+        self.head = nn.Linear(size, draft or config.vocab_size, bias=False) if config.variant == "head" else None
+        self.register_buffer("draft_tokens", torch.arange(draft) if draft else None)
 
     def forward(
         self,
@@ -104,19 +153,21 @@ class Adapter(nn.Module):
         Args:
             features: [B, L, D] residual stream after ``exit_layer`` layers.
             positions: [B, L] int, each token's place in its text.
-            head: the target's head, used unless the adapter has its own.
+            head: the target's head, over the draft vocabulary if there is one; used unless the adapter has its own.
             mask: [B, 1, L, L] bool, what each token sees; None is causal.
             rows: [N] int, rows of the flattened [B * L] that want logits; None for all.
 
         Returns:
-            [N, V] logits.
+            [N, V] logits, or [N, d] of the draft vocabulary.
         """
-        if self.config.variant != "mlp":
+        if self.config.attends:
             normed = self._normed(features, self.input_norm)
             rotary = rotations(positions, self.config, features.dtype)
             query, key = self._rotated(self.q_proj(normed), rotary), self._rotated(self.k_proj(normed), rotary)
             value = self._split(self.v_proj(normed))
-            seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+            seen = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] < query.shape[1]
+            )
             features = features + self.o_proj(seen.transpose(1, 2).flatten(2))
         flat = features.flatten(0, 1)
         return self.logits(self._top(flat if rows is None else flat[rows]), head)
@@ -127,7 +178,7 @@ class Adapter(nn.Module):
         return own
 
     def _top(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.config.variant in ("layer", "mlp"):
+        if self.config.has_mlp:
             normed = self._normed(hidden, self.mlp_norm)
             hidden = hidden + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
         return self._normed(hidden, self.norm)
@@ -136,9 +187,8 @@ class Adapter(nn.Module):
         return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
 
     def _split(self, states: torch.Tensor) -> torch.Tensor:
-        """[B, T, D] to [B, heads, T, D / heads]."""
-        batch, rows, size = states.shape
-        return states.view(batch, rows, self.config.heads, size // self.config.heads).transpose(1, 2)
+        """[B, T, heads x d] to [B, heads, T, d]."""
+        return states.view(*states.shape[:2], -1, self.config.head_dim).transpose(1, 2)
 
     def _rotated(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         cos, sin = rotary
@@ -152,15 +202,13 @@ class Adapter(nn.Module):
                 if parameter.ndim == 2:
                     drawn = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
                     parameter.copy_(drawn * 0 if name.startswith(("o_proj", "down_proj")) else drawn)
-            lm_head, norm = getattr(target, "lm_head", None), getattr(target, "norm", None)
-            if self.head is not None and lm_head is not None:
-                self.head.weight.copy_(lm_head.weight)
-            if isinstance(norm, nn.Module):
-                # An RMS norm of ones is its weight, however the class writes it (Gemma adds 1).
-                like = next(norm.parameters())
-                scale = norm(torch.ones(1, len(self.norm), dtype=like.dtype, device=like.device))
-                if bool(scale.any()):
-                    self.norm.copy_(scale[0])
+            ones = torch.ones(1, len(self.norm), dtype=target.dtype, device=target.head_device)
+            # An RMS norm of ones is its weight, however the class writes it (Gemma adds 1).
+            self.norm.copy_(target.norm(ones)[0])
+            if self.head is not None:
+                head = target.head if self.draft_tokens is None else target.head_of(self.draft_tokens)
+                units = torch.eye(len(self.norm), dtype=target.dtype, device=target.head_device)
+                self.head.weight.copy_(head(units).T)  # what a linear says of unit vectors is its weight
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write weights and config; each file beside its name first, so that a full disk leaves the former ones whole.
@@ -172,8 +220,7 @@ class Adapter(nn.Module):
         Raises:
             CheckpointError: the files could not be written.
         """
-        tensors = {name: tensor.to(dtype=dtype) for name, tensor in self.state_dict().items()}
-        save_weights(Path(folder), _WEIGHTS, tensors, asdict(self.config), what="the adapter")
+        save_weights(Path(folder), _WEIGHTS, self.state_dict(), asdict(self.config), what="the adapter", dtype=dtype)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Adapter:
@@ -185,15 +232,20 @@ class Adapter(nn.Module):
         folder = Path(folder)
         remedy = "give a folder that `specdec train kangaroo` or `specdec convert kangaroo` wrote"
         with reading("Kangaroo adapter", folder, remedy):
-            adapter = cls(parse(AdapterConfig, read_config(folder), where="adapter"))
-            tensors = load_tensors(folder / _WEIGHTS)
+            config, tensors = (
+                parse(AdapterConfig, read_config(folder), where="adapter"),
+                load_tensors(folder / _WEIGHTS),
+            )
+            with torch.device("meta"):  # the config may say any size
+                adapter = cls(config)
         load_strictly(adapter, tensors, folder, f"a {adapter.config.variant!r} adapter")
+        check_draft_tokens(adapter.draft_tokens, adapter.config.vocab_size, folder)
         return adapter
 
 
 def rotations(positions: torch.Tensor, config: AdapterConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of rotary positions: [T, d] for [T] positions, [B, 1, T, d] for [B, T]."""
-    size = config.hidden_size // config.heads
+    size = config.head_dim
     steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64)
     angles = positions[..., None].double() * config.rope_base ** (-steps / size)
     angles = torch.cat((angles, angles), -1)

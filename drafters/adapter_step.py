@@ -27,40 +27,44 @@ __all__ = ["AdapterCache", "AdapterStep"]
 class AdapterStep:
     """An adapter's weights, laid out for drafting; the adapter itself is not needed any more.
 
+    Args:
+        adapter: as it was trained.
+        target_norm: the target's last norm, which the variant ``none`` ends with.
+
     Attributes:
         config: the adapter's.
         norm: [D] weight of its last norm, which tells dtype and device.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, target_norm: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self.config, self.norm = adapter.config, adapter.norm.detach()
-        self._attends, self._has_mlp = adapter.config.variant != "mlp", adapter.config.variant in ("layer", "mlp")
+        self._target_norm = target_norm if adapter.config.variant == "none" else None
         self._head = None if adapter.head is None else _stored(adapter.head)
-        if self._attends:
+        if self.config.attends:
             self._input_norm = adapter.input_norm.detach()
             self._qkv = _stored(adapter.q_proj, adapter.k_proj, adapter.v_proj)
             self._out = _stored(adapter.o_proj)
-        if self._has_mlp:
+        if self.config.has_mlp:
             self._mlp_norm = adapter.mlp_norm.detach()
             self._gate_up, self._down = _stored(adapter.gate_proj, adapter.up_proj), _stored(adapter.down_proj)
         self._layer: NativeLayers | None = None
-        if self._attends and self._has_mlp:
-            heads, eps = self.config.heads, self.config.norm_eps
+        if self.config.attends and self.config.has_mlp:
+            eps = self.config.norm_eps
             products, norms = (self._qkv, self._out, self._gate_up, self._down), (self._input_norm, self._mlp_norm)
             packed = [product for product in products if isinstance(product, PackedWeight)]
-            size = len(self.norm) // heads
+            size = self.config.head_dim
             if len(packed) == len(products) and runs_heads_of(size, self.config.intermediate_size):
-                layer = NativeLayer(tuple(packed), norms, (eps, eps, 0.0), (heads, heads), size, size**-0.5)
+                layer = NativeLayer(tuple(packed), norms, (eps, eps, 0.0), self.config.groups, size, size**-0.5)
                 self._layer = NativeLayers([layer])
 
     def absorb(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
         """Cache keys and values of ``features`` [T, D] as the next T positions; returns their queries [H, T, d]."""
-        rows, heads = len(features), self.config.heads
+        rows, (heads, key_heads) = len(features), self.config.groups
         normed = self._normed(features, self._input_norm)
-        states = self._qkv(normed).view(rows, 3 * heads, -1).transpose(0, 1)  # [3 H, T, d]
+        states = self._qkv(normed).view(rows, heads + 2 * key_heads, -1).transpose(0, 1)  # [H + 2 Hk, T, d]
         cos, signed_sin = cache.rotary(rows)
-        turned = rotate(states[: 2 * heads], cos, signed_sin)
-        cache.write(0, turned[None, heads:], states[None, 2 * heads :], cache.length)
+        turned = rotate(states[: heads + key_heads], cos, signed_sin)
+        cache.write(0, turned[None, heads:], states[None, heads + key_heads :], cache.length)
         cache.length += rows
         return turned[:heads]
 
@@ -76,14 +80,14 @@ class AdapterStep:
             cache.length += len(features)
             return self._normed(hidden[-1:], self.norm)
         hidden = features[-1:]
-        if self._attends:
+        if self.config.attends:
             query = self.absorb(features, cache)[None, :, -1:]
             seen = attend_all(query, *cache.seen())  # [1, H, 1, d]
             hidden = self._out.add(seen.reshape(1, -1), hidden)
-        if self._has_mlp:
+        if self.config.has_mlp:
             gate, up = self._gate_up(self._normed(hidden, self._mlp_norm)).chunk(2, -1)
             hidden = self._down.add(F.silu(gate).mul_(up), hidden)
-        return self._normed(hidden, self.norm)
+        return self._normed(hidden, self.norm) if self._target_norm is None else self._target_norm(hidden)
 
     def logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """[..., V] of what ``step`` returned; ``head`` is the target's, used unless the adapter has its own."""
@@ -98,20 +102,18 @@ class AdapterCache(KVCache):
 
     def __init__(self, adapter: AdapterStep, capacity: int) -> None:
         config, like = adapter.config, adapter.norm
-        size = config.hidden_size // config.heads
-        super().__init__(
-            [LayerSpec(config.heads, size, size, None, like.device, like.dtype)], capacity=capacity, rows=1
-        )
+        size, heads = config.head_dim, config.groups[1]
+        super().__init__([LayerSpec(heads, size, size, None, like.device, like.dtype)], capacity=capacity, rows=1)
         self._cos, sin = rotations(torch.arange(capacity, device=like.device), config, like.dtype)
         self._signed = signed(sin)
 
     def rotary(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines, and sines with the first half negated, [rows, D / heads] of the next positions."""
+        """Cosines, and sines with the first half negated, [rows, d] of the next positions."""
         last = self.length + rows
         return self._cos[self.length : last], self._signed[self.length : last]
 
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All that is stored, [1, heads, length, D / heads] each."""
+        """All that is stored, [1, key heads, length, d] each."""
         return self.keys[0].narrow(2, 0, self.length), self.values[0].narrow(2, 0, self.length)
 
 

@@ -13,6 +13,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,9 +23,10 @@ import numpy.typing as npt
 
 from drafters.fingerprint import known_tokenizer, tokenizer_fingerprint
 from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.conversations import read_records, turns_of
-from specdec.errors import CheckpointError, ConfigError
-from specdec.files import read_text, replacing, write_json
+from specdec.config import check_positive, parse
+from specdec.conversations import is_text, read_records, turns_of
+from specdec.errors import CheckpointError, ConfigError, shown
+from specdec.files import parse_json, read_text, replacing, write_json
 from specdec.target import Target
 
 __all__ = ["SEPARATOR", "Datastore", "build_datastore", "opened", "read_documents", "suffix_array"]
@@ -34,6 +36,7 @@ SEPARATOR = 2**32 - 1
 
 _FORMAT = 1
 _TOKENS, _SUFFIXES, _META = "tokens.npy", "suffixes.npy", "meta.json"
+_SUFFIX_TYPES = tuple(np.dtype(kind).str for kind in (np.uint32, np.int64))
 
 Array = npt.NDArray[Any]
 
@@ -63,10 +66,12 @@ class Datastore:
         self._starts = memoryview(self.suffixes)  # type: ignore[arg-type]
 
     def _map(self, name: str) -> Array:
-        path, size = self.path / name, int(self.meta["tokens"])
+        path, size = self.path / name, self.meta["tokens"]
         try:
             array: Array = np.load(path, mmap_mode="r")
-        except (OSError, ValueError, EOFError) as error:
+            if not isinstance(array, np.ndarray):
+                raise ValueError("it is an archive of arrays")
+        except Exception as error:  # its first line is parsed as Python's literals, which fail in many ways
             raise CheckpointError(
                 f"the datastore file {str(path)!r} is missing or cut short: {error}; "
                 "run `specdec datastore build` again"
@@ -137,8 +142,10 @@ class Datastore:
         count = min(len(places), limit)
         chosen = places.start + np.arange(count, dtype=np.int64) * len(places) // max(count, 1)
         index = self.suffixes[chosen].astype(np.int64)[:, None] + np.arange(skip, skip + size)  # [M, size]
-        found: Array = self.tokens[np.minimum(index, len(self) - 1)].astype(np.int64)
-        ended = np.logical_or.accumulate((found == SEPARATOR) | (index >= len(self)), axis=1)
+        found: Array = self.tokens[np.clip(index, 0, len(self) - 1)].astype(np.int64)
+        # The separator is no token, and a file may hold others that are none, and suffixes that are not there.
+        outside = (found >= self.meta["vocab_size"]) | (index < 0) | (index >= len(self))
+        ended = np.logical_or.accumulate(outside, axis=1)
         found[ended] = -1
         return found
 
@@ -152,7 +159,8 @@ def opened(path: str | Path) -> Datastore:
     Raises:
         CheckpointError: see ``Datastore``.
     """
-    key = (str(Path(path).resolve()), json.dumps(_read_meta(Path(path)), sort_keys=True))
+    meta = _read_meta(Path(path))
+    key = (str(Path(path).resolve()), json.dumps(meta, sort_keys=True))
     store = _OPEN.get(key)
     if store is None:
         store = _OPEN[key] = Datastore(path)
@@ -161,18 +169,42 @@ def opened(path: str | Path) -> Datastore:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        meta = json.loads((path / _META).read_text(encoding="utf-8"))
-        known = meta["format"] == _FORMAT and {"tokens", "vocab_size", "suffix_type"} <= meta.keys()
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        meta = parse_json((path / _META).read_text(encoding="utf-8"))
+        if not isinstance(meta, dict):
+            raise ValueError(f"{_META} holds {type(meta).__name__}, not a mapping")
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"no datastore at {str(path)!r}: {error}; make one with `specdec datastore build SOURCE --out {path}`"
         ) from error
-    if not known or not meta["tokens"]:
+    if meta.get("format") != _FORMAT or meta.get("tokens") == 0:
         raise CheckpointError(
             f"the datastore {str(path)!r} is empty or of another format than {_FORMAT}; "
             "run `specdec datastore build` again"
         )
-    return dict(meta)
+    try:
+        return asdict(parse(_Meta, meta, where=_META))
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the datastore {str(path)!r} is broken: {error}; run `specdec datastore build` again"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Meta:
+    """What ``meta.json`` holds."""
+
+    format: int
+    tokens: int
+    documents: int
+    vocab_size: int
+    suffix_type: str
+    sha256: str
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(f"{_META}.", tokens=self.tokens, vocab_size=self.vocab_size)
+        if self.suffix_type not in _SUFFIX_TYPES:
+            raise ConfigError(f"{_META}.suffix_type is {shown(self.suffix_type)}; known: {', '.join(_SUFFIX_TYPES)}")
 
 
 def build_datastore(sources: Iterable[str | Path], tokenizer: Any, out: str | Path) -> Datastore:
@@ -248,10 +280,10 @@ def _assistant_turns(source: Path) -> Iterator[str]:
         turns = turns_of(record)
         if turns is None:
             raise ConfigError(
-                f"{str(source)!r} is no ShareGPT file: it holds {str(record)[:80]!r}; a conversation is "
+                f"{str(source)!r} is no ShareGPT file: it holds {shown(record)}; a conversation is "
                 '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
             )
-        yield from (str(text) for role, text in turns if role == "assistant")
+        yield from (text for role, text in turns if role == "assistant" and is_text(text))
 
 
 def suffix_array(tokens: Array) -> Array:

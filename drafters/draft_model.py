@@ -20,7 +20,7 @@ from specdec.block import Block
 from specdec.config import check_positive
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
 from specdec.sampling import Noise, Sampler, Scores
@@ -54,9 +54,10 @@ class DraftModelConfig:
 
     def __post_init__(self) -> None:
         check_positive("draft_model.", tokens=self.tokens)
-        if len(self.widths) > self.tokens or any(width < 1 for width in self.widths):
+        if len(self.widths) > self.tokens or any(type(width) is not int or width < 1 for width in self.widths):
             raise ConfigError(
-                f"draft_model.widths is {self.widths}; it takes at most tokens = {self.tokens} numbers of 1 or more"
+                f"draft_model.widths is {shown(self.widths)}; it takes at most tokens = {shown(self.tokens)} numbers "
+                "of 1 or more"
             )
         if not 0 <= self.min_confidence < 1:
             raise ConfigError(f"draft_model.min_confidence is {self.min_confidence}; it must be in [0, 1)")
@@ -215,6 +216,7 @@ class DraftModelSession:
         the target's own at that position, so that both tend to take the same token; a draft that the verifier holds
         against its q needs noise that nothing else has seen. All of a level is read from the device at once.
         """
+        width = min(width, len(drawn[0]))
         parts: list[torch.Tensor] = []
         for row, probabilities in zip(level, drawn, strict=True):
             values = probabilities.log()

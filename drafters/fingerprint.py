@@ -7,10 +7,11 @@ import json
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
+from specdec.errors import CheckpointError
 from specdec.model import TransformersTarget
 from specdec.target import Target
+from specdec.text import load_tokenizer
 
 __all__ = ["architecture", "fingerprint", "known_tokenizer", "tokenizer_fingerprint"]
 
@@ -49,6 +50,6 @@ def known_tokenizer(target: Target) -> str | None:
     if not path:
         return None
     try:
-        return tokenizer_fingerprint(AutoTokenizer.from_pretrained(path, local_files_only=True))
-    except (OSError, ValueError, KeyError):
+        return tokenizer_fingerprint(load_tokenizer(path, local_files_only=True))
+    except CheckpointError:
         return None

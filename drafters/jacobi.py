@@ -46,6 +46,7 @@ class Jacobi(DrafterBase):
     """A chain that is the target's own last answer."""
 
     name = "jacobi"
+    draws = False
     Config = JacobiConfig
 
     def start(self, context: Context) -> JacobiSession:

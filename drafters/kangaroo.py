@@ -13,26 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from operator import eq
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from drafters.adapter import Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
+from drafters.vocabulary import DraftVocabulary
 from drafters.weights import check_fit, weights_folder
 from specdec.block import Block
 from specdec.config import check_positive
 from specdec.draft import Draft, Entry
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import CheckpointError, ConfigError
-from specdec.pretrained import embedded_model
+from specdec.errors import CheckpointError, ConfigError, shown
 from specdec.sampling import Noise
 from specdec.target import Target
 
-__all__ = ["Kangaroo", "KangarooConfig", "check_adapter", "embedded_adapter"]
+__all__ = ["Kangaroo", "KangarooConfig", "check_adapter"]
+
+_PRIOR, _PRIOR_WEIGHT = 0.6, 4.0  # share of accepted drafts before any was seen, and the drafts that it counts as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,13 @@ class KangarooConfig:
     """Options.
 
     Attributes:
-        adapter: folder of a trained adapter; None is the one in this package, which fits the embedded model.
-        eta: confidence at or below which a round ends; None takes the adapter's own.
+        adapter: folder of a trained adapter; None is the one in this package that was trained for the model.
+        exit_layer: draft with no adapter at all: leave behind this layer through the target's own norm and head, for
+            models that were trained for it (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710). The head is then run
+            for every draft.
+        eta: confidence at or below which a round ends; None takes the adapter's own, and where that is None, too, a
+            round goes on while it pays: while the next draft's chance to be accepted is worth more than its shallow
+            pass, adapter, head and row of verification cost.
         gamma: most drafts of a round; None takes the adapter's own.
         branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
             paper's chain; None takes the adapter's own.
@@ -49,6 +55,7 @@ class KangarooConfig:
     """
 
     adapter: str | None = None
+    exit_layer: int | None = None
     eta: float | None = None
     gamma: int | None = None
     branch: int | None = None
@@ -57,12 +64,12 @@ class KangarooConfig:
     def __post_init__(self) -> None:
         if self.eta is not None and not 0 <= self.eta <= 1:
             raise ConfigError(f"kangaroo.eta is {self.eta}; it is a probability, in [0, 1]")
-        check_positive("kangaroo.", gamma=self.gamma, branch=self.branch)
-
-
-def embedded_adapter() -> Path:
-    """Folder of the adapter for the embedded model."""
-    return embedded_model().parent / "tiny-kangaroo"
+        check_positive("kangaroo.", gamma=self.gamma, branch=self.branch, exit_layer=self.exit_layer)
+        if self.adapter is not None and self.exit_layer is not None:
+            raise ConfigError(
+                f"kangaroo.exit_layer={shown(self.exit_layer)} drafts without an adapter, and kangaroo.adapter is "
+                f"{self.adapter!r}; give one of them"
+            )
 
 
 class Kangaroo(DrafterBase):
@@ -71,14 +78,21 @@ class Kangaroo(DrafterBase):
     name = "kangaroo"
     Config = KangarooConfig
 
-    def __init__(self, config: KangarooConfig, adapter: Adapter) -> None:
+    def __init__(self, config: KangarooConfig, adapter: Adapter, target: Target) -> None:
         super().__init__(config)
-        self.adapter = AdapterStep(adapter)
+        self.adapter = AdapterStep(adapter, target.norm)
+        self.vocabulary = DraftVocabulary(adapter.draft_tokens, target)
         self.exit_layer = adapter.config.exit_layer
         self.eta = adapter.config.eta if config.eta is None else config.eta
         self.gamma = adapter.config.gamma if config.gamma is None else config.gamma
         self.branch = adapter.config.branch if config.branch is None else config.branch
         self.taps = frozenset({self.exit_layer})
+        # What is read to draft a token, and what its shallow pass reads of that, in plain steps.
+        step = target.layer_weights + target.vocab_size * target.hidden_size
+        shallow = target.layer_weights * self.exit_layer / target.num_layers
+        head = (adapter.config.draft_vocab or target.vocab_size) * target.hidden_size
+        own = sum(weight.numel() for weight in adapter.parameters())
+        self.shallow_cost, self.draft_cost = shallow / step, (shallow + own + head) / step
 
     @classmethod
     def build(cls, config: KangarooConfig, target: Target) -> Kangaroo:
@@ -87,11 +101,15 @@ class Kangaroo(DrafterBase):
         Raises:
             CheckpointError: no adapter, a broken one, or one of another model.
         """
-        folder = weights_folder(config.adapter, embedded_adapter(), target, "kangaroo.adapter")
-        adapter = Adapter.from_pretrained(folder)
+        if config.exit_layer is None:
+            adapter = Adapter.from_pretrained(weights_folder(config.adapter, target, "kangaroo.adapter"))
+        else:
+            size, vocabulary, layer = target.hidden_size, target.vocab_size, config.exit_layer
+            adapter = Adapter(
+                AdapterConfig(hidden_size=size, vocab_size=vocabulary, heads=1, exit_layer=layer, variant="none")
+            )
         check_adapter(adapter.config, target, check_target=config.check_target)
-        device = target.head(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=target.head_device)).device
-        return cls(config, adapter.to(device, target.dtype).requires_grad_(False).eval())
+        return cls(config, adapter.to(target.head_device, target.dtype).requires_grad_(False).eval(), target)
 
     def start(self, context: Context) -> KangarooSession:
         return KangarooSession(self, context)
@@ -102,7 +120,7 @@ def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool =
     check_fit(config, target, Kangaroo.name, check_target=check_target)
     if config.exit_layer >= target.num_layers:
         raise CheckpointError(
-            f"the adapter reads layer {config.exit_layer}, and the model has {target.num_layers} layers; "
+            f"drafting leaves behind layer {shown(config.exit_layer)}, and the model has {target.num_layers} layers; "
             f"the exit layer must be in [1, {target.num_layers - 1}]"
         )
 
@@ -110,7 +128,8 @@ def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool =
 class KangarooSession:
     def __init__(self, drafter: Kangaroo, context: Context) -> None:
         self._drafter, self._adapter, self._context = drafter, drafter.adapter, context
-        capacity = context.prompt_length + context.remaining + drafter.gamma
+        self._gamma = min(drafter.gamma, context.max_rows)  # more would not fit a step
+        capacity = context.prompt_length + context.remaining + self._gamma
         self._cache = AdapterCache(drafter.adapter, capacity)
         self._committed = 0  # positions of the text that the cache holds, or that wait in _pending
         self._pending: list[torch.Tensor] = []  # [T, D] features of committed tokens that the adapter has not seen
@@ -121,32 +140,43 @@ class KangarooSession:
         self._no_ids = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)
         self._sampled = params.temperature > 0 and params.acceptance != "typical"
         self._coupled = self._sampled and params.acceptance == "match"
+        self._prices = self._draft_prices()
+        self._accepted, self._reached = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+
+    def _draft_prices(self) -> list[float]:
+        """What draft number 1, 2, ... costs, in plain steps: making it, and verifying its row."""
+        drafter = self._drafter
+        steps = self._context.costs.steps(self._context.prompt_length, self._gamma + 2)
+        deep = 1 - drafter.shallow_cost
+        return [drafter.draft_cost + deep * (after - before) for before, after in pairwise(steps[1:])]
 
     def propose(self, room: int) -> Draft:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
         drafter, context = self._drafter, self._context
-        most = min(drafter.gamma, room - 1, context.remaining - 1)
+        most = min(self._gamma, room - 1, context.remaining - 1)
         tokens, parents, self._drafted = [context.root], [-1], []
         if most < 1:
             return Draft(tokens, parents)
         features = [self._shallow(tokens, parents, 0)]
         q: dict[int, torch.Tensor] = {}
-        confident, last = True, 0
+        confident, last, reached = True, 0, 1.0
         while confident and last < most:
             probabilities = self._probabilities(self._guess(tokens[last], features[-1]), tokens[1:])
             confidence, best = probabilities.max(-1)
             first_choice = self._choice(probabilities, best, len(tokens) - 1)
-            # In one copy from the device; a token is exact in float64, too.
-            trust, token = torch.stack((confidence.double(), first_choice.double())).tolist()
-            confident = trust > drafter.eta
+            # In one copy from the device; a number is exact in float64, too.
+            trust, number = torch.stack((confidence.double(), first_choice.double())).tolist()
+            reached *= self._chance if self._sampled else trust
+            confident = self._goes_on(trust, reached, len(tokens))
             branch = 1 if confident else min(drafter.branch, room - len(tokens))
-            chosen = [int(token)] if token >= 0 else []
+            numbers = [int(number)] if number >= 0 else []
             if branch > 1:
-                chosen = self._alternatives(probabilities, branch, len(tokens) - 1)
+                numbers = self._alternatives(probabilities, branch, len(tokens) - 1)
+            chosen = [drafter.vocabulary.token(number) for number in numbers]
             if not chosen:  # weights so large that the adapter says NaN
                 break
             if self._sampled and not self._coupled:
-                q[last] = probabilities
+                q[last] = drafter.vocabulary.spread(probabilities, 0.0)
             first = len(tokens)
             tokens += chosen
             parents += [last] * len(chosen)
@@ -154,10 +184,21 @@ class KangarooSession:
             last = first
         return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, torch.cat(features)))
 
+    def _goes_on(self, confidence: float, reached: float, drafts: int) -> bool:
+        """Whether to draft behind draft number ``drafts``; ``reached``: the chance that all drafts so far are right."""
+        if self._drafter.eta is not None:
+            return confidence > self._drafter.eta
+        return reached * self._chance > self._prices[drafts]
+
+    @property
+    def _chance(self) -> float:
+        """Share of this text's drafts that were accepted, of those behind accepted ones."""
+        return self._accepted / self._reached
+
     def observe(self, seen: Observation) -> None:
         features = seen.taps[self._drafter.exit_layer]
         if seen.draft is None:
-            if self._adapter.config.variant != "mlp":
+            if self._adapter.config.attends:
                 self._adapter.absorb(features.to(self._adapter.norm.device), self._cache)
             self._committed += len(features)
             return
@@ -165,6 +206,9 @@ class KangarooSession:
         known = sum(takewhile(bool, map(eq, self._drafted, committed)))
         if self._drafted:
             self._cache.length = self._committed + known
+            accepted = len(seen.path) - 1
+            self._accepted += accepted
+            self._reached += accepted + (accepted < len(self._drafted))
         self._committed += len(committed)
         if known < len(committed):
             self._pending += [features[row : row + 1] for row in seen.path[known:]]
@@ -185,42 +229,46 @@ class KangarooSession:
         return target.forward(block, exit_layer=self._drafter.exit_layer).hidden
 
     def _guess(self, token: int, feature: torch.Tensor) -> torch.Tensor:
-        """[V] logits of the token after ``token``, whose feature is [1, D]; the first of a round brings what waited."""
+        """[d] logits of the token after ``token``, whose feature is [1, D]; the first of a round brings what waited."""
         rows = torch.cat((*self._pending, feature)) if self._pending else feature
         self._pending.clear()
         self._drafted.append(token)
         hidden = self._adapter.step(rows.to(self._adapter.norm.device), self._cache)
-        return self._adapter.logits(hidden, self._context.target.head)[0]
+        return self._adapter.logits(hidden, self._drafter.vocabulary.head)[0]
 
     def _probabilities(self, logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
-        """[V] the draft's distribution of the token after ``path``, under the processors that the target's is under."""
+        """[d] the draft's distribution of the token after ``path``, under the processors that the target's is under."""
         if self._processors:
+            vocabulary = self._drafter.vocabulary
             prefix = [*self._context.tokens, *path] if self._reads_prefix else []
             ids: Any = torch.tensor([prefix], dtype=torch.long, device=logits.device) if prefix else self._no_ids
-            scores: Any = logits[None].float()
-            logits = self._processors(ids, scores)[0]
+            scores: Any = vocabulary.spread(logits.float(), -torch.inf)[None]  # processors know tokens by their ids
+            logits = vocabulary.gather(self._processors(ids, scores)[0])
         return torch.softmax(logits, -1, dtype=torch.float64 if self._sampled else torch.float32)
 
     def _choice(self, probabilities: torch.Tensor, best: torch.Tensor, depth: int) -> torch.Tensor:
-        """One token, int64 [], ``depth`` tokens below the root: the likeliest, or a draw; -1 where there is none.
+        """A token's number, int64 [], ``depth`` below the root: the likeliest, or a draw; -1 where there is none.
 
         In ``match`` the noise is the one that the target's own draw will use, so that the two tend to agree (Daliri et
         al. 2024). In ``reject`` a draw inverts the distribution function, for which one number does.
         """
-        noise, position = self._context.noise, len(self._context.tokens)
         if self._coupled:
-            return (probabilities.log() + noise.gumbel(position + depth)).argmax()
+            return (probabilities.log() + self._noises(depth)).argmax()
         if not self._sampled:
             return best
         sums = probabilities.cumsum(-1)
         # The first sum that is not below a positive number ends a step up: its token has probability.
-        drawn = sums[-1:] * noise.uniform(position, Noise.DRAFT, depth)
+        drawn = sums[-1:] * self._context.noise.uniform(len(self._context.tokens), Noise.DRAFT, depth)
         return torch.where(sums[-1] > 0, torch.searchsorted(sums, drawn)[0], -1)
 
+    def _noises(self, depth: int) -> torch.Tensor:
+        """[d] the target's own noise where it draws the token."""
+        return self._drafter.vocabulary.gather(self._context.noise.gumbel(len(self._context.tokens) + depth))
+
     def _alternatives(self, probabilities: torch.Tensor, count: int, depth: int) -> list[int]:
-        """Up to ``count`` tokens, the first being ``_choice``'s; draws are without replacement."""
+        """Numbers of up to ``count`` tokens, the first being ``_choice``'s; draws are without replacement."""
         if self._coupled:
-            return _largest(probabilities.log() + self._context.noise.gumbel(len(self._context.tokens) + depth), count)
+            return _largest(probabilities.log() + self._noises(depth), count)
         if not self._sampled:
             return _largest(probabilities.log(), count)
         chosen: list[int] = []
@@ -236,7 +284,7 @@ class KangarooSession:
 
 
 def _largest(scores: torch.Tensor, count: int) -> list[int]:
-    """The tokens of the ``count`` largest finite scores, best first."""
+    """The numbers of the ``count`` largest finite scores, best first."""
     values, tokens = scores.topk(min(count, len(scores)))
     chosen: list[int] = tokens[torch.isfinite(values)].tolist()
     return chosen

@@ -88,6 +88,7 @@ class Lookahead(DrafterBase):
     """Jacobi trajectories as a source of n-grams."""
 
     name = "lookahead"
+    draws = False
     Config = LookaheadConfig
     fixed_cost_rows = 1  # the pool, and the window's answers
 

@@ -8,7 +8,7 @@ Ranks are chosen, not drawn, so a draft carries no q.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +17,16 @@ import torch.nn.functional as F
 import yaml
 
 from drafters.medusa_heads import MedusaHeads
+from drafters.tree import grow, paying
+from drafters.vocabulary import DraftVocabulary
 from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation, Question
-from specdec.errors import ConfigError, unknown
-from specdec.pretrained import embedded_model
+from specdec.errors import ConfigError, shown, unknown
 from specdec.target import FINAL, Target
 
-__all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "embedded_heads", "nodes_of", "paths_of"]
+__all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "nodes_of", "paths_of"]
 
 TREES = {
     "chain": "0 00 000 0000 00000",
@@ -40,6 +41,7 @@ TREES = {
 """Named trees: a rank path per word, a digit per rank, likeliest first."""
 
 Path_ = Sequence[int]
+_MOST = 63  # nodes of a tree, as the authors' has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +49,11 @@ class MedusaConfig:
     """Options.
 
     Attributes:
-        heads: folder of trained heads, ours or published ones; None is the one in this package, which fits the embedded
+        heads: folder of trained heads, ours or published ones; None is the one in this package that was trained for the
             model.
         tree: a name in ``TREES``, a ``.yaml`` file (of ``specdec tree-search``, or with a list), or rank paths such as
-            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None takes the authors' tree, as
-            many of its rows as pay.
+            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None grows one by how often the
+            heads were right in training, or takes the authors' where that is not known, as many rows as pay.
         check_target: refuse a model that is not the one the heads were trained for.
     """
 
@@ -87,7 +89,7 @@ def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
         raise ConfigError(unknown("medusa.tree", tree, sorted(TREES)))
     try:
         found = read_value(Path(tree).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot read the tree {tree!r}: {reason}; `specdec tree-search` writes one") from error
     for key in ("drafter", "tree"):
@@ -100,20 +102,23 @@ def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
 
 def check_tree(paths: Sequence[Path_], *, heads: int | None = None, ranks: int | None = None) -> None:
     """Raises ConfigError for a tree that is none, or is deeper or wider than there are heads and ranks."""
-    seen = {tuple(path) for path in paths}
+    seen, before = {tuple(path) for path in paths}, set[tuple[int, ...]]()
     if not paths:
         raise ConfigError("medusa.tree is empty; give at least the path [0]")
-    for number, path in enumerate(paths):
+    for path in paths:
         if not path or min(path) < 0:
-            raise ConfigError(f"medusa.tree holds {list(path)}; a path is one rank or more, each at least 0")
-        if path in paths[:number]:
-            raise ConfigError(f"medusa.tree holds {list(path)} twice; leave one out")
+            raise ConfigError(f"medusa.tree holds {shown(list(path))}; a path is one rank or more, each at least 0")
+        if tuple(path) in before:
+            raise ConfigError(f"medusa.tree holds {shown(list(path))} twice; leave one out")
+        before.add(tuple(path))
         if len(path) > 1 and tuple(path[:-1]) not in seen:
-            raise ConfigError(f"medusa.tree holds {list(path)} without its parent {list(path[:-1])}; add the parent")
+            raise ConfigError(
+                f"medusa.tree holds {shown(list(path))} without its parent {shown(list(path[:-1]))}; add the parent"
+            )
         if heads is not None and len(path) > heads:
-            raise ConfigError(f"medusa.tree holds {list(path)}, {len(path)} deep, but there are {heads} heads")
+            raise ConfigError(f"medusa.tree holds {shown(list(path))}, {len(path)} deep, but there are {heads} heads")
         if ranks is not None and max(path) >= ranks:
-            raise ConfigError(f"medusa.tree holds {list(path)}; the model's vocabulary has {ranks} ranks only")
+            raise ConfigError(f"medusa.tree holds {shown(list(path))}; the model's vocabulary has {ranks} ranks only")
 
 
 def nodes_of(paths: Sequence[Path_]) -> list[Node]:
@@ -132,21 +137,18 @@ def nodes_of(paths: Sequence[Path_]) -> list[Node]:
     return nodes
 
 
-def embedded_heads() -> Path:
-    """Folder of the heads for the embedded model."""
-    return embedded_model().parent / "tiny-medusa"
-
-
 class Medusa(DrafterBase):
     """Trained heads, stacked so that all run at once, and the tree."""
 
     name = "medusa"
+    draws = False
     Config = MedusaConfig
     taps = frozenset({FINAL})
     fixed_cost_rows = 2  # the heads' own products, and the output matrix once more
 
-    def __init__(self, config: MedusaConfig, heads: MedusaHeads) -> None:
+    def __init__(self, config: MedusaConfig, heads: MedusaHeads, target: Target) -> None:
         super().__init__(config)
+        self.vocabulary = DraftVocabulary(heads.draft_tokens, target)
         own = heads.config
         weights = {name: weight.detach() for name, weight in heads.named_parameters()}
         numbers = range(own.heads)
@@ -159,11 +161,15 @@ class Medusa(DrafterBase):
             for layer in range(own.layers)
         ]
         self._matrices = [weights[f"{head}.{own.layers}.weight"] for head in numbers] if own.own_head else None
-        paths = paths_of(config.tree or "mc_sim_7b_63")
-        if config.tree is None:
-            paths = [path for path in paths if len(path) <= own.heads and max(path) < own.vocab_size]
-        check_tree(paths, heads=own.heads, ranks=own.vocab_size)
-        self.nodes = nodes_of(paths)
+        self.grown = grow(own.accuracy, _MOST) if config.tree is None and own.accuracy else []
+        if self.grown:
+            self.nodes = [Node(node.parent, node.rank, node.depth) for node in self.grown]
+        else:
+            paths = paths_of(config.tree or "mc_sim_7b_63")
+            if config.tree is None:
+                paths = [path for path in paths if len(path) <= own.heads and max(path) < own.ranks]
+            check_tree(paths, heads=own.heads, ranks=own.ranks)
+            self.nodes = nodes_of(paths)
         self._depth = max(node.depth for node in self.nodes)
         self.ranks = max(node.rank for node in self.nodes) + 1
 
@@ -175,25 +181,23 @@ class Medusa(DrafterBase):
             CheckpointError: no heads, broken ones, or those of another model.
             ConfigError: a tree that the heads or the vocabulary cannot fill.
         """
-        heads = MedusaHeads.from_pretrained(weights_folder(config.heads, embedded_heads(), target, "medusa.heads"))
+        heads = MedusaHeads.from_pretrained(weights_folder(config.heads, target, "medusa.heads"))
         check_fit(heads.config, target, cls.name, check_target=config.check_target)
-        lm_head = getattr(target, "lm_head", None)
-        device = target.device if lm_head is None else lm_head.weight.device
-        return cls(config, heads.to(device, target.dtype))
+        return cls(config, heads.to(target.head_device, target.dtype), target)
 
     def start(self, context: Context) -> MedusaSession:
         return MedusaSession(self, context)
 
     @torch.no_grad()
-    def guesses(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """[heads, ranks] per head its likeliest tokens, best first, from one hidden state [1, D]."""
+    def guesses(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[heads, ranks] per head the numbers of its likeliest tokens, best first, from one hidden state [1, D]."""
         weight, _ = self._blocks[0]
         states = hidden.to(weight.device, weight.dtype).expand(self._depth, 1, -1)  # [K, 1, D]
         for weight, bias in self._blocks:
             states = states + F.silu(torch.baddbmm(bias[: self._depth], states, weight[: self._depth]))
         rows = states[:, 0]  # [K, D]
         if self._matrices is None:
-            logits = head(rows)
+            logits = self.vocabulary.head(rows)
         else:
             logits = torch.stack([F.linear(row, own) for row, own in zip(rows, self._matrices, strict=False)])
         return logits.topk(self.ranks, -1).indices
@@ -202,11 +206,14 @@ class Medusa(DrafterBase):
 class MedusaSession:
     def __init__(self, drafter: Medusa, context: Context) -> None:
         self._drafter, self._context, self._nodes = drafter, context, drafter.nodes
-        if drafter.config.tree is None:
-            self._nodes = drafter.nodes[: context.costs.tree_rows(context.prompt_length, len(drafter.nodes))]
+        costs, length = context.costs, context.prompt_length
+        if drafter.grown:
+            self._nodes = drafter.nodes[: paying(drafter.grown, costs, length)]
+        elif drafter.config.tree is None:
+            self._nodes = drafter.nodes[: costs.tree_rows(length, len(drafter.nodes))]
         self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
-        self._guesses: list[list[int]] | None = None  # where they came with the step
+        self._guesses: list[list[int]] | None = None  # numbers, where they came with the step
 
     def propose(self, room: int) -> Draft:
         """The tree, less what is deeper than the text may get or does not fit."""
@@ -215,17 +222,16 @@ class MedusaSession:
         tokens, parents = [context.root], [-1]
         if self._seen is None or room < 2 or deepest < 1:
             return Draft(tokens, parents)
-        guesses = self._guesses
+        guesses, vocabulary = self._guesses, self._drafter.vocabulary
         if guesses is None:
-            hidden = self._seen[self._last : self._last + 1]
-            guesses = self._drafter.guesses(hidden, context.target.head).tolist()
+            guesses = self._drafter.guesses(self._seen[self._last : self._last + 1]).tolist()
         rows = [0]
         for node in self._nodes:
             if len(tokens) == room:
                 break
             rows.append(len(tokens))
             if node.depth <= deepest:  # its parent is no deeper, so it is there
-                tokens.append(guesses[node.depth - 1][node.rank])
+                tokens.append(vocabulary.token(guesses[node.depth - 1][node.rank]))
                 parents.append(rows[node.parent])
         return Draft(tokens, parents)
 
@@ -233,7 +239,7 @@ class MedusaSession:
         hidden = question.taps[FINAL]
         if question.last is None:
             return None
-        return self._drafter.guesses(hidden.index_select(0, question.last.to(hidden.device)), self._context.target.head)
+        return self._drafter.guesses(hidden.index_select(0, question.last.to(hidden.device)))
 
     def observe(self, seen: Observation) -> None:
         self._seen, self._last, self._guesses = seen.taps[FINAL], seen.path[-1], None

@@ -1,14 +1,15 @@
 """Medusa's heads: small residual blocks on the last hidden state, each guessing one position further ahead.
 
 A checkpoint is a folder in the published layout: ``medusa_lm_head.safetensors`` (or ``.pt``) and ``config.json``. A
-merged model, whose own weights hold the heads under ``medusa_head.``, is read as well.
+merged model, whose own weights hold the heads under ``medusa_head.``, is read as well, and so is the layout of vLLM's
+Medusa: ``blocks.0.layers.0.weight``, ``lm_heads.0.weight``, ``token_map``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,20 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 
+from drafters.vocabulary import check_draft_tokens
 from drafters.weights import CONFIG, WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.config import check_positive
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.target import Target
 
 __all__ = ["HeadsConfig", "MedusaHeads"]
 
 _WEIGHTS, _PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _MERGED = "medusa_head."
+_MOST = 64  # heads, and blocks of a head
 _NAME = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
+_BLOCK, _HEAD = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), re.compile(r"lm_heads\.(\d+)\.weight")
+_TOKENS, _MAP = "draft_tokens", "token_map"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +43,27 @@ class HeadsConfig(WeightsConfig):
         layers: residual blocks of a head.
         hidden_size, vocab_size, target: see :class:`drafters.weights.WeightsConfig`.
         own_head: each head ends in its own [V, D] matrix; else in the target's.
+        draft_vocab: d, tokens that they propose among, see :mod:`drafters.vocabulary`; 0 is all of them.
+        accuracy: per head, how often its guess of each rank was right on held-out text; empty if not known.
     """
 
     heads: int
     layers: int
     own_head: bool = False
+    draft_vocab: int = 0
+    accuracy: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         names = ("heads", "layers", "hidden_size", "vocab_size")
         check_positive("heads.", **{name: getattr(self, name) for name in names})
+        check_positive("heads.", most=_MOST, heads=self.heads, layers=self.layers)
+        if not 0 <= self.draft_vocab <= self.vocab_size:
+            raise ConfigError(f"heads.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {self.vocab_size}]")
+
+    @property
+    def ranks(self) -> int:
+        """Tokens that a head ranks."""
+        return self.draft_vocab or self.vocab_size
 
 
 class ResBlock(nn.Module):
@@ -66,16 +83,19 @@ class MedusaHeads(nn.ModuleList):
     Example: with D = 192 and shared matrices, 3 heads of one block have 3 (D^2 + D) = 111,168 weights.
     """
 
+    draft_tokens: torch.Tensor | None  # [d] int64, ascending
+
     def __init__(self, config: HeadsConfig) -> None:
         size = config.hidden_size
         super().__init__(
             nn.Sequential(
                 *(ResBlock(size) for _ in range(config.layers)),
-                *([nn.Linear(size, config.vocab_size, bias=False)] if config.own_head else []),
+                *([nn.Linear(size, config.ranks, bias=False)] if config.own_head else []),
             )
             for _ in range(config.heads)
         )
         self.config = config
+        self.register_buffer(_TOKENS, torch.arange(config.draft_vocab) if config.draft_vocab else None)
 
     def forward(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Each head's logits for hidden states [..., D] if it has its own matrix, else what the target's is to read."""
@@ -83,23 +103,28 @@ class MedusaHeads(nn.ModuleList):
 
     def start_from(self, target: Target) -> None:
         """Initial weights: every head repeats the target's own next token."""
-        lm_head = getattr(target, "lm_head", None)
+        head = target.head if self.draft_tokens is None else target.head_of(self.draft_tokens)
+        units = torch.eye(self.config.hidden_size, dtype=target.dtype, device=target.head_device)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if ".linear." in name:
                     parameter.zero_()
-                elif lm_head is not None:
-                    parameter.copy_(lm_head.weight)
+                else:
+                    parameter.copy_(head(units).T)  # what a linear says of unit vectors is its weight
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write weights and config; each file beside its name first, so that a full disk leaves the former ones whole.
+
+        Args:
+            folder: made if it is not there.
+            dtype: of the weights in the file; None keeps theirs.
 
         Raises:
             CheckpointError: the files could not be written.
         """
         own = self.config
         values = {"medusa_num_heads": own.heads, "medusa_num_layers": own.layers, **asdict(own)}
-        save_weights(Path(folder), _WEIGHTS, self.state_dict(), values, what="the heads")
+        save_weights(Path(folder), _WEIGHTS, self.state_dict(), values, what="the heads", dtype=dtype)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> MedusaHeads:
@@ -113,21 +138,62 @@ class MedusaHeads(nn.ModuleList):
         folder = Path(folder)
         remedy = f"it takes {CONFIG} beside {_WEIGHTS}, {_PICKLED} or a model's *.safetensors with {_MERGED}* in it"
         with reading("Medusa heads", folder, remedy):
-            tensors = {name.removeprefix(_MERGED): tensor for name, tensor in _tensors(folder).items()}
-            heads = cls(config_of(tensors, read_config(folder)))
+            values = read_config(folder)
+            tensors = _published(_tensors(folder), values)
+            config = config_of(tensors, values)
+            with torch.device("meta"):  # one bias may say any size
+                heads = cls(config)
         load_strictly(heads, tensors, folder, "a set of Medusa heads")
+        check_draft_tokens(heads.draft_tokens, heads.config.vocab_size, folder)
         return heads
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """By name; of a merged model, the heads' alone are read."""
+    """By name; of a merged model, the heads' alone are read, by the names that they have without the others."""
     for name in (_WEIGHTS, _PICKLED):
         if (folder / name).exists():
-            return load_tensors(folder / name)
+            tensors = load_tensors(folder / name)
+            return {name.removeprefix(_MERGED): tensor for name, tensor in tensors.items()}
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if name.startswith(_MERGED)}  # noqa: SIM118
+            names = list(file.keys())
+            alone = any(_BLOCK.fullmatch(name.removeprefix("medusa_heads.")) for name in names)
+            found |= {
+                name.removeprefix("medusa_heads.").removeprefix(_MERGED): file.get_tensor(name)
+                for name in names
+                if alone or name.startswith(_MERGED)
+            }
+    return found
+
+
+def _published(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors by their published names, where they have those of vLLM's layout.
+
+    There blocks may do without biases, heads that all are the target's own lie there once (``original_lm_head``), and
+    ``token_map`` lists the draft vocabulary in any order.
+    """
+    blocks = {name: part for name in tensors if (part := _BLOCK.fullmatch(name))}
+    if not blocks:
+        return dict(tensors)
+    layers = 1 + max(int(part[2]) for part in blocks.values())
+    tokens = tensors.get(_MAP)
+    order = None if tokens is None else tokens.long().argsort()
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if (part := blocks.get(name)) is not None:
+            found[f"{part[1]}.{part[2]}.linear.{part[3]}"] = tensor
+            found.setdefault(f"{part[1]}.{part[2]}.linear.bias", tensor.new_zeros(len(tensor)))
+        elif values.get("original_lm_head") and (name == "lm_head.weight" or _HEAD.fullmatch(name)):
+            continue
+        elif (head := _HEAD.fullmatch(name)) is not None:
+            whole = tokens is None or order is None or len(tensor) > len(tokens)
+            rows = order if not whole else None if tokens is None else tokens.long().sort().values
+            found[f"{head[1]}.{layers}.weight"] = tensor if rows is None else tensor[rows]
+        elif name == _MAP:
+            found[_TOKENS] = tensor.long().sort().values
+        else:
+            found[name] = tensor
     return found
 
 
@@ -137,7 +203,7 @@ def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) ->
     Raises:
         ConfigError: they are no heads, or not as many layers as ``config.json`` says.
     """
-    parts = {name: _NAME.fullmatch(name) for name in tensors}
+    parts = {name: _NAME.fullmatch(name) for name in tensors if name != _TOKENS}
     strange = [name for name, part in parts.items() if part is None]
     if strange:
         raise ConfigError(f"{strange[0]!r} is none of theirs")
@@ -146,13 +212,17 @@ def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) ->
         raise ConfigError("no tensor is called {head}.{layer}.linear.weight")
     heads, layers = (len({part[group] for part in blocks}) for group in (1, 2))
     if (told := values.get("medusa_num_layers", layers)) != layers:
-        raise ConfigError(f"{CONFIG} counts {told} layers, the tensors {layers}")
-    matrix = tensors.get(f"0.{layers}.weight")
+        raise ConfigError(f"{CONFIG} counts {shown(told)} layers, the tensors {layers}")
+    if type(size := values.get("vocab_size", 1)) is not int:
+        raise ConfigError(f"vocab_size in {CONFIG} is {shown(size)}; it must be a whole number")
+    matrix, tokens = tensors.get(f"0.{layers}.weight"), tensors.get(_TOKENS)
     return HeadsConfig(
         heads=heads,
         layers=layers,
         hidden_size=tensors[blocks[0][0]].shape[0],
-        vocab_size=int(values.get("vocab_size", 1)) if matrix is None else len(matrix),
+        vocab_size=size if matrix is None or tokens is not None else len(matrix),
+        draft_vocab=0 if tokens is None else len(tokens),
         own_head=len(blocks) < len(parts),
+        accuracy=[[float(rate) for rate in rates] for rates in values.get("accuracy", [])],
         target=str(values.get("target", "")),
     )

@@ -18,11 +18,10 @@ from typing import Any, ClassVar
 
 from specdec.config import check_positive
 from specdec.draft import Draft
-from specdec.drafter import Context, Drafter, DrafterBase, DraftSession, Observation
+from specdec.drafter import Context, Drafter, DrafterBase, Observation, proposal, session_of
 from specdec.errors import ConfigError
 from specdec.policy import Patience, Prices
 from specdec.registry import make_drafter
-from specdec.sampling import Scores
 from specdec.target import Target
 
 __all__ = ["PARTS", "Bandit", "Merged", "MergedConfig", "part_of"]
@@ -134,10 +133,13 @@ class Bandit:
 class Merged(DrafterBase):
     """The parts, and what is known of them; sequences share it."""
 
+    draws = False
+
     def __init__(self, config: MergedConfig, parts: Sequence[Drafter]) -> None:
         super().__init__(config)
         self.parts = parts
         self.taps = frozenset[int]().union(*(part.taps for part in parts))
+        self.likeliest = max(part.likeliest for part in parts)
         self.bandits = [Bandit(part, config.memory) for part in parts]
 
     @classmethod
@@ -205,7 +207,7 @@ class Part:
         self.name, self.taps = drafter.name, drafter.taps
         self.told = bool(drafter.taps) or drafter.needs_observe
         self.bandit = bandit
-        self.session: DraftSession = drafter.start(context)
+        self.session = session_of(drafter, context)
         self.asked = False
         self.draft = Draft.chain([context.root])
         self.rows = [0]  # own row -> row of the tree; -1: left out
@@ -270,7 +272,7 @@ class MergedSession:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
                 began = perf_counter()
-                part.draft = part.session.propose(room - len(tree.needed))
+                part.draft = proposal(part.session, room - len(tree.needed), part.name, context.target)
                 if part.draft.entry is not None:
                     raise ConfigError(
                         f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
@@ -343,9 +345,8 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
         return Observation(draft, path, seen.tokens, seen.scores, {layer: seen.taps[layer] for layer in taps})
     if len(rows) == 1:  # it had none of it: all that concerns it is the text
         chain = Draft.chain([whole.tokens[row] for row in path])
-        logits = seen.scores.logits[[seen.scores.place(row) for row in path]]
         hidden = {layer: seen.taps[layer][path] for layer in taps}
-        return Observation(chain, range(len(path)), seen.tokens, Scores(logits), hidden)
+        return Observation(chain, range(len(path)), seen.tokens, seen.scores.select(path, None), hidden)
     place = {row: own for own, row in reversed([*enumerate(rows)])}  # the first of equal rows
     tokens, parents, union_rows = list(draft.tokens), list(draft.parents), list(rows)
     above = 0
@@ -362,7 +363,7 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     unread = probes.difference(draft.read)
     scored = [own for own in range(len(tokens)) if own not in unread]
     own_draft = Draft(tokens, parents, probes=probes, read=draft.read)
-    places = [seen.scores.place(union_rows[own]) for own in scored]
-    scores = Scores(seen.scores.logits[places], None if len(scored) == len(tokens) else scored)
+    every = len(scored) == len(tokens)
+    scores = seen.scores.select([union_rows[own] for own in scored], None if every else scored)
     hidden = {layer: seen.taps[layer][union_rows] for layer in taps}  # [rows of own_draft, D]
     return Observation(own_draft, path, seen.tokens, scores, hidden)

@@ -19,6 +19,7 @@ class Plain(DrafterBase):
     """Proposes the root alone."""
 
     name = "none"
+    draws = False
     Config = PlainConfig
     needs_observe = False
     proposes = False

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from specdec.config import check_positive
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 
 __all__ = ["PromptLookup", "PromptLookupConfig"]
+
+_LONGEST = 128  # n-gram: every token of the text adds one of each length to the index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,7 @@ class PromptLookupConfig:
     """Options.
 
     Attributes:
-        max_ngram, min_ngram: lengths of the suffix that is looked up, the longest first.
+        max_ngram, min_ngram: lengths of the suffix that is looked up, the longest first; at most 128.
         tokens: most tokens proposed from one match.
         match: ``rightmost`` (latest) or ``leftmost`` (earliest) occurrence.
         matches: how many occurrences to propose, as a trie.
@@ -41,9 +43,10 @@ class PromptLookupConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ConfigError(
-                f"prompt_lookup.min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; "
+                f"prompt_lookup.min_ngram is {shown(self.min_ngram)} and max_ngram {shown(self.max_ngram)}; "
                 "they must satisfy 1 <= min_ngram <= max_ngram"
             )
+        check_positive("prompt_lookup.", most=_LONGEST, max_ngram=self.max_ngram)
         check_positive("prompt_lookup.", tokens=self.tokens, matches=self.matches)
         if self.match not in ("leftmost", "rightmost"):
             raise ConfigError(f"prompt_lookup.match is {self.match!r}; it must be leftmost or rightmost")
@@ -53,6 +56,7 @@ class PromptLookup(DrafterBase):
     """Copies from the text so far."""
 
     name = "prompt_lookup"
+    draws = False
     Config = PromptLookupConfig
     needs_observe = False
 
@@ -73,10 +77,10 @@ class PromptLookupSession:
         if room < 2:
             return Draft.chain([context.root])
         self._index()
-        size = min(config.tokens, context.remaining - 1)
+        size = min(config.tokens, context.remaining - 1, room - 1)
         length, starts = self._matches()
         if len(starts) <= 1:
-            path = self._continuation(starts[0], min(size, room - 1)) if starts else []
+            path = self._continuation(starts[0], size) if starts else []
             return Draft.chain([context.root, *path], match_length=length)
         builder = DraftBuilder(context.root)
         for start in starts:
@@ -100,8 +104,8 @@ class PromptLookupSession:
         for size in range(min(config.max_ngram, len(tokens)), config.min_ngram - 1, -1):
             found = self._after.get(tuple(tokens[-size:]))
             if found:
-                latest = config.match == "rightmost"
-                return size, found[: -config.matches - 1 : -1] if latest else found[: config.matches]
+                most = min(config.matches, self._context.max_rows)
+                return size, found[: -most - 1 : -1] if config.match == "rightmost" else found[:most]
         return 0, ()
 
     def _continuation(self, start: int, size: int) -> list[int]:

@@ -17,10 +17,12 @@ from drafters.datastore import Datastore, opened
 from specdec.config import check_positive
 from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.target import Target
 
 __all__ = ["Rest", "RestConfig", "frequent_prefixes"]
+
+_MOST = 65_536  # occurrences that are read in a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class RestConfig:
     Attributes:
         datastore: folder that ``specdec datastore build`` made with the target's tokenizer; it has no default.
         max_suffix, min_suffix: lengths of the suffix that is looked up.
-        matches: most occurrences that are read, spread evenly over all; the paper has 5000.
+        matches: most occurrences that are read, spread evenly over all, up to 65,536; the paper has 5000.
         tokens: tokens read after each.
         rows: rows below the root; None takes as many as pay, up to the paper's 64.
     """
@@ -45,16 +47,18 @@ class RestConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.min_suffix <= self.max_suffix:
             raise ConfigError(
-                f"rest.min_suffix is {self.min_suffix} and max_suffix {self.max_suffix}; "
+                f"rest.min_suffix is {shown(self.min_suffix)} and max_suffix {shown(self.max_suffix)}; "
                 "they must satisfy 1 <= min_suffix <= max_suffix"
             )
-        check_positive("rest.", matches=self.matches, tokens=self.tokens, rows=self.rows)
+        check_positive("rest.", most=_MOST, matches=self.matches)
+        check_positive("rest.", tokens=self.tokens, rows=self.rows)
 
 
 class Rest(DrafterBase):
     """An open datastore."""
 
     name = "rest"
+    draws = False
     Config = RestConfig
     needs_observe = False
     fixed_cost_rows = 4  # a search touches some hundred places of files that no cache holds
@@ -91,7 +95,7 @@ class RestSession:
 
     def propose(self, room: int) -> Draft:
         config, context = self._config, self._context
-        size, count = min(config.tokens, context.remaining - 1), min(self._rows, room - 1)
+        size, count = min(config.tokens, context.remaining - 1, room - 1), min(self._rows, room - 1)
         if size < 1 or count < 1:
             return Draft.chain([context.root])
         builder = DraftBuilder(context.root)

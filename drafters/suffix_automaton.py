@@ -8,10 +8,12 @@ over a static corpus, in which every sequence moves a cursor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from drafters.datastore import SEPARATOR, Datastore
+from drafters.datastore import Datastore
 from specdec.config import check_positive
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
@@ -23,6 +25,7 @@ __all__ = ["Cursor", "SuffixAutomaton", "SuffixAutomatonConfig", "SuffixAutomato
 # Links along which occurrences are brought up to date per token. Texts have chains of a few; a run of one token over
 # and over has a chain as long as itself, and would make the automaton quadratic.
 _FRESHENED = 32
+_LARGEST = 2_000_000  # tokens of a corpus, at about a kilobyte each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +48,8 @@ class SuffixAutomatonConfig:
 
     def __post_init__(self) -> None:
         check_positive("suffix_automaton.", min_match=self.min_match, max_tokens=self.max_tokens)
-        if not self.factor > 0:
-            raise ConfigError(f"suffix_automaton.factor is {self.factor}; it must be more than 0")
+        if not 0 < self.factor < math.inf:
+            raise ConfigError(f"suffix_automaton.factor is {self.factor}; it must be more than 0, and finite")
 
 
 class SuffixAutomaton:
@@ -142,6 +145,7 @@ class SuffixAutomatonDrafter(DrafterBase):
     """The options, and the corpus' automaton, which sequences share."""
 
     name = "suffix_automaton"
+    draws = False
     Config = SuffixAutomatonConfig
     needs_observe = False
 
@@ -155,10 +159,17 @@ class SuffixAutomatonDrafter(DrafterBase):
 
         Raises:
             CheckpointError: no datastore there, or a broken one, or one of another vocabulary.
+            ConfigError: it is too large.
         """
         if config.corpus is None:
             return cls(config)
-        return cls(config, SuffixAutomaton(Datastore(config.corpus).check(target).tokens.tolist()))
+        store = Datastore(config.corpus).check(target)
+        if len(store) > _LARGEST:
+            raise ConfigError(
+                f"suffix_automaton.corpus {config.corpus!r} holds {len(store)} tokens, and an automaton of more than "
+                f"{_LARGEST} does not fit into memory; take the drafter rest"
+            )
+        return cls(config, SuffixAutomaton(store.tokens.tolist()))
 
     def start(self, context: Context) -> SuffixAutomatonSession:
         return SuffixAutomatonSession(self.config, self.corpus, context)
@@ -183,15 +194,16 @@ class SuffixAutomatonSession:
             source, (end, length) = self._corpus.tokens, there
         if length < config.min_match:
             return Draft.chain([context.root])
-        size = min(max(1, int(config.factor * length)), config.max_tokens, context.remaining - 1, room - 1)
+        size = max(1, int(min(config.factor * length, config.max_tokens, context.remaining - 1, room - 1)))
         path = source[end : end + size]
         if source is self._text.tokens:
             # A match that runs into the end of the text goes on with the draft itself.
             period = len(source) - end
             while len(path) < size:
                 path.append(path[len(path) - period])
-        elif SEPARATOR in path:
-            path = path[: path.index(SEPARATOR)]
+        else:  # the separator is no token, and a file may hold others that are none
+            size = self._context.target.vocab_size
+            path = list(takewhile(lambda token: token < size, path))
         return Draft.chain([context.root, *path], match_length=length)
 
     def observe(self, seen: Observation) -> None:

@@ -6,13 +6,13 @@ these lists from the root along a fixed template of rank paths. It needs no trai
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from drafters.tree import Grown, grow, paying
 from specdec.config import check_positive
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation, Question
@@ -22,6 +22,7 @@ __all__ = ["Successors", "TokenRecycling", "TokenRecyclingConfig", "template"]
 
 # How often the token of each rank proves right, roughly: FIRST at rank 0, falling as a power of the rank.
 _FIRST, _FALL = 0.5, 1.3
+_MOST = 80  # rows of the paper's tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,43 +52,31 @@ class TokenRecycling(DrafterBase):
     """The options, and the shared table where sequences share one."""
 
     name = "token_recycling"
+    draws = False
     Config = TokenRecyclingConfig
     fixed_cost_rows = 1  # the best tokens of every row
 
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
         super().__init__(config)
-        self._shared = Successors(self.config.successors)
+        self.likeliest = self.config.successors
+        self._shared: Successors | None = None
 
     def start(self, context: Context) -> TokenRecyclingSession:
         options: TokenRecyclingConfig = self.config
-        table = self._shared if options.persistent else Successors(options.successors)
+        kept = min(options.successors, context.max_rows)  # more would not be proposed
+        table = self._shared if options.persistent and self._shared is not None else Successors(kept)
+        self._shared = table if options.persistent else None
         if options.from_prompt:
             table.read(context.tokens)
-        rows = options.rows or context.costs.tree_rows(context.prompt_length, 80)
-        return TokenRecyclingSession(template(rows, options.depth, options.successors), table, context)
+        nodes = template(min(options.rows or _MOST, context.max_rows), min(options.depth, context.max_rows), kept)
+        if options.rows is None:
+            nodes = nodes[: paying(nodes, context.costs, context.prompt_length)]
+        return TokenRecyclingSession(nodes, table, context)
 
 
-def template(rows: int, depth: int, ranks: int) -> list[tuple[int, int]]:
-    """The ``rows`` nodes that are likeliest to be right, as (parent, rank); parent 0 is the root, node i is i + 1.
-
-    A node's worth is the product of its ranks' rates. In descending order of worth, parents come first.
-
-    Example: ``template(3, 6, 8)`` is ``[(0, 0), (1, 0), (0, 1)]``: the best guess, the best after it, the second best.
-    """
-    rates = [_FIRST / (rank + 1) ** _FALL for rank in range(ranks)]
-    nodes: list[tuple[int, int]] = []
-    # (-worth, order of discovery, parent, rank, depth)
-    ahead = [(-rate, rank, 0, rank, 1) for rank, rate in enumerate(rates)]
-    heapq.heapify(ahead)
-    found = ranks
-    while ahead and len(nodes) < rows:
-        worth, _, parent, rank, level = heapq.heappop(ahead)
-        nodes.append((parent, rank))
-        if level < depth:
-            for below, rate in enumerate(rates):
-                heapq.heappush(ahead, (worth * rate, found, len(nodes), below, level + 1))
-                found += 1
-    return nodes
+def template(rows: int, depth: int, ranks: int) -> list[Grown]:
+    """The ``rows`` nodes that are likeliest to be right."""
+    return grow([[_FIRST / (rank + 1) ** _FALL for rank in range(ranks)]] * depth, rows)
 
 
 class Successors:
@@ -111,8 +100,8 @@ class Successors:
             del known[self._size :]
 
     def best(self, scores: Scores) -> torch.Tensor:
-        """[R, k] the likeliest tokens after every scored row."""
-        return scores.logits.topk(min(self._size, scores.logits.shape[-1]), -1).indices
+        """[R, k] the likeliest tokens after every scored row, where the logits are."""
+        return scores.top(self._size)
 
     def learn(self, draft: Draft, path: Sequence[int], scores: Scores, known: Sequence[int] | None = None) -> None:
         """Take the top k of every scored row; where a token stands in several rows, an accepted one counts.
@@ -120,19 +109,19 @@ class Successors:
         ``known``: what ``best`` says of them, row after row, where it was asked already.
         """
         if known is None:
-            best: list[Sequence[int]] = self.best(scores).tolist()
+            best = scores.likeliest(self._size)
         else:
             size = len(known) // len(scores.logits)
-            best = [known[start : start + size] for start in range(0, len(known), size)]
+            best = [list(known[start : start + size]) for start in range(0, len(known), size)]
         rows = scores.rows if scores.rows is not None else range(len(draft))
         for row, tokens in zip(rows, best, strict=True):
-            self._of[draft.tokens[row]] = list(tokens)
+            self._of[draft.tokens[row]] = tokens
         for row in path:
-            self._of[draft.tokens[row]] = list(best[scores.place(row)])
+            self._of[draft.tokens[row]] = best[scores.place(row)]
 
 
 class TokenRecyclingSession:
-    def __init__(self, nodes: Sequence[tuple[int, int]], table: Successors, context: Context) -> None:
+    def __init__(self, nodes: Sequence[Grown], table: Successors, context: Context) -> None:
         self._nodes = nodes
         self._table = table
         self._context = context
@@ -143,7 +132,7 @@ class TokenRecyclingSession:
         deepest = self._context.remaining - 1
         tokens, parents, depths = [self._context.root], [-1], [0]
         row_of = {0: 0}  # node of the template -> row; nodes without a known token have none
-        for node, (above, rank) in enumerate(self._nodes, 1):
+        for node, (above, rank, *_) in enumerate(self._nodes, 1):
             if len(tokens) >= room:
                 break
             parent = row_of.get(above)

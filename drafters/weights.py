@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drafters.fingerprint import architecture, fingerprint
-from specdec.errors import CheckpointError, ConfigError, first_line
-from specdec.files import replacing
+from specdec.errors import CheckpointError, ConfigError, first_line, shown
+from specdec.files import parse_json, replacing
+from specdec.pretrained import embedded_model
 from specdec.target import Target
 
 __all__ = [
     "CONFIG",
     "WeightsConfig",
     "check_fit",
+    "embedded_weights",
     "load_strictly",
     "load_tensors",
     "read_config",
@@ -51,14 +52,25 @@ class WeightsConfig:
 
 
 def save_weights(
-    folder: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, what: str
+    folder: Path,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    what: str,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write ``name`` and the config; a full disk leaves the former files whole.
+
+    ``dtype`` is that of weights in the file; None keeps theirs, and whole numbers stay what they are.
 
     Raises:
         CheckpointError: the files could not be written; ``what`` is what they hold.
     """
-    plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    plain = {
+        key: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+        for key, tensor in tensors.items()
+    }
     try:
         with replacing(folder / name) as weights, replacing(folder / CONFIG) as about:
             save_file(plain, weights)
@@ -72,25 +84,15 @@ def save_weights(
 @contextmanager
 def reading(what: str, folder: Path, remedy: str) -> Iterator[None]:
     """Turns whatever reading files can raise into a CheckpointError: there is no ``what`` in ``folder``."""
-    broken = (
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-        RuntimeError,
-        EOFError,
-        SafetensorError,
-        pickle.UnpicklingError,
-    )
     try:
         yield
-    except broken as error:
+    except Exception as error:  # parsers of several libraries, on files that may hold anything
         raise CheckpointError(f"no {what} in {str(folder)!r}: {first_line(error)}; {remedy}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What ``config.json`` holds; to be called while ``reading``."""
-    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    values = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ConfigError(f"{CONFIG} holds {type(values).__name__}, not a mapping")
     return values
@@ -108,12 +110,13 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path, what: str) -> None:
-    """Fill a module.
+    """Fill a module, which may be on the device ``meta``: nothing is allocated before the tensors are known to fit.
 
     Raises:
-        CheckpointError: a tensor is missing, left over, of another shape, or not finite; ``what`` the module is.
+        CheckpointError: a tensor is missing, left over, of another shape or kind, or not finite.
     """
-    found, expected = ({name: tuple(t.shape) for name, t in own.items()} for own in (tensors, module.state_dict()))
+    own = module.state_dict()
+    found, expected = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, own))
     odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
     if odd:
         name = odd[0]
@@ -122,31 +125,48 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source
             f"{expected.get(name, 'none of that name')} ({len(odd)} tensors differ); the file is broken or of "
             "another model"
         )
-    broken = [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]
-    if broken:
-        raise CheckpointError(f"{broken[0]} in {str(source)!r} holds NaN or infinity; train it anew")
-    module.load_state_dict(dict(tensors))
+    ready: dict[str, torch.Tensor] = {}
+    for name, tensor in sorted(tensors.items()):
+        kinds = [(t.is_floating_point(), t.is_complex(), t.dtype is torch.bool) for t in (tensor, own[name])]
+        if kinds[0] != kinds[1]:
+            raise CheckpointError(
+                f"{name} in {str(source)!r} is of {tensor.dtype}, expected {own[name].dtype}; the file is broken or of "
+                "another model"
+            )
+        ready[name] = tensor.to(own[name].dtype)
+        if not bool(ready[name].isfinite().all()):
+            raise CheckpointError(f"{name} in {str(source)!r} holds NaN or infinity; train it anew")
+    module.load_state_dict(ready, assign=True)
 
 
-def weights_folder(given: str | None, embedded: Path, target: Target, option: str) -> Path:
-    """The folder that was given, else the ``embedded`` one; ``option`` is the one that takes it: medusa.heads, ...
+def embedded_weights(drafter: str) -> dict[str, Path]:
+    """Fingerprint of a target -> the folder in this package that holds a drafter's weights for it."""
+    folders = sorted(embedded_model().parent.glob(f"*-{drafter}"))
+    return {str(read_config(folder)["target"]): folder for folder in folders}
+
+
+def weights_folder(given: str | None, target: Target, option: str) -> Path:
+    """The folder that was given, else the one in this package whose weights were trained for the target.
+
+    Args:
+        option: the one that takes it: medusa.heads, ...
 
     Raises:
-        CheckpointError: none was given, and the embedded weights are for another model.
+        CheckpointError: none was given, and this package holds none for the model.
     """
     if given is not None:
         return Path(given)
-    own = str(read_config(embedded)["target"]) if (embedded / CONFIG).exists() else "none"
-    found = architecture(target)
-    if own.startswith(found):
+    drafter, _, part = option.partition(".")
+    held, found = embedded_weights(drafter), architecture(target)
+    if any(own.startswith(found) for own in held):
         found = fingerprint(target)
-    if own != found:
-        drafter, _, part = option.partition(".")
+    if found not in held:
         raise CheckpointError(
-            f"{drafter} has no {part} for this model ({found}); what the package holds is for {own}. Train some with "
-            f"`specdec train {drafter} --model ...` and give the folder as {option}"
+            f"{drafter} has no {part} for this model ({found}); what the package holds is for "
+            f"{', '.join(held) or 'none'}. Train some with `specdec train {drafter} --model ...` and give the folder "
+            f"as {option}"
         )
-    return embedded
+    return held[found]
 
 
 def check_fit(config: WeightsConfig, target: Target, drafter: str, *, check_target: bool = True) -> None:
@@ -157,8 +177,8 @@ def check_fit(config: WeightsConfig, target: Target, drafter: str, *, check_targ
     ):
         if own != theirs:
             raise CheckpointError(
-                f"the {drafter} weights are for another model: their {what} is {own}, the model's is {theirs}; take "
-                "those trained for this model"
+                f"the {drafter} weights are for another model: their {what} is {shown(own)}, the model's is {theirs}; "
+                "take those trained for this model"
             )
     if check_target and config.target and config.target != (found := fingerprint(target)):
         raise CheckpointError(

@@ -157,7 +157,7 @@ def table(title: str, results: dict[str, list[Result]], reference: str, rivals: 
         sheet.add_row(
             name, str(tokens), f"{tokens / steps:.2f}" if steps else "", f"{forwarded / steps:.1f}" if steps else "",
             f"{draft_share(rows):.0%}" if steps else "", f"{speed(rows):.1f}", f"{speed(rows) / base:.2f}", rival,
-            f"{max(r.memory for r in rows) / 2**20:.0f}",
+            f"{peak / 2**20:.0f}" if (peak := max(r.memory for r in rows)) else "",
             f"{statistics.mean(repeat_share(r.tokens) for r in rows):.0%}", "same" if same else "differs",
         )  # fmt: skip
     return sheet

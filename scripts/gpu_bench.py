@@ -32,13 +32,14 @@ import torch
 import transformers
 
 from specdec import Engine, TransformersTarget
+from specdec.arguments import DTYPES
 from specdec.attention import BACKENDS
 from specdec.bench.environment import MemoryMeter, caption, describe_environment, synchronize
 from specdec.bench.oracle import sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt, weight_bytes
-from specdec.config import DTYPES, EXECUTIONS
 from specdec.cost import measure
 from specdec.files import write_text
+from specdec.runners import EXECUTIONS
 
 LOOKAHEAD = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
 # What a goal is about -> its bound, and whether a smaller or a larger figure reaches it.

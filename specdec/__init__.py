@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specdec.errors import SpecdecError, SpecdecWarning
     from specdec.integrations.transformers import custom_generate
     from specdec.model import TransformersTarget
+    from specdec.prefix import PrefixCache
     from specdec.results import Chunk, Generation, Statistics, Step
     from specdec.sampling import SamplingParams
     from specdec.target import FINAL, Target
@@ -29,6 +30,7 @@ __all__ = [
     "Engine",
     "Generation",
     "Observation",
+    "PrefixCache",
     "SamplingParams",
     "SpecdecError",
     "SpecdecWarning",
@@ -46,6 +48,7 @@ _HOMES = {
     "errors": ("SpecdecError", "SpecdecWarning"),
     "integrations.transformers": ("custom_generate",),
     "model": ("TransformersTarget",),
+    "prefix": ("PrefixCache",),
     "results": ("Chunk", "Generation", "Statistics", "Step"),
     "sampling": ("SamplingParams",),
     "target": ("FINAL", "Target"),

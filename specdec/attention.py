@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specdec.block import Block, Layout
+from specdec.block import Block, Layout, Rows
 from specdec.cache import LayerSpec
 from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
 
@@ -115,34 +115,59 @@ def layer_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    block: Block | None = None,
+    block: Rows | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention modules call; ``block`` travels to it through the layers' arguments.
 
-    ``key`` and ``value`` are the block's own rows, already in their slots. Returns [1, T, Hq, D] and no weights.
+    ``key`` and ``value`` are of the block's own rows. Returns [1, T, Hq, D] and no weights.
 
     Raises:
-        TargetError: called outside a specdec forward, or with a feature that it does not compute.
+        TargetError: called outside a specdec forward.
     """
     if block is None:
         raise TargetError("specdec's attention was called outside an Engine; use model.generate without it")
-    if options.get("s_aux") is not None:
-        raise TargetError(f"{type(module).__name__} has attention sinks, which specdec does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, block, module.layer_idx, scale, softcap).transpose(1, 2), None  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
+    block.store(key, value, layer)
+    return attend(query, block, layer, scale, softcap, sinks=options.get("s_aux")).transpose(1, 2), None
 
 
 def update_and_attend(
-    block: Block, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
+    block: Rows, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
 ) -> torch.Tensor:
     """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
-    block.update(keys, values, layer)
+    block.store(keys, values, layer)
     return attend(query, block, layer, scale)
 
 
-def attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None = None) -> torch.Tensor:
-    """Attention of the block's rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
+def attend(
+    query: torch.Tensor,
+    block: Rows,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv].
+
+    ``sinks``: [Hq] a score of each head that takes its share of the softmax, and has no value.
+    """
+    if isinstance(block, Block):
+        return _attend(query, block, layer, scale, softcap, sinks)
+    parts = [_attend(query[:, :, first:last], part, layer, scale, softcap, sinks) for part, first, last in block.parts]
+    return torch.cat(parts, 2)
+
+
+def _attend(
+    query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    if sinks is not None:
+        keys, values, mask = block.visible(layer, query.dtype)
+        output, total = _plain(query, keys, values, scale, mask, softcap)
+        share = torch.sigmoid(total - sinks.to(total.dtype)[:, None])  # e^total / (e^total + e^sink)
+        return (output * share.unsqueeze(-1)).to(query.dtype)
     way = block.backend
     if way == "auto":
         if query.is_cuda:
@@ -162,9 +187,9 @@ def attend(query: torch.Tensor, block: Block, layer: int, scale: float, softcap:
 
 
 def attend_all(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Attention of ``query`` [1, H, T, D] over all of ``keys`` and ``values`` [1, H, S, D]: [1, H, T, D]."""
+    """Attention of ``query`` [1, Hq, T, D] over all of ``keys`` and ``values`` [1, Hkv, S, D]: [1, Hq, T, D]."""
     if not query.is_cuda:
-        return F.scaled_dot_product_attention(query, keys, values)
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=keys.shape[1] != query.shape[1])
     taken = _flash_takes(query.device, query.dtype, query.shape[-1], values.shape[-1])
     return (_aten_flash if taken else _plain)(query, keys, values, query.shape[-1] ** -0.5)[0]
 

@@ -1,14 +1,20 @@
 """Block: the rows of one forward, where they stand in the cache and what each of them sees.
 
-A block is also what the decoder layers get as their cache: ``update`` stores a layer's keys and values, and the
-attention function reads them back from the slots through the same block. So no layer holds state, and no global does.
+A block is also what the decoder layers get as their cache, and through which the attention function stores and reads
+keys and values in the slots. So no layer holds state, and no global does.
+
+Rows of several sequences go through the layers together as a :class:`Batch`: their blocks, one after the other and
+never padded. Storing and attending look at each block's own cache, so that a row's numbers have nothing to do with the
+other sequences.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,7 +25,7 @@ from specdec import copies
 from specdec.cache import KVCache, Slices, Slots
 from specdec.draft import Draft, ancestors
 
-__all__ = ["Block", "Layout"]
+__all__ = ["Batch", "Block", "Layout", "Rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,53 @@ class Layout:
     causal: bool
 
 
-class Block:
+class Rows(ABC):
+    """The rows of one forward: one sequence's (:class:`Block`), or several sequences' (:class:`Batch`).
+
+    Attributes:
+        rows: T.
+        start: position of the first row, where the others follow at one position after the other; else None.
+        end: the position after the last one that a row stands at.
+        tokens: [1, T].
+        backend: attention backend, see :mod:`specdec.attention`.
+    """
+
+    rows: int
+    start: int | None
+    end: int
+    tokens: torch.Tensor
+    backend: str
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[tuple[Block, int, int]]:
+        """The blocks, and of each its first row among all, and the one after its last."""
+
+    @property
+    @abstractmethod
+    def positions(self) -> torch.Tensor:
+        """[1, T] where the rows stand in their texts."""
+
+    def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Some of the rows, ascending, as an index on a device."""
+        if copies.is_apart(device) and rows[-1] - rows[0] == len(rows) - 1:
+            return torch.arange(rows[0], rows[-1] + 1, device=device)  # made there
+        return torch.tensor(rows, device=device)
+
+    @abstractmethod
+    def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        """Store one layer's keys and values [1, heads, T, dim] in the slots of the rows."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What decoder layers call, as transformers' caches have it: gives back the rows' own keys and values.
+
+        They are stored when they reach the attention function. Some models compress what they give to a cache, and
+        expand what it returns (multi-head latent attention); what attention reads is the same in all of them.
+        """
+        return keys, values
+
+
+class Block(Rows):
     """Rows ``first`` .. ``first + T`` of a step tree, on their way through the layers.
 
     Args:
@@ -75,6 +127,8 @@ class Block:
         cache.reserve(self.length + last)
         self.depths = range(last) if depths is None else depths
         self.deepest = max(self.depths[first:last])
+        self.start = self.length + first if parents is None else None
+        self.end = self.length + self.deepest + 1
         self._device = device
         self.sent: dict[str, torch.Tensor] = {}
         if copies.is_apart(device):
@@ -117,27 +171,24 @@ class Block:
         return arrays
 
     def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Rows of the block as an index on a device; those that came as ``more["rows"]`` are there already."""
+        """As for all rows; those that came as ``more["rows"]`` are there already."""
         if "rows" in self.sent and np.array_equal(self._more["rows"], rows):
             return self.sent["rows"].to(device)
-        if copies.is_apart(device) and rows[-1] - rows[0] == len(rows) - 1:
-            return torch.arange(rows[0], rows[-1] + 1, device=device)
-        return torch.tensor(rows, device=device)
+        return super().index(rows, device)
+
+    @property
+    def parts(self) -> Sequence[tuple[Block, int, int]]:
+        return ((self, 0, self.rows),)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """[1, T] where the rows stand in the text."""
         if "positions" in self.sent:
             return self.sent["positions"]
         depths = self.depths[self.first : self.first + self.rows]
         return torch.tensor([[self.length + depth for depth in depths]], device=self._device)
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store one layer's keys and values [1, heads, T, dim]; the signature is that of transformers' caches."""
+    def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         self.cache.write(layer, keys, values, self.length + self.first)
-        return keys, values
 
     def visible(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values [1, heads, slots, dim] that the rows of a layer may see, and the mask over them."""
@@ -219,6 +270,29 @@ class Block:
         pieces = _ranges(start, end, group.size) if edge == common or common == length else ()
         tail_slots = pieces[0] if len(pieces) == 1 else group.index(hidden, (length, end))
         return Layout(prefix, tail_slots, mask, causal=False)
+
+
+class Batch(Rows):
+    """Blocks of several sequences, each with a cache of its own, as the rows of one forward."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        ends = list(accumulate(block.rows for block in blocks))
+        self._parts = [(block, end - block.rows, end) for block, end in zip(blocks, ends, strict=True)]
+        self.rows, self.start, self.end = ends[-1], None, max(block.end for block in blocks)
+        self.tokens = torch.cat([block.tokens for block in blocks], 1)
+        self.backend = blocks[0].backend
+
+    @property
+    def parts(self) -> Sequence[tuple[Block, int, int]]:
+        return self._parts
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        return torch.cat([block.positions for block, _, _ in self.parts], 1)
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        for block, first, last in self.parts:
+            block.store(keys[:, :, first:last], values[:, :, first:last], layer)
 
 
 def _ranges(first: int, last: int, size: int) -> tuple[tuple[int, int], ...]:

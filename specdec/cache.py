@@ -100,6 +100,7 @@ class KVCache:
 
     Attributes:
         grown: how often slots have moved; what was read of their addresses before holds no more.
+        written: positions below it may have been written, rows that were rejected among them.
     """
 
     def __init__(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> None:
@@ -107,6 +108,7 @@ class KVCache:
         self.capacity = capacity
         self.rows = rows
         self.grown = 0
+        self.written = 0
         members: dict[LayerSpec, list[int]] = {}
         for layer, spec in enumerate(specs):
             members.setdefault(spec, []).append(layer)
@@ -116,6 +118,14 @@ class KVCache:
         self.index_in_group = [members[spec].index(layer) for layer, spec in enumerate(specs)]
         self._view()
 
+    @staticmethod
+    def most_bytes(specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> int:
+        """Bytes that such a cache may come to hold."""
+        return sum(
+            spec.slots(capacity, rows) * spec.heads * (spec.key_dim + spec.value_dim) * spec.dtype.itemsize
+            for spec in specs
+        )
+
     def _view(self) -> None:
         # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
         groups = list(zip(self.group_of, self.index_in_group, strict=True))
@@ -124,6 +134,7 @@ class KVCache:
 
     def reserve(self, end: int) -> None:
         """Have room for positions up to ``end``; every block calls it for its rows, and every write."""
+        self.written = max(self.written, end)
         small = [group for group in self.groups if group.size < min(end, group.limit)]
         for group in small:
             group.grow(min(group.limit, max(end, 2 * group.size)))
@@ -171,3 +182,25 @@ class KVCache:
             for group in self.groups:
                 group.move(source, self.length + moved)
         self.length += len(path)
+
+    def take(self, former: KVCache, count: int) -> bool:
+        """Have the first ``count`` tokens of another cache of the same specs, if it still holds what is seen of them.
+
+        Where a ring was overwritten it does not, and nothing is taken.
+        """
+        # The next token, at position `count`, sees the window - 1 before it.
+        firsts = [0 if group.window is None else max(0, count - group.window + 1) for group in former.groups]
+        if any(first + group.limit < former.written for first, group in zip(firsts, former.groups, strict=True)):
+            return False
+        self.reserve(count)
+        for mine, theirs, first in zip(self.groups, former.groups, firsts, strict=True):
+            both = ((mine.keys, theirs.keys), (mine.values, theirs.values))
+            if mine.window is None:
+                for own, other in both:
+                    own.narrow(3, 0, count).copy_(other.narrow(3, 0, count))
+                continue
+            here, there = (slots.index((first, count)) for slots in (mine, theirs))
+            for own, other in both:  # masked slots are read too, and what is in them must be numbers
+                own.zero_().index_copy_(3, here, other.index_select(3, there))
+        self.length = count
+        return True

@@ -9,53 +9,57 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from specdec import show
+from specdec.chat import chat
 from specdec.config import ModelOptions, RunConfig, check_positive, resolve
-from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, unknown
+from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, shown
 from specdec.info import info
 from specdec.options import Given, with_options
+from specdec.pull import pull
 from specdec.version import __version__
-
-if TYPE_CHECKING:
-    from specdec.engine import Engine, Prompt
-    from specdec.results import Chunk, Generation
 
 __all__ = ["COMMANDS", "build", "main"]
 
 COMMANDS = "specdec.commands"
 """Entry point group of further commands."""
 
-with_run_options = with_options(RunConfig, file="configs/drafter/lookahead.yaml", setting="lookahead.window=15")
+_EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line, ``sys.argv`` by default; returns its exit status.
 
-    An expected error is one line, and 2; a warning of ours is one line too, without the place in the source.
+    An expected error is one line, and 2; a warning of ours is one line too, without the place in the source. Of several
+    processes that decode together, only rank 0 prints, and others where something that they met went wrong.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             status: int | None = build()(arguments, standalone_mode=False, prog_name="specdec")
         return status or 0
     except (SpecdecError, typer.TyperException) as error:
-        _print_error(error)
+        if not (_follows() and isinstance(error, ConfigError | PromptError | typer.TyperException)):
+            show.print_error(error)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return 130
+
+
+def _follows() -> bool:
+    """Whether rank 0 says what there is to say."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized() and distributed.get_rank() > 0
 
 
 def build() -> typer.Typer:
@@ -70,7 +74,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (generate, chat, drafters, demo, info):
+    for command in (generate, chat, drafters, demo, info, pull):
         app.command()(command)
     for entry in entry_points(group=COMMANDS):
         try:
@@ -95,29 +99,12 @@ def _broken(entry: EntryPoint, error: Exception) -> Callable[[], None]:
     return tell
 
 
-def _print_error(error: Exception) -> None:
-    message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-    if message:  # without a command there is help, and nothing to add to it
-        _print_line(("error:", "bold red"), message)
-
-
 def _show_warning(former: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any) -> None:
     """Shows a warning of ours; one of others goes the way that it went before."""
     if issubclass(category, SpecdecWarning):
-        _print_line(("warning:", "yellow"), str(message))
+        show.print_line(("warning:", "yellow"), str(message))
     else:
         former(message, category, *rest)
-
-
-def _print_line(kind: tuple[str, str], message: str) -> None:
-    Console(stderr=True).print(Text.assemble(kind, " ", " ".join(message.split())), soft_wrap=True)
-
-
-def _decode(engine: Engine, run: RunConfig, prompt: Prompt, on_chunk: Callable[[Chunk], None]) -> Generation:
-    decoding = engine.start(prompt, run.max_new_tokens, run.sampling, stop=run.stop, stream=True)
-    for chunk in decoding.chunks():
-        on_chunk(chunk)
-    return decoding.result()
 
 
 def _print_version(wanted: bool) -> None:
@@ -134,7 +121,7 @@ def _root(
     """Speculative decoding that does not change what the model says."""
 
 
-@with_run_options
+@with_options(RunConfig, **_EXAMPLES)
 def generate(
     given: Given,
     prompt: Annotated[str | None, typer.Argument(help="Text to go on from.", show_default=False)] = None,
@@ -143,6 +130,13 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes, or at the end.")] = True,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Answer a file of prompts, JSON lines; needs --out.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the answers go, JSON lines; resumes where it was.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Of a file's prompts, how many are answered at once.")] = 8,
 ) -> None:
     """Go on from a prompt: the text on standard output, a line of statistics on standard error.
 
@@ -151,11 +145,18 @@ def generate(
     from specdec.load import load_run
 
     config = resolve(RunConfig, given)
+    if prompts is not None or out is not None:
+        _answer_file(config, prompts, out, batch, one=prompt or prompt_file)
+        return
     text = _read_prompt(prompt, prompt_file)
     engine = load_run(config)
     painter = show.StepPainter(Console())
     live = stream and not as_json
-    generation = _decode(engine, config, text, painter if live else lambda chunk: None)
+    decoding = engine.start(text, config.max_new_tokens, config.sampling, stop=config.stop, stream=True)
+    for chunk in decoding.chunks():
+        if live:
+            painter(chunk)
+    generation = decoding.result()
     if as_json:
         typer.echo(json.dumps(show.to_json(generation, engine.drafter.name)))
         return
@@ -165,9 +166,23 @@ def generate(
     Console(stderr=True).print(show.statistics(generation, engine.drafter.name), soft_wrap=True)
 
 
+def _answer_file(config: RunConfig, prompts: Path | None, out: Path | None, batch: int, *, one: str | None) -> None:
+    if prompts is None or out is None or one is not None:
+        raise ConfigError("--prompts FILE and --out FILE go together, and without another prompt")
+    check_positive(batch=batch)
+    from specdec.answers import answer, check_out, read_prompts
+    from specdec.load import load_run
+
+    check_out(out)
+    questions = read_prompts(prompts)
+    failed = answer(load_run(config), questions, out, config, batch=batch, progress=sys.stderr.isatty())
+    failures = f", {failed} of them failures" if failed else ""
+    Console(stderr=True).print(f"{len(questions)} answers{failures}: {out}", soft_wrap=True, highlight=False)
+
+
 def _read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
-        raise PromptError(f"a prompt and --prompt-file {file!r} were given; give one of them")
+        raise PromptError(f"a prompt and --prompt-file {shown(file)} were given; give one of them")
     if prompt is None and file is None:
         raise PromptError("no prompt was given; write one, or --prompt-file FILE (- is standard input)")
     try:
@@ -176,68 +191,10 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
         assert prompt is not None
         prompt.encode("utf-8")  # an argument's stray bytes come as surrogates, which no tokenizer takes
     except OSError as error:
-        raise PromptError(f"cannot read the prompt file {file!r}: {error.strerror}") from error
+        raise PromptError(f"cannot read the prompt file {shown(file)}: {error.strerror}") from error
     except UnicodeError as error:
         raise PromptError(f"the prompt is no UTF-8 text: {error}; convert it") from error
     return prompt
-
-
-@with_run_options
-def chat(
-    given: Given,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told at the start.")] = None,
-) -> None:
-    """Talk with a model, a line at a time; /reset starts anew and /exit ends it.
-
-    The tokenizer's chat template makes the prompt. The whole talk has to fit the model's context.
-    """
-    from specdec.load import load_run
-
-    config = resolve(RunConfig, given)
-    engine = load_run(config)
-    painter, errors = show.StepPainter(Console()), Console(stderr=True)
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    interactive = sys.stdin.isatty()
-    for line in _lines(interactive):
-        if line == "/exit":
-            break
-        if line == "/reset":
-            messages = list(opening)
-            continue
-        if line.startswith("/") and line[1:].isalpha():
-            _print_error(ConfigError(unknown("command", line, ["/exit", "/reset"])))
-            continue
-        question = {"role": "user", "content": line}
-        try:
-            generation = _decode(engine, config, [*messages, question], painter)
-        except PromptError as error:
-            if not interactive:
-                raise
-            _print_error(PromptError(f"{error}, or begin anew with /reset"))
-            continue
-        typer.echo()
-        messages += [question, {"role": "assistant", "content": generation.text}]
-        errors.print(show.statistics(generation, engine.drafter.name), soft_wrap=True)
-
-
-def _lines(interactive: bool) -> Iterator[str]:
-    """What the user says, line by line, without empty lines."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to end a talk
-    if not interactive:
-        yield from filter(None, map(str.strip, sys.stdin))
-        return
-    with suppress(ImportError):
-        import readline  # noqa: F401  (gives input() a history and editing)
-    while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            typer.echo()
-            return
-        if line:
-            yield line
 
 
 def drafters(
@@ -262,36 +219,47 @@ def demo(
     names: Annotated[
         str, typer.Option("--drafters", metavar="A,B,C", help="Drafters to compare; plain decoding always runs.")
     ] = "none,prompt_lookup,lookahead,auto",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens that each drafter writes.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy, and lets so small a model fall into loops.")] = 0.7,
+    model: Annotated[
+        str | None, typer.Option(help="A model with a chat template, or tiny (default smollm2 where it was pulled).")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens that each drafter writes in each turn.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy (default 0; 0.7 for tiny, which falls into loops).")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch (default 1).")] = None,
 ) -> None:
-    """Watch the embedded model write the same text under several drafters, and see what each step brought.
+    """Watch a conversation under several drafters side by side, and see what each step brought.
 
     On a terminal, the tokens of one step share a colour; tokens without one came singly, from a plain step.
     """
-    from rich.progress import track
-
-    from specdec.demo import PROMPT, ROUNDS, Race
+    from specdec.demo import Race, model_at_hand, next_prompt
     from specdec.load import load
+    from specdec.panes import Panes
     from specdec.params import SamplingParams
 
     check_positive(max_new_tokens=max_new_tokens)
-    sampling = SamplingParams(temperature=temperature)
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
-    engine = load(ModelOptions(threads=threads))
-    race = Race(engine, chosen, max_new_tokens=max_new_tokens, sampling=sampling)
-    console, errors = Console(), Console(stderr=True)
+    chosen, why = model_at_hand() if model is None else (model, None)
+    small = chosen == "tiny"
+    sampling = SamplingParams(temperature=(0.7 if small else 0.0) if temperature is None else temperature)
+    console = Console()
     painter = show.StepPainter(console)
-    painter.write(f"{PROMPT}\n", "dim")
-    for name in race.engines:
-        painter.write(f"\n--- {name} ---\n", "bold")
-        race.show(name, painter)
-        painter.write("\n")
-    again = race.results * ROUNDS  # in turn, so that a busy moment of the machine is shared by all
-    hidden = not errors.is_terminal
-    for result in track(again, "Timing", auto_refresh=False, console=errors, transient=True, disable=hidden):
-        race.time(result)
-    painter.write("\n")
-    note = f"temperature {temperature:g}, one seed; tokens/s: the median of {ROUNDS} runs, taken in turn"
-    console.print(show.race_table(race.results, note))
+    if why is not None:
+        Console(stderr=True).print(f"Showing the embedded model instead: {why}", style="yellow", soft_wrap=True)
+    drafters = [name.strip() for name in names.split(",") if name.strip()]
+    engine = load(ModelOptions(model=chosen, threads=threads or 1))
+    race = Race(engine, drafters, max_new_tokens=max_new_tokens, sampling=sampling)
+    race.warm_up()
+    answers: list[str] = []
+    while (prompt := next_prompt(chosen, answers)) is not None:
+        painter.write(f"{prompt if isinstance(prompt, str) else '> ' + prompt[-1]['content']}\n\n", "dim")
+        if console.is_terminal:
+            with Panes(console, list(race.engines)) as panes:
+                answers.append(race.turn(prompt, lambda name, chunk: panes(name, chunk, race.speed(name))))
+        else:
+            answers.append(race.turn(prompt))
+            for name, result in race.results.items():
+                painter.write(f"--- {name} ---\n{result.generations[-1].text}\n\n")
+    for _ in range(2 if small else 0):  # its answers take no time, and so a clock says little of one
+        race.turn(next_prompt(chosen, []) or "")
+    note = f"{chosen}, temperature {sampling.temperature:g}; tokens/s of decoding alone, steps taken in turn"
+    console.print(show.race_table(list(race.results.values()), note))

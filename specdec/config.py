@@ -10,27 +10,30 @@ import copy
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-import dacite
 import yaml
 
-from specdec.errors import ConfigError, unknown
+from specdec.arguments import ARGUMENTS, DTYPES
+from specdec.errors import ConfigError, first_line, shown, unknown
 from specdec.options import Given, option
+from specdec.parallel import PARALLEL
 from specdec.params import SamplingParams
 from specdec.runners import EXECUTIONS
+from specdec.values import fitting
 
 __all__ = [
-    "DTYPES",
     "ModelOptions",
     "RunConfig",
     "WeightsOptions",
+    "check_parallel",
     "check_policy",
     "check_positive",
     "load_yaml",
     "override",
+    "parallel_option",
     "parse",
     "policy_option",
     "resolve",
@@ -39,7 +42,7 @@ __all__ = [
 T = TypeVar("T")
 Options = TypeVar("Options", bound="WeightsOptions")
 
-DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+_DEEPEST, _LARGEST = 32, 1_000_000  # of a YAML value
 
 _model_option = functools.partial(option, panel="Model")
 policy_option = functools.partial(
@@ -50,6 +53,25 @@ policy_option = functools.partial(
     metavar="acceptance|cost|FILE|off",
 )
 
+parallel_option = functools.partial(
+    _model_option,
+    "off",
+    "For processes started by torchrun. rows: each has the model and runs a share of a step's rows; tensor: each "
+    "weight is split over them.",
+    metavar="off|rows|tensor",
+)
+
+
+def check_parallel(choice: str) -> str:
+    """The choice, if it is one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if choice not in PARALLEL:
+        raise ConfigError(unknown("parallel", choice, PARALLEL))
+    return choice
+
 
 def check_policy(choice: str) -> str:
     from specdec import policy
@@ -57,11 +79,13 @@ def check_policy(choice: str) -> str:
     return policy.check_policy(choice)
 
 
-def check_positive(where: str = "", /, **values: int | None) -> None:
-    """Raises ConfigError for an option below 1, called ``where`` + its name; None is no value."""
+def check_positive(where: str = "", /, most: int | None = None, **values: int | None) -> None:
+    """Raises ConfigError for an option below 1, or above ``most``, called ``where`` + its name; None is no value."""
     for name, value in values.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{where}{name} is {value}; it must be at least 1")
+            raise ConfigError(f"{where}{name} is {shown(value)}; it must be at least 1")
+        if value is not None and most is not None and value > most:
+            raise ConfigError(f"{where}{name} is {shown(value)}; it must be at most {most}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +96,7 @@ class WeightsOptions:
         ConfigError: a value that cannot be.
     """
 
-    model: str = _model_option("tiny", "tiny (in the package), a folder, or a hub id.")
+    model: str = _model_option("tiny", "tiny, smollm2 (once `specdec pull smollm2`), a folder, GGUF file or hub id.")
     dtype: str = _model_option("auto", "Of weights and computation: float32, bfloat16, ...; auto: the checkpoint's.")
 
     def __post_init__(self) -> None:
@@ -99,7 +123,8 @@ class ModelOptions(WeightsOptions):
         from specdec.attention import check_backend
 
         WeightsOptions.__post_init__(self)
-        check_positive(threads=self.threads)
+        if self.threads is not None:
+            fitting("threads", self.threads, ARGUMENTS["threads"])
         if self.device is not None and self.device_map is not None:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
@@ -115,12 +140,15 @@ class RunConfig(ModelOptions):
     max_new_tokens: int = option(128, "Most new tokens.")
     stop: str | list[str] = option(list, "Text that ends the answer; repeatable.")
     policy: str = policy_option()
+    parallel: str = parallel_option()
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
         check_positive(max_new_tokens=self.max_new_tokens)
+        fitting("stop", self.stop, ARGUMENTS["stop"])
         check_policy(self.policy)
+        check_parallel(self.parallel)
 
     @classmethod
     def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -169,11 +197,11 @@ def override(values: Mapping[str, Any], settings: Iterable[str], kind: type[Weig
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
-            raise ConfigError(f"--set takes KEY=VALUE, such as lookahead.window=15; got {setting!r}")
+            raise ConfigError(f"--set takes KEY=VALUE, such as lookahead.window=15; got {shown(setting)}")
         try:
             value = read_value(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--set {setting!r}: the value is no YAML: {_short(error)}") from error
+            raise ConfigError(f"--set {shown(setting)}: the value is no YAML: {_short(error)}") from error
         group, _, name = key.rpartition(".")
         if not group:
             changed = merge(changed, {name: value})
@@ -181,7 +209,7 @@ def override(values: Mapping[str, Any], settings: Iterable[str], kind: type[Weig
         try:
             kind.group(changed, group)[name] = value
         except ConfigError as error:
-            raise ConfigError(f"--set {setting!r}: {error}") from error
+            raise ConfigError(f"--set {shown(setting)}: {error}") from error
     return changed
 
 
@@ -191,27 +219,20 @@ def parse(kind: type[T], values: Mapping[str, Any], *, where: str) -> T:
     Raises:
         ConfigError: an unknown key, a missing one, or a value of the wrong type.
     """
-    hints = get_type_hints(kind)
-    known = [f.name for f in fields(kind) if f.init]  # type: ignore[arg-type]
+    hints = get_type_hints(kind, include_extras=True)
+    known = {f.name: f for f in fields(kind) if f.init}  # type: ignore[arg-type]
     ready = dict(values)
     for key, value in values.items():
         if key not in known:
             raise ConfigError(unknown(f"option of {where}", str(key), known))
-        if isinstance(value, bool) and hints[key] in (int, float, int | None, float | None):
-            raise _wrong_type(f"{where}.{key}", value, hints[key])  # to Python, True is the number 1
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
             ready[key] = parse(hints[key], value, where=key)
-    try:
-        return dacite.from_dict(kind, ready, config=dacite.Config(strict=True))
-    except dacite.WrongTypeError as error:
-        raise _wrong_type(f"{where}.{error.field_path}", error.value, error.field_type) from error
-    except dacite.MissingValueError as error:
-        raise ConfigError(f"{where}.{error.field_path} is missing and has no default; give it") from error
-
-
-def _wrong_type(name: str, value: Any, expected: Any) -> ConfigError:
-    wanted = expected.__name__ if type(expected) is type else str(expected).replace("typing.", "")
-    return ConfigError(f"{name} is {value!r}, of type {type(value).__name__}; it must be of type {wanted}")
+        else:
+            fitting(f"{where}.{key}", value, hints[key])
+    for key, one in known.items():
+        if key not in ready and one.default is one.default_factory is MISSING:
+            raise ConfigError(f"{where}.{key} is missing and has no default; give it")
+    return kind(**ready)
 
 
 class _Loader(yaml.SafeLoader):
@@ -237,17 +258,44 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         values = read_value(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config {str(path)!r} is no YAML: {_short(error)}") from error
+        raise ConfigError(f"cannot read the config {shown(str(path))}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:  # no such text, or no such name
+        raise ConfigError(f"the config {shown(str(path))} is no YAML: {_short(error)}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"the config {str(path)!r} holds {type(values).__name__}; it must be a mapping of options")
+        raise ConfigError(
+            f"the config {shown(str(path))} holds {type(values).__name__}; it must be a mapping of options"
+        )
     return values
 
 
 def read_value(text: str) -> Any:
-    """What a piece of YAML says; ``5e-5`` is a number, ``off`` a word."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    """What a piece of YAML says; ``5e-5`` is a number, ``off`` a word.
+
+    Raises:
+        yaml.YAMLError: it is none, or a value is too long, too deep or too large to be an option.
+    """
+    try:
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise yaml.YAMLError(f"it holds a value that cannot be read: {first_line(error)}") from error
+    _check_size(value)
+    return value
+
+
+def _check_size(value: Any) -> None:
+    """Raises YAMLError for a value that is nested too deeply or has too many parts; names may stand for parts, even
+    for what they are a part of, so that a line of text may be a value without end.
+    """
+    ahead, count = [(value, 0)], 0
+    while ahead:
+        value, depth = ahead.pop()
+        parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+        count += len(parts)
+        if depth > _DEEPEST or count > _LARGEST:
+            raise yaml.YAMLError(f"it is nested more than {_DEEPEST} deep, or holds more than {_LARGEST} values")
+        ahead += [(part, depth + 1) for part in parts]
 
 
 def _short(error: Exception) -> str:
@@ -262,6 +310,6 @@ def _mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
     """The group of that name, made where there is none; raises ConfigError where something else stands there."""
     value = values.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} is {value!r}, of type {type(value).__name__}; it must be a mapping of options")
+        raise ConfigError(f"{key} is {shown(value)}, of type {type(value).__name__}; it must be a mapping of options")
     values[key] = dict(value)
     return values[key]  # type: ignore[no-any-return]

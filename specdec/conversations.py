@@ -6,16 +6,15 @@ A record is ``{"conversations": [{"from": "human", "value": ...}, ...]}``, or ha
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError
-from specdec.files import read_text
+from specdec.files import parse_json, read_text
 
-__all__ = ["VICUNA", "Turn", "read_records", "turns_of", "vicuna"]
+__all__ = ["VICUNA", "Turn", "is_text", "read_records", "turns_of", "vicuna"]
 
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -45,7 +44,7 @@ def read_records(path: Path, skipped: Counter[str] | None = None) -> list[Any]:
     """
     text = read_text(path, "the data file", "give UTF-8 text or JSON")
     try:
-        whole = json.loads(text)
+        whole = parse_json(text)
     except ValueError as error:
         lines = [line for line in text.split("\n") if line.strip()]
         if not lines or lines[0].lstrip().startswith("["):
@@ -55,7 +54,7 @@ def read_records(path: Path, skipped: Counter[str] | None = None) -> list[Any]:
     records: list[Any] = []
     for line in lines:
         try:
-            records.append(json.loads(line))
+            records.append(parse_json(line))
         except ValueError as error:
             if skipped is None:
                 raise _no_json(path, error) from error
@@ -67,6 +66,11 @@ def _no_json(path: Path, error: ValueError) -> ConfigError:
     return ConfigError(
         f"the data file {str(path)!r} is no JSON: {error}; it must hold a list of conversations, or one a line"
     )
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is text: JSON may spell halves of surrogate pairs, which are none, and no tokenizer takes."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def turns_of(record: Any) -> list[Turn] | None:

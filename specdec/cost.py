@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ import torch
 from specdec.block import Block
 from specdec.copies import wait
 from specdec.draft import Draft
-from specdec.errors import ConfigError, SpecdecWarning
-from specdec.files import cache_folder, write_json
+from specdec.errors import ConfigError, SpecdecWarning, shown
+from specdec.files import cache_folder, parse_json, write_json
 from specdec.machine import processor
 from specdec.target import Target
 
@@ -33,6 +33,7 @@ __all__ = [
     "LENGTHS",
     "ROWS",
     "CostCurve",
+    "Crowd",
     "cost_curve",
     "describe",
     "kept_curve",
@@ -46,11 +47,19 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
 _QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 4, 8, 16, 32, 64), (256,)
 _REPEATS = 15
+_MOST = 10**9  # rows, tokens and seconds of a curve
 _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
 
 # Rows whose arithmetic takes as long as reading the weights once. A CPU core does some ten operations on a float32
 # weight while it reads one from memory, an accelerator some hundreds on a half precision one, and a row needs two.
 _BALANCE, _BALANCE_ACCELERATOR = 10, 150
+
+
+class Crowd(NamedTuple):
+    """What a sequence shares its forwards with: how many ``sequences``, itself included; the others' ``rows``."""
+
+    sequences: int
+    rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +81,15 @@ class CostCurve:
     def __post_init__(self) -> None:
         for name, grid in (("rows", self.rows), ("lengths", self.lengths)):
             if not grid or any(after <= before for before, after in pairwise(grid)):
-                raise ConfigError(f"a cost curve's {name} are {list(grid)}; they must ascend")
+                raise ConfigError(f"a cost curve's {name} are {shown(list(grid), 300)}; they must ascend")
+            if grid[0] < 1 or grid[-1] > _MOST:
+                raise ConfigError(
+                    f"a cost curve's {name} run from {grid[0]} to {shown(grid[-1])}; they must be in [1, {_MOST}]"
+                )
         if self.rows[0] != 1:
             raise ConfigError(f"a cost curve's rows begin with {self.rows[0]}; they must begin with 1")
         shape = [len(row) for row in self.seconds]
-        if shape != [len(self.rows)] * len(self.lengths) or not all(t > 0 for row in self.seconds for t in row):
+        if shape != [len(self.rows)] * len(self.lengths) or not all(0 < t < _MOST for row in self.seconds for t in row):
             raise ConfigError(
                 f"a cost curve needs {len(self.rows)} positive times for each of {len(self.lengths)} lengths, "
                 f"got {shape}; measure it anew with `specdec tune`"
@@ -108,11 +121,23 @@ class CostCurve:
         result: list[float] = values.tolist()
         return result
 
-    def steps(self, length: int, most: int) -> list[float]:
-        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; more rows never cost less."""
-        seconds = self.at(length, most)
-        plain, so_far = seconds[1], 1.0
-        return [0.0, *(so_far := max(so_far, taken / plain) for taken in seconds[1:])]
+    def steps(self, length: int, most: int, crowd: Crowd | None = None) -> list[float]:
+        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; more rows never cost less.
+
+        In a crowd a plain step is a sequence's share of a forward with one row of each, and rows come on top of those
+        that the others bring.
+        """
+        beside, share = (0, 1) if crowd is None else (crowd.rows, crowd.sequences)
+        seconds = self.at(length, max(beside + most, share))
+        plain, so_far = seconds[share] / share, 1.0
+        first = seconds[beside + 1] - plain  # what the root costs is one plain step, whoever is there
+        more = seconds[beside + 1 : beside + most + 1]
+        return [0.0, *(so_far := max(so_far, (taken - first) / plain) for taken in more)]
+
+    def plain(self, length: int, crowd: Crowd | None = None) -> float:
+        """Seconds of a plain step; in a crowd, a sequence's share of it."""
+        share = 1 if crowd is None else crowd.sequences
+        return self.at(length, share)[share] / share
 
     def tree_rows(self, length: int, most: int) -> int:
         """How many rows below the root, up to ``most``, are a good size for a tree of which nothing more is known.
@@ -139,16 +164,18 @@ class CostCurve:
             ConfigError: no such file, or no cost curve in it.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(path.read_text(encoding="utf-8"))
+            if not isinstance(found["machine"], dict):
+                raise TypeError(f"machine is {shown(found['machine'])}")
             return cls(
-                machine=dict(found["machine"]),
+                machine=found["machine"],
                 rows=[int(row) for row in found["rows"]],
                 lengths=[int(length) for length in found["lengths"]],
                 seconds=[[float(t) for t in row] for row in found["seconds"]],
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
             raise ConfigError(
-                f"{path} is no cost curve ({error!r}); make one with `specdec tune --out {path}`"
+                f"{path} is no cost curve ({shown(error, 300)}); make one with `specdec tune --out {path}`"
             ) from error
 
 
@@ -196,6 +223,9 @@ def cost_curve(
     Raises:
         ConfigError: ``file`` does not exist.
     """
+    agreed = getattr(target, "agreed_curve", None)
+    if agreed is not None:  # several processes have to go by the same one
+        return agreed(progress)  # type: ignore[no-any-return]
     machine = describe(target)
     path = stored_at(machine) if file is None else Path(file)
     if file is not None and not path.exists():
@@ -205,9 +235,16 @@ def cost_curve(
     return new_curve(target, None if file is not None else path, progress)  # a user's own file is not overwritten
 
 
-def new_curve(target: Target, path: Path | None = None, progress: Callable[[float], None] | None = None) -> CostCurve:
+def new_curve(
+    target: Target,
+    path: Path | None = None,
+    progress: Callable[[float], None] | None = None,
+    clock: Callable[[], float] = perf_counter,
+) -> CostCurve:
     """The target's curve, measured in about a second; kept at ``path``, with a warning where that cannot be."""
-    curve = measure(target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress)
+    curve = measure(
+        target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress, clock=clock
+    )
     try:
         if path is not None:
             curve.save(path)

@@ -1,21 +1,32 @@
-"""The demo: the embedded model writes the same text under several drafters, and they are timed in turn."""
+"""The demo: a conversation that several drafters go through together, which ends in a table of what each brought.
+
+Each drafter decodes its own answer, a step at a time, and the one whose clock stands lowest goes next: so they are seen
+at their true speeds against each other, though in fact one works at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from statistics import median
 
-from specdec.engine import Engine
+from specdec.decoding import Decoding
+from specdec.engine import Engine, Prompt
+from specdec.errors import CheckpointError
+from specdec.named import named_models
+from specdec.prefix import PrefixCache
 from specdec.results import Chunk, Generation
 from specdec.sampling import SamplingParams
 
-__all__ = ["PROMPT", "ROUNDS", "Race", "Result"]
+__all__ = ["TALK", "TEXT", "Race", "Result", "model_at_hand", "next_prompt"]
 
-ROUNDS = 3
+TALK = (
+    "Give me three tips for keeping basil alive on a kitchen window, with a sentence for each.",
+    "Which of the three matters most, and why?",
+)
+"""What a user asks, turn by turn."""
 
-PROMPT = '''"""Tests of the shelf that holds the books."""
+TEXT = '''"""Tests of the shelf that holds the books."""
 
 import unittest
 
@@ -38,29 +49,47 @@ class ShelfTest(unittest.TestCase):
         self.assertIn(book, self.shelf)
 
     def test_remove_book(self):'''
+"""What the embedded model goes on from, as it knows Python code and nothing else."""
+
+
+def model_at_hand() -> tuple[str, str | None]:
+    """The model that the demo talks with, and why it is not the one that was meant."""
+    try:
+        named_models()["smollm2"].found()
+    except CheckpointError as error:
+        return "tiny", str(error)
+    return "smollm2", None
 
 
 @dataclass(slots=True)
 class Result:
-    """One drafter's text, and the tokens per second of each timed repetition, the prefill not counted."""
+    """One drafter's answers."""
 
     drafter: str
-    generation: Generation
-    speeds: list[float] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.stats.new_tokens for one in self.generations)
+
+    @property
+    def steps(self) -> int:
+        return sum(one.stats.steps for one in self.generations)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the median repetition."""
-        return median(self.speeds)
+        """The prefill not counted."""
+        return self.tokens / max(sum(one.stats.seconds.decode for one in self.generations), 1e-9)
 
     def first_difference(self, other: Result) -> int | None:
         """Number of the first token in which the texts differ, from 1; None if they are identical."""
-        pairs = zip_longest(self.generation.token_ids, other.generation.token_ids)
-        return next((place for place, (mine, theirs) in enumerate(pairs, 1) if mine != theirs), None)
+        mine, theirs = ([token for one in r.generations for token in one.token_ids] for r in (self, other))
+        pairs = enumerate(zip_longest(mine, theirs), 1)
+        return next((place for place, (own, their) in pairs if own != their), None)
 
 
 class Race:
-    """Drafters on one target and one prompt; plain decoding goes first and is the reference.
+    """Drafters on one target; plain decoding goes first and is the reference.
 
     Raises:
         ConfigError: an unknown drafter.
@@ -73,16 +102,44 @@ class Race:
         self.engines = {name: engine.with_drafter(name) for name in names}
         self.max_new_tokens = max_new_tokens
         self.sampling = sampling
-        self.results: list[Result] = []
+        self.results = {name: Result(name) for name in names}
+        self._kept = {name: PrefixCache() for name in names}
+        self._under_way: dict[str, Decoding] = {}
 
-    def show(self, drafter: str, on_chunk: Callable[[Chunk], None]) -> None:
-        """Decode once, which also warms up, and hand each step's text on."""
-        decoding = self.engines[drafter].start(PROMPT, self.max_new_tokens, self.sampling, stream=True)
-        for chunk in decoding.chunks():
-            on_chunk(chunk)
-        self.results.append(Result(drafter, decoding.result()))
+    def warm_up(self) -> None:
+        """A few uncounted tokens of each, so that none pays for what all need."""
+        for engine in self.engines.values():
+            engine.generate([0, 0, 0], 8)
 
-    def time(self, result: Result) -> None:
-        """One repetition, without showing it."""
-        again = self.engines[result.drafter].generate(PROMPT, self.max_new_tokens, self.sampling)
-        result.speeds.append(again.stats.tokens_per_second)
+    def turn(self, prompt: Prompt, on_chunk: Callable[[str, Chunk], None] = lambda name, chunk: None) -> str:
+        """All decode an answer, and every step is handed on with its drafter's name; returns plain decoding's."""
+        self._under_way = {
+            name: engine.start(prompt, self.max_new_tokens, self.sampling, prefix_cache=self._kept[name], stream=True)
+            for name, engine in self.engines.items()
+        }
+        streams = {name: decoding.chunks() for name, decoding in self._under_way.items()}
+        while streams:
+            name = min(streams, key=lambda one: self._under_way[one].stats.seconds.decode)
+            chunk = next(streams[name], None)
+            if chunk is None:
+                del streams[name]
+            else:
+                on_chunk(name, chunk)
+        for name, decoding in self._under_way.items():
+            self.results[name].generations.append(decoding.result())
+        return self.results["none"].generations[-1].text
+
+    def speed(self, name: str) -> float:
+        """Tokens per second of an answer under way."""
+        return self._under_way[name].stats.tokens_per_second
+
+
+def next_prompt(model: str, answers: Sequence[str]) -> str | list[dict[str, str]] | None:
+    """The prompt after these answers; None at the end."""
+    if model == "tiny":
+        return None if answers else TEXT
+    if len(answers) == len(TALK):
+        return None
+    said = [message for pair in zip(TALK, answers, strict=False) for message in pair]
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": text} for n, text in enumerate([*said, TALK[len(answers)]])]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.errors import DraftError
+from specdec.errors import DraftError, first_line, shown
 
 __all__ = ["Draft", "DraftBuilder", "Entry", "ancestors"]
 
@@ -64,6 +64,19 @@ class Draft:
     is_chain: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        try:
+            depths, is_chain = self._tree()
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:  # what odd types make of the comparisons
+            tokens, parents = ((shown(rows), type(rows).__name__) for rows in (self.tokens, self.parents))
+            raise DraftError(
+                f"the draft's tokens are {tokens[0]}, of type {tokens[1]}, its parents are {parents[0]}, of type "
+                f"{parents[1]}; both are sequences of integers, as probes and read are ({first_line(error)})"
+            ) from error
+        object.__setattr__(self, "depths", depths)
+        object.__setattr__(self, "is_chain", is_chain)
+
+    def _tree(self) -> tuple[list[int], bool]:
+        """Each row's depth, and whether the rows are one path; raises DraftError where they are no tree."""
         tokens, parents = self.tokens, self.parents
         if not tokens or len(tokens) != len(parents) or parents[0] != -1:
             raise DraftError(
@@ -83,8 +96,7 @@ class Draft:
             raise DraftError(f"probes, read or q name a row outside [0, {len(tokens)})")
         if 0 in self.probes:
             raise DraftError("row 0 is the root and cannot be a probe")
-        object.__setattr__(self, "depths", depths)
-        object.__setattr__(self, "is_chain", is_chain)
+        return depths, is_chain
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
 from specdec.cache import KVCache
 from specdec.cost import CostCurve, roofline
-from specdec.draft import Draft
+from specdec.draft import Draft, Entry
+from specdec.errors import DraftError, shown
 from specdec.policy import RowPolicy
 from specdec.sampling import Noise, SamplingParams, Scores
 from specdec.target import Target
@@ -29,6 +31,8 @@ __all__ = [
     "DrafterWrapper",
     "Observation",
     "Question",
+    "proposal",
+    "session_of",
 ]
 
 
@@ -139,8 +143,12 @@ class Drafter(Protocol):
         taps: hidden layers that sessions want back in ``observe``; ``FINAL`` is the last one, after the norm.
         needs_observe: False where the tokens in the context are all that sessions learn from; without taps they are
             then told nothing.
+        likeliest: how many of each scored row's likeliest tokens sessions read. Where several processes share a step's
+            rows, neither more than that many nor logits are there.
         proposes: False where drafts are the root alone, so that nothing has to be known of what rows cost.
         plans_rows: sessions choose their rows by ``context.policy.prices``; others' room is bounded by the policy.
+        draws: False where no draft comes with a q. Otherwise a text that is sampled depends on the rows proposed, and
+            in a batch these must not depend on the other sequences.
         fixed_cost_rows: what drafting costs besides the rows that are verified, in rows of a small model: a tenth of a
             millisecond each. A rough guess, for policies that read no clock.
     """
@@ -148,8 +156,10 @@ class Drafter(Protocol):
     name: str
     taps: frozenset[int]
     needs_observe: bool
+    likeliest: int
     proposes: bool
     plans_rows: bool
+    draws: bool
     fixed_cost_rows: int
 
     def start(self, context: Context) -> DraftSession:
@@ -167,8 +177,10 @@ class DrafterBase:
     Config: ClassVar[type[Any]]
     taps: frozenset[int] = frozenset()
     needs_observe: bool = True
+    likeliest: int = 1
     proposes: bool = True
     plans_rows: bool = False
+    draws: bool = True
     fixed_cost_rows: int = 0
 
     def __init__(self, config: Any = None) -> None:
@@ -191,10 +203,84 @@ class DrafterWrapper:
         self.name = inner.name
         self.taps = inner.taps
         self.needs_observe = inner.needs_observe
+        self.likeliest = inner.likeliest
         self.proposes = inner.proposes
         self.plans_rows = inner.plans_rows
+        self.draws = inner.draws
         self.fixed_cost_rows = inner.fixed_cost_rows
 
     def start(self, context: Context) -> DraftSession:
         """A session of the drafter inside."""
         return self.inner.start(context)
+
+
+def session_of(drafter: Drafter, context: Context) -> DraftSession:
+    """A drafter's session for a new sequence.
+
+    Raises:
+        DraftError: what it started is none.
+    """
+    session = drafter.start(context)
+    if not all(callable(getattr(session, method, None)) for method in ("propose", "observe")):
+        raise DraftError(
+            f"drafter {drafter.name!r} started {shown(session)}, of type {type(session).__name__}; it must be a "
+            "session with propose and observe"
+        )
+    return session
+
+
+def proposal(session: DraftSession, room: int, name: str, target: Target) -> Draft:
+    """What the session of a drafter of that name proposes, a draft in all its types.
+
+    Raises:
+        DraftError: it is none, or holds what no draft holds; the message names the drafter.
+    """
+    try:
+        draft = session.propose(room)
+    except DraftError as error:
+        raise DraftError(f"drafter {name!r}: {error}") from error
+    wrong = _misfit(draft, target)
+    if wrong is not None:
+        raise DraftError(f"drafter {name!r} proposed {wrong}")
+    return draft
+
+
+def _misfit(draft: Draft, target: Target) -> str | None:
+    """What is of a wrong type in a draft, and what it must be, or None."""
+    if not isinstance(draft, Draft):
+        return f"{_typed(draft)}; it must propose a Draft"
+    for what, rows in (("token", draft.tokens), ("parent", draft.parents)):
+        if set(map(type, rows)) != {int}:  # numpy's integers are integers too
+            odd = [row for row in rows if not isinstance(row, Integral) or isinstance(row, bool)]
+            if odd:
+                return f"{what} {_typed(odd[0])}; {what}s are integers"
+    if not isinstance(draft.q, Mapping):
+        return f"a draft whose q is {_typed(draft.q)}; it must be a mapping from rows to distributions"
+    for row, q in draft.q.items():
+        if not isinstance(q, torch.Tensor) or not q.is_floating_point() or q.shape != (target.vocab_size,):
+            return f"a draft whose q of row {row} is {_kind(q)}; it must be floats of shape [{target.vocab_size}]"
+    entry = draft.entry
+    if entry is None:
+        return None
+    if not isinstance(entry, Entry):
+        return f"a draft whose entry is {_typed(entry)}; it must be an Entry"
+    if not isinstance(entry.layer, int) or not 0 < entry.layer <= target.num_layers:
+        return f"a draft whose entry.layer is {shown(entry.layer)}; it must be a layer from 1 to {target.num_layers}"
+    hidden, shape = entry.hidden, [len(draft), target.hidden_size]
+    if not isinstance(hidden, torch.Tensor) or hidden.dtype != target.dtype or list(hidden.shape) != shape:
+        return (
+            f"a draft whose entry.hidden is {_kind(hidden)}; it must be {str(target.dtype).removeprefix('torch.')} of "
+            f"shape {shape}: one row per draft row, in the same order"
+        )
+    return None
+
+
+def _typed(value: object) -> str:
+    return f"{shown(value)}, of type {type(value).__name__}"
+
+
+def _kind(value: object) -> str:
+    """A tensor by its dtype and shape, all else by itself."""
+    if not isinstance(value, torch.Tensor):
+        return _typed(value)
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"

@@ -8,6 +8,7 @@
     |-- TargetError       a model that specdec cannot drive exactly
     |-- CheckpointError   weights on disk that are missing, broken or of another model
     |-- DraftError        a drafter proposed a tree that breaks the rules
+    |-- ParallelError     processes that decode together disagree, or one of them is gone
     `-- NumericalError    the target returned logits that are no distribution
 
 and, for what it can go on from, as a warning: SpecdecWarning (a UserWarning).
@@ -25,12 +26,15 @@ __all__ = [
     "ConfigError",
     "DraftError",
     "NumericalError",
+    "ParallelError",
     "PromptError",
     "SpecdecError",
     "SpecdecWarning",
     "TargetError",
     "first_line",
     "pip_line",
+    "shown",
+    "told",
     "unknown",
 ]
 
@@ -63,6 +67,10 @@ class NumericalError(SpecdecError):
     """Logits that are no distribution: NaN, or nothing left after the logits processors."""
 
 
+class ParallelError(SpecdecError):
+    """Processes that decode together disagree, or one of them is gone."""
+
+
 class SpecdecWarning(UserWarning):
     """Something was passed over or left as it was; the message says what, and what is done instead."""
 
@@ -70,9 +78,9 @@ class SpecdecWarning(UserWarning):
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """Message for a name that is not among the known ones: the nearest one first, then all of them."""
     options = sorted(known)
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:80], options, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
-    return f"unknown {what} {name!r}{hint} known: {', '.join(options) or 'none'}"
+    return f"unknown {what} {shown(name)}{hint} known: {', '.join(options) or 'none'}"
 
 
 def pip_line(extra: str) -> str:
@@ -82,4 +90,21 @@ def pip_line(extra: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an error of another library says, in one line; its class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value as a message shows it: on one line, and not too long."""
+    try:
+        text = repr(value)
+    except Exception:  # code of others; and Python writes no integer of more than 4,300 digits
+        return f"<{type(value).__name__}>"
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def told(error: BaseException) -> str:
+    """What an error of another library says, with its class where that is no sentence by itself: KeyError, say."""
+    plain = isinstance(error, OSError | ValueError) and not isinstance(error, UnicodeError)
+    return first_line(error) if plain or not str(error).strip() else f"{type(error).__name__}: {first_line(error)}"

@@ -13,12 +13,14 @@ from typing import Any
 
 import platformdirs
 
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError, first_line, shown
 
 __all__ = [
     "cache_folder",
     "digest_of",
     "drop_unfinished",
+    "parse_json",
+    "read_object",
     "read_text",
     "replacing",
     "whole_lines",
@@ -40,8 +42,36 @@ def read_text(path: Path, what: str, remedy: str) -> str:
     """
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no such text, or no such name
         raise ConfigError(f"cannot read {what} {str(path)!r}: {error}; {remedy}") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A JSON value; whatever is wrong with the text is a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that came with weights.
+
+    Raises:
+        CheckpointError: no JSON, or no object; too deep, or with a number too long, to be read at all.
+    """
+    try:
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read {str(path)!r}: {first_line(error)}; mend it, or download it anew"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{str(path)!r} holds {shown(value)}, of type {type(value).__name__}; it must be a JSON object: mend it, "
+            "or download it anew"
+        )
+    return value
 
 
 @contextmanager
@@ -85,12 +115,13 @@ def write_json(path: Path, value: Any) -> None:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def whole_lines(path: Path) -> list[str]:
+def whole_lines(path: Path) -> list[bytes]:
     """The lines of a file that is appended to, less a last one that a kill cut short; none where there is no file."""
-    return _whole(path).decode("utf-8").split("\n")[:-1]
+    return _whole(path).split(b"\n")[:-1]
 
 
 def drop_unfinished(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,31 +12,36 @@ from transformers.utils import logging
 
 from specdec.config import ModelOptions, RunConfig
 from specdec.engine import Engine
-from specdec.errors import ConfigError, first_line
-from specdec.registry import parse_drafter
+from specdec.parallel.ranks import join, silence
+from specdec.pretrained import check_place
 
 __all__ = ["load", "load_run", "model_arguments", "prepare"]
 
 
-def load(options: ModelOptions, drafter: str | Mapping[str, Any] = "none", policy: str = "acceptance") -> Engine:
-    """The engine that options describe, after ``prepare``."""
+def load(
+    options: ModelOptions,
+    drafter: str | Mapping[str, Any] = "none",
+    policy: str = "acceptance",
+    parallel: str = "off",
+) -> Engine:
+    """The engine that options describe, after ``prepare``; of several processes, only rank 0 prints from then on."""
     prepare(options)
-    with Console(stderr=True).status(f"Loading {options.model}") as status:
+    if parallel != "off":
+        join(options.device)
+        silence()
+    with Console(file=sys.stderr).status(f"Loading {options.model}") as status:
 
         def told(share: float) -> None:
             status.update(f"Timing steps of {options.model}, once for this machine ({share:.0%})")
 
-        return Engine.from_pretrained(options.model, drafter, **model_arguments(options), policy=policy, progress=told)
+        return Engine.from_pretrained(
+            options.model, drafter, **model_arguments(options), parallel=parallel, policy=policy, progress=told
+        )
 
 
 def load_run(run: RunConfig) -> Engine:
-    """The engine of a run, with its drafter and policy.
-
-    Raises:
-        ConfigError: an unknown drafter or a bad option of it, before a large model is loaded for nothing.
-    """
-    parse_drafter(run.drafter)
-    return load(run, run.drafter, run.policy)
+    """The engine of a run, with its drafter and policy."""
+    return load(run, run.drafter, run.policy, run.parallel)
 
 
 def model_arguments(options: ModelOptions) -> dict[str, Any]:
@@ -54,9 +60,4 @@ def prepare(options: ModelOptions) -> None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"device {options.device!r} cannot be used: {first_line(error)}; leave it out, or name one of here"
-        ) from error
+    check_place(options.device, options.device_map)

@@ -15,29 +15,43 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from specdec.arguments import checked
 from specdec.attention import check_backend, check_runs, layer_attention, told
-from specdec.block import Block
+from specdec.block import Block, Rows
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
-from specdec.draft import Entry
-from specdec.errors import ConfigError, TargetError, first_line
+from specdec.draft import Draft, Entry
+from specdec.errors import ConfigError, SpecdecError, TargetError, first_line
 from specdec.files import cache_folder
+from specdec.joints import Joints, read_joints
 from specdec.machine import processor
 from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.native.library import compiler, library
-from specdec.pretrained import context_length_of, decoder_parts, device_of, eos_ids_of, load_model, refuse_unfit
+from specdec.pretrained import (
+    check_place,
+    context_length_of,
+    decoder_parts,
+    device_of,
+    eos_ids_of,
+    load_model,
+    refuse_unfit,
+)
 from specdec.runners import EXECUTIONS
-from specdec.runners.linear import PackedLinear, TiedEmbedding
+from specdec.runners.known import version_of, why_special
+from specdec.runners.linear import DenseLinear, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
 from specdec.runners.runner import LayerRunner
+from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
 from specdec.target import FINAL, TargetOutput
+from specdec.verify import Verdict, verify
 
 __all__ = ["TransformersTarget", "time_runners"]
 
@@ -70,6 +84,7 @@ class TransformersTarget:
         NumericalError: its own logits are NaN or infinite.
     """
 
+    @checked
     def __init__(
         self,
         model: PreTrainedModel,
@@ -88,35 +103,39 @@ class TransformersTarget:
         self.decoder, self.layers, norm = decoder_parts(self.name, model)
         if getattr(self.decoder, "rotary_emb", None) is None:
             raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
-        self._softcap = getattr(config, "final_logit_softcapping", None)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if embedding is None or head is None:
+            raise TargetError(f"{self.name} has no embedding and head of its own; load a ...ForCausalLM")
         self.hidden_size = int(config.hidden_size)
         self.num_layers = len(self.layers)
         self.context_length = context_length_of(config)
         self.eos_ids = eos_ids_of(model)
         self.device, self.dtype = device_of(embedding), next(embedding.parameters()).dtype
         self.head_device = device_of(head)
+        self.layer_weights = sum(weight.numel() for weight in self.layers.parameters())
         self._parameters = sum(weight.numel() for weight in model.parameters())
         self._plain: weakref.ref[PreTrainedModel] | None = None
-        self._lent = _Lent(model)
+        self._lent = _Lent.of(model)
         self.options: dict[str, Any] = {"attention": attention}
-        maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
-        self.runner: LayerRunner = maker.make("transformers")
         tokens = tokens_for(embedding.num_embeddings)
         with self._lent.to(None):
             expected = own_logits(model, self, tokens)
         self.vocab_size = int(expected.shape[-1])
         try:
+            maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
+            self.runner: LayerRunner = maker.make("transformers")
+            self.joints = self._read_joints(embedding, norm, head, tokens)
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             check_runs(attention, self.specs)
-            self._reference = Reference(expected, self, self.specs, tokens)
+            self._reference = Reference(model, expected, self, self.specs, tokens)
             self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
-        except ConfigError:
+        except SpecdecError:
             raise
-        except (TypeError, AttributeError, RuntimeError, IndexError, ValueError, KeyError) as error:
+        except Exception as error:  # code of others, called in a way of ours: it may raise anything
             raise TargetError(
-                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}"
+                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}; use a "
+                "decoder of the families that the README names"
             ) from error
         self.plan = choose_runner(
             maker,
@@ -130,6 +149,7 @@ class TransformersTarget:
         del self._reference
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         path: str | Path,
@@ -142,13 +162,15 @@ class TransformersTarget:
         trust_remote_code: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> TransformersTarget:
-        """Load a checkpoint: ``"tiny"`` (the embedded model), a folder, or a hub id. Safetensors only.
+        """Load a checkpoint: a named model, a folder or hub id (safetensors only), or a GGUF file.
 
         Raises:
             CheckpointError: no model there, a broken file, or tensors missing or left over.
             TargetError: a model that specdec cannot drive.
         """
         check_execution(execution)
+        check_backend(attention)
+        check_place(device, device_map)
         model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
         return cls(model, execution=execution, attention=attention, owned=True, progress=progress)
 
@@ -162,7 +184,7 @@ class TransformersTarget:
 
     def forward(
         self,
-        block: Block,
+        block: Rows,
         *,
         entry: Entry | None = None,
         exit_layer: int | None = None,
@@ -170,7 +192,10 @@ class TransformersTarget:
         rows: Sequence[int] | None = None,
     ) -> TargetOutput:
         runner = self.runner
-        first, hidden = (0, runner.embed(block.tokens)[0]) if entry is None else (entry.layer, entry.hidden)
+        if entry is None:
+            first, hidden = 0, self.joints.embedding(runner.embed(block.tokens)[0])
+        else:
+            first, hidden = entry.layer, entry.hidden
         last = self.num_layers if exit_layer is None else exit_layer
         hidden, found = runner.run(hidden, block, first, last, taps)
         if last in taps:
@@ -186,11 +211,31 @@ class TransformersTarget:
             chosen = chosen.index_select(0, block.index(rows, chosen.device))
         return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
 
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.runner.norm(hidden)
+
+    def verify(
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+    ) -> tuple[Verdict, Scores]:
+        return verify(output.scores(draft.scored_rows()) if scores is None else scores, draft, sampler)
+
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.runner.head(hidden)
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+        return self.joints.logits(self.runner.head(self.joints.hidden(hidden)))
+
+    def head_of(
+        self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As :meth:`Target.head_of`, of all tokens for None; with a ``dtype`` gradients may pass, as in training."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        plain = type(head) in (nn.Linear, PackedLinear) and head.bias is None and why_special(head) is None
+        if not plain:  # what it does to its logits only its own module knows
+            every = slice(None) if tokens is None else tokens
+            return lambda hidden: self.head(hidden.to(self.dtype))[..., every]
+        weight = head.weight.detach()
+        weight = weight if tokens is None else weight[tokens.to(self.head_device)]
+        kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
+        joints = self.joints
+        return lambda hidden: joints.logits(kernel(joints.hidden(hidden).flatten(0, -2)).view(*hidden.shape[:-1], -1))
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed since its runner read it; called before every generation."""
@@ -201,6 +246,9 @@ class TransformersTarget:
                 f"{self.name} was changed after its {self.runner.name} layers were made, which would not follow: "
                 f"{changed}; make a new engine of it{'' if self.runner.borrows else lenient}"
             )
+
+    def version(self) -> object:
+        return version_of(self.model)
 
     def plain_model(self) -> PreTrainedModel:
         """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""
@@ -240,6 +288,7 @@ class TransformersTarget:
                 "parameters": self._parameters,
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": str(self.device),
+                "between its parts": str(self.joints) or None,
             },
             "execution": {
                 "runner": self.runner.name,
@@ -264,6 +313,15 @@ class TransformersTarget:
         softcap = getattr(self.config, "attn_logit_softcapping", None)
         return told(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
 
+    def _read_joints(self, embedding: Any, norm: Any, head: Any, tokens: Sequence[int]) -> Joints:
+        """What the model does between its parts, while it runs with its own attention."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        forward = partial(self.model, ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        with self._lent.to(None), torch.inference_mode():
+            return read_joints(
+                self.name, self.config, forward, embedding=embedding, layer=self.layers[0], norm=norm, head=head
+            )
+
     def _read_specs(self, maker: RunnerMaker, token: int) -> list[LayerSpec]:
         """What each layer caches, as seen by an attention function that only looks."""
         specs: list[LayerSpec] = []
@@ -271,6 +329,11 @@ class TransformersTarget:
         runner = maker.of_layers("transformers", list(layers), [])
         with self._using(runner), self._lent.to(_PROBE), torch.inference_mode():
             self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
+        if len(specs) != self.num_layers:
+            raise TargetError(
+                f"{self.name} calls attention {len(specs)} times in {self.num_layers} layers; specdec caches one "
+                "list of keys and values per layer"
+            )
         return specs
 
     def _with_windows(self, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:
@@ -340,14 +403,28 @@ def _timed(curve: CostCurve) -> list[float]:
 class _Lent:
     """What a model's modules are lent: an attention function, and eval mode. Counted, as several threads may hold it.
 
-    Modules look their function up in their own config object, a layer's may be a sub-config.
+    Modules look their function up in their own config object, a layer's may be a sub-config. There is one of these for
+    a model, however many targets are made of it.
     """
+
+    _all: ClassVar[weakref.WeakKeyDictionary[PreTrainedModel, _Lent]] = weakref.WeakKeyDictionary()
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> _Lent:
+        """The model's own, made with its first target."""
+        with cls._making:
+            if model not in cls._all:
+                cls._all[model] = cls(model)
+            return cls._all[model]
 
     def __init__(self, model: PreTrainedModel) -> None:
         AttentionInterface.register(_ATTENTION, layer_attention)
         AttentionInterface.register(_PROBE, note_layer)
         register_masks()
-        self._model, self._lock, self._holders = model, threading.Lock(), 0
+        self._model = weakref.ref(model)  # what is kept by model must not keep the model
+        self._lock, self._holders = threading.Lock(), 0
+        self._attention: str | None = None
         self._former: list[tuple[Any, Any]] = []
         self._training: list[Any] = []
 
@@ -356,14 +433,25 @@ class _Lent:
         """While inside, attention modules call this function (None: their own), and dropout is off.
 
         With the last holder's end the model is as it was.
+
+        Raises:
+            TargetError: somebody else has it, with another function: a target is made of a model that decodes.
         """
         with self._lock:
+            model = self._model()
+            assert model is not None
             if not self._holders:
-                modules: list[Any] = list(self._model.modules())
+                modules: list[Any] = list(model.modules())
                 self._training = [module for module in modules if module.training]
                 configs = {id(c): c for m in modules if attention and (c := getattr(m, "config", None)) is not None}
                 self._former = [(config, config._attn_implementation) for config in configs.values()]
                 self._set(False, [(config, attention) for config, _ in self._former])
+                self._attention = attention
+            elif attention != self._attention:
+                raise TargetError(
+                    f"a target is being made of a {type(model).__name__} that is decoding, in this thread or another; "
+                    "make all targets of a model before any of them decodes, or share one (custom_generate's target=)"
+                )
             self._holders += 1
         try:
             yield
@@ -372,6 +460,7 @@ class _Lent:
                 self._holders -= 1
                 if not self._holders:
                     self._set(True, self._former)
+                    self._former, self._training = [], []  # which would keep the model
 
     def _set(self, training: bool, implementations: Sequence[tuple[Any, Any]]) -> None:
         for module in self._training:

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt, Predicate
 
 from specdec.errors import ConfigError
 from specdec.options import option
+from specdec.values import fitting
 
 __all__ = ["ACCEPTANCES", "SamplingParams"]
 
 ACCEPTANCES = ("auto", "match", "reject", "typical")
 
-_KINDS: Mapping[type, type] = {float: Real, int: Integral, bool: bool, str: str}  # what may be given for each
-# Option -> its type, what else must hold, and both in words.
-_RULES: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
-    "temperature": (float, lambda x: math.isfinite(x) and x >= 0, "a finite number >= 0, where 0 is greedy"),
-    "top_k": (int, lambda x: x >= 0, "an integer >= 0, where 0 is off"),
-    "top_p": (float, lambda x: 0 < x <= 1, "a number in (0, 1], where 1 is off"),
-    "min_p": (float, lambda x: 0 <= x < 1, "a number in [0, 1), where 0 is off"),
-    "repetition_penalty": (float, lambda x: 0 < x < math.inf, "a finite number > 0, where 1 is off"),
-    "seed": (int, lambda x: True, "an integer, such as 0"),
-    "acceptance": (str, lambda x: x in ACCEPTANCES, f"one of {', '.join(ACCEPTANCES)}"),
-    "allow_lossy": (bool, lambda x: True, "True or False"),
-    "typical_epsilon": (float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
-    "typical_delta": (float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+_KINDS: Mapping[str, Any] = {
+    "temperature": Annotated[float, Ge(0), Lt(math.inf), "a finite number >= 0, where 0 is greedy"],
+    "top_k": Annotated[int, Ge(0), "an integer >= 0, where 0 is off"],
+    "top_p": Annotated[float, Gt(0), Le(1), "a number in (0, 1], where 1 is off"],
+    "min_p": Annotated[float, Ge(0), Lt(1), "a number in [0, 1), where 0 is off"],
+    "repetition_penalty": Annotated[float, Gt(0), Lt(math.inf), "a finite number > 0, where 1 is off"],
+    "seed": Annotated[int, "an integer, such as 0"],
+    "acceptance": Annotated[str, Predicate(ACCEPTANCES.__contains__), f"one of {', '.join(ACCEPTANCES)}"],
+    "allow_lossy": Annotated[bool, "True or False"],
+    "typical_epsilon": Annotated[float, Gt(0), Le(1), "a number in (0, 1]"],
+    "typical_delta": Annotated[float, Gt(0), Le(1), "a number in (0, 1]"],
 }
 _option = functools.partial(option, panel="Sampling")
 
@@ -64,14 +64,8 @@ class SamplingParams:
     typical_delta: float = 0.3
 
     def __post_init__(self) -> None:
-        for name, (kind, good, rule) in _RULES.items():
-            value = getattr(self, name)
-            # To Python, True is the number 1; and a number may be numpy's, which transformers' warpers do not take.
-            fits = isinstance(value, _KINDS[kind]) and (kind is bool or not isinstance(value, bool))
-            if not fits or not good(value):
-                shown = f"{value!r}" if fits else f"{value!r}, of type {type(value).__name__}"
-                raise ConfigError(f"{name} is {shown}; it must be {rule}")
-            object.__setattr__(self, name, kind(value))
+        for name, kind in _KINDS.items():
+            object.__setattr__(self, name, fitting(name, getattr(self, name), kind))
         if self.acceptance == "typical" and not self.allow_lossy:
             raise ConfigError(
                 "acceptance='typical' changes the output distribution; pass allow_lossy=True if you want that"

@@ -16,14 +16,14 @@ stays lossless under each of them.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
-from specdec.cost import CostCurve
+from specdec.cost import CostCurve, Crowd
 from specdec.draft import Draft
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 
 __all__ = ["AcceptancePolicy", "CostPolicy", "Patience", "Prices", "RowPolicy", "check_policy"]
 
@@ -91,12 +91,17 @@ class Prices:
         curve: the target's.
         clock: go by what steps take, too.
         memory: weight of the past, from one step to the next.
+
+    Attributes:
+        crowd: the sequences that share the next forward, if there are several: a plain step is then shorter, a
+            sequence's share, and rows and drafting are the dearer by it.
     """
 
     def __init__(self, curve: CostCurve, *, clock: bool, memory: float = 0.95) -> None:
         self.curve = curve
         self._clock, self._memory = clock, memory
-        self._read: dict[tuple[int, int], tuple[float, list[float]]] = {}
+        self.crowd: Crowd | None = None
+        self._read: dict[tuple[int, int, Crowd | None], tuple[float, list[float]]] = {}
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
         self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
         self._priced: tuple[list[float], list[float]] = ([], [])  # steps, and their price until the next step
@@ -104,11 +109,15 @@ class Prices:
     def _curve(self, length: int, most: int) -> tuple[float, list[float]]:
         """Seconds of a plain step, and :meth:`steps`."""
         most = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
-        key = (length // _BUCKET, most)
+        key = (length // _BUCKET, most, self.crowd)
         if key not in self._read:
             near = length // _BUCKET * _BUCKET + _BUCKET // 2
-            self._read[key] = self.curve.at(near, 1)[1], self.curve.steps(near, most)
+            self._read[key] = self.curve.plain(near, self.crowd), self.curve.steps(near, most, self.crowd)
         return self._read[key]
+
+    def plain(self, length: int) -> float:
+        """Seconds of a plain step after about ``length`` tokens."""
+        return self._curve(length, 1)[0]
 
     def steps(self, length: int, most: int) -> list[float]:
         """What 0 .. ``most`` rows, or more, cost after about ``length`` tokens, in plain steps."""
@@ -130,7 +139,7 @@ class Prices:
     def drafting(self, seconds: float, fixed_rows: int, length: int) -> float:
         """Tokens that drafting for ``seconds`` costs; without a clock, by the drafter's ``fixed_cost_rows``."""
         taken = seconds if self._clock else _ROW_SECONDS * fixed_rows
-        return self.rate * taken / self._curve(length, 1)[0]
+        return self.rate * taken / self.plain(length)
 
     def keep(self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0) -> int:
         """How many of the rows to keep, best first, beside ``base`` rows that are there anyway.
@@ -174,19 +183,19 @@ class AcceptancePolicy:
 
     def __init__(self, curve: CostCurve, fixed_rows: int = 0) -> None:
         self.prices = Prices(curve, clock=False)
-        self._fixed = _ROW_SECONDS * (_TREE_ROWS + fixed_rows) / curve.at(0, 1)[1]  # plain steps
+        self._fixed_seconds = _ROW_SECONDS * (_TREE_ROWS + fixed_rows)
         self._left = _START
         self._patience = Patience(1, 32)
 
     def room(self, limit: int, length: int) -> int:
         """Rows that the drafter can pay for: the root alone where that is none."""
-        steps = self.prices.steps(length, limit)
-        least = steps[2] - 1 + self._fixed
+        steps, fixed = self.prices.steps(length, limit), self._fixed(length)
+        least = steps[2] - 1 + fixed
         if self._left < least:
             if not self._patience.due():
                 return min(limit, 1)
             self._left = least
-        return min(limit, max(bisect_right(steps, 1 + self._left - self._fixed) - 1, 2))
+        return min(limit, max(bisect_right(steps, 1 + self._left - fixed) - 1, 2))
 
     def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
         """As :meth:`RowPolicy.learn`; a drafter that had nothing to say is not judged."""
@@ -194,10 +203,14 @@ class AcceptancePolicy:
         self.prices.learn(rows, len(path), length, 0.0, 0.0)
         if rows == 1:
             return
-        spent = self.prices.steps(length, rows)[rows] - 1 + self._fixed
+        spent = self.prices.steps(length, rows)[rows] - 1 + self._fixed(length)
         self._left = min(self._left + len(path) - 1 - spent, _MOST)
         if self._left >= _START:
             self._patience.paid()
+
+    def _fixed(self, length: int) -> float:
+        """What drafting costs besides rows, in plain steps."""
+        return self._fixed_seconds / self.prices.plain(length)
 
 
 class CostPolicy:
@@ -261,9 +274,9 @@ def check_policy(choice: str) -> str:
     Raises:
         ConfigError: neither acceptance, cost nor off, and no file.
     """
-    if choice not in ("acceptance", "cost", "off") and not Path(choice).is_file():
+    if choice not in ("acceptance", "cost", "off") and not os.path.isfile(choice):
         raise ConfigError(
-            f"policy={choice!r} is unknown; choose acceptance, cost, off, or a cost file made by "
+            f"policy={shown(choice)} is unknown; choose acceptance, cost, off, or a cost file made by "
             "`specdec tune --out FILE`"
         )
     return choice

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, get_type_hints
 
+from specdec.arguments import checked
 from specdec.config import parse
 from specdec.drafter import Drafter
-from specdec.errors import ConfigError, unknown
-from specdec.target import Target
+from specdec.errors import ConfigError, shown, unknown
+from specdec.target import FINAL, Target
+from specdec.values import fitting
 
 __all__ = ["GROUP", "drafter_names", "drafter_type", "make_drafter", "parse_drafter"]
 
@@ -60,12 +62,13 @@ def parse_drafter(spec: str | Mapping[str, Any]) -> tuple[Any, Any]:
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"drafter {spec!r} has no name; choose one of {', '.join(drafter_names())}")
+        raise ConfigError(f"drafter {shown(spec)} has no name; choose one of {', '.join(drafter_names())}")
     kind = drafter_type(name)
     return kind, parse(kind.Config, options, where=name)
 
 
-def make_drafter(spec: str | Mapping[str, Any] | Drafter, target: Target) -> Drafter:
+@checked
+def make_drafter(drafter: str | Mapping[str, Any] | Drafter, target: Target) -> Drafter:
     """A drafter from its name, from ``{"name": ..., **options}``, or itself.
 
     Raises:
@@ -73,17 +76,24 @@ def make_drafter(spec: str | Mapping[str, Any] | Drafter, target: Target) -> Dra
             declare what the engine asks of it.
     """
     made: Drafter
-    if isinstance(spec, str | Mapping):
-        kind, config = parse_drafter(spec)
+    if isinstance(drafter, str | Mapping):
+        kind, config = parse_drafter(drafter)
         made = kind.build(config, target)
-    elif not hasattr(spec, "start"):
-        raise ConfigError(f"drafter is {spec!r}; give a name, {{'name': ..., **options}}, or a drafter")
     else:
-        made = spec
-    missing = [name for name in Drafter.__annotations__ if not hasattr(made, name)]
+        made = drafter
+    hints = get_type_hints(Drafter)
+    missing = [name for name in hints if not hasattr(made, name)]
     if missing:
         raise ConfigError(
             f"drafter {type(made).__name__} does not say its {', '.join(missing)}; subclass specdec.DrafterBase, which "
             "has defaults, or specdec.DrafterWrapper around another drafter"
+        )
+    for name, hint in hints.items():
+        fitting(f"{name} of drafter {type(made).__name__}", getattr(made, name), hint)
+    outside = sorted(made.taps - {FINAL, *range(target.num_layers + 1)})
+    if outside:
+        raise ConfigError(
+            f"taps of drafter {made.name!r} hold layer {outside[0]}; the target has {target.num_layers} layers, and "
+            f"FINAL ({FINAL}) is the last one after the norm"
         )
     return made

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Chunk", "Generation", "Seconds", "Statistics", "Step"]
+__all__ = ["Chunk", "Generation", "Seconds", "Statistics", "Step", "TokenLogprobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,18 @@ class Step:
     def accepted(self) -> int:
         """Draft tokens accepted; the bonus token is not counted."""
         return len(self.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """An emitted token's logarithm of probability by the target, before logits processors, and the likeliest tokens'.
+
+    ``top`` holds (token, logarithm), best first, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -51,10 +65,12 @@ class Statistics:
         acceptance_lengths: tokens emitted by each step, the bonus token counted.
         rows: rows of each step's target forward.
         prompt_tokens: tokens of the prompt.
+        reused_tokens: those of them whose keys and values were there already.
         lossy: whether the acceptance rule may have changed the output distribution.
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     lossy: bool = False
     acceptance_lengths: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -83,15 +99,35 @@ class Statistics:
     def rows_per_step(self) -> float:
         return sum(self.rows) / self.steps if self.steps else 0.0
 
+    def acceptance(self) -> dict[str, Any]:
+        """What became of drafts, under vLLM's names, so that figures of different tools compare.
+
+        A draft is a step that verified more than the root, and its tokens are its rows below the root. The mean counts
+        the bonus token; number k of ``num_accepted_tokens_per_pos`` says how many drafts had more than k accepted.
+        """
+        pairs = zip(self.acceptance_lengths, self.rows, strict=True)
+        drafts = [(length - 1, rows - 1) for length, rows in pairs if rows > 1]
+        accepted = [length for length, _ in drafts]
+        return {
+            "steps": self.steps,
+            "num_drafts": len(drafts),
+            "num_draft_tokens": sum(rows for _, rows in drafts),
+            "num_accepted_tokens": sum(accepted),
+            "num_accepted_tokens_per_pos": [sum(k < one for one in accepted) for k in range(max(accepted, default=0))],
+            "mean_acceptance_length": 1 + sum(accepted) / len(drafts) if drafts else 1.0,
+            "acceptance_length_histogram": dict(sorted(Counter(self.acceptance_lengths).items())),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a stream: the tokens of one step and the text that they complete."""
+    """A piece of a stream: the tokens of one step and the text that they complete; ``error`` as a Generation's."""
 
     text: str
     token_ids: Sequence[int]
     step: Step | None
     finish_reason: str | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +137,12 @@ class Generation:
     Attributes:
         text: of the new tokens, special tokens left out, cut before a stop string.
         token_ids: the new tokens, an end-of-sequence token and a stop string's included.
-        finish_reason: ``eos``, ``stop`` (a stop string or criterion), ``length`` (max_new_tokens) or ``context``.
+        finish_reason: ``eos``, ``stop`` (a stop string or criterion), ``length`` (max_new_tokens) or ``context``; in
+            a batch also ``error``.
         stats: what it cost.
         steps: step by step, for traces.
+        logprobs: per token, if they were asked for.
+        error: in a batch, why this prompt failed; the tokens are those before.
     """
 
     text: str
@@ -111,6 +150,8 @@ class Generation:
     finish_reason: str
     stats: Statistics
     steps: list[Step]
+    logprobs: list[TokenLogprobs] | None = None
+    error: Exception | None = None
 
     @property
     def lossy(self) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from specdec.block import Block
+from specdec.block import Rows
+from specdec.errors import TargetError
 from specdec.pretrained import rope_depends_on_length, rope_kinds
 
 __all__ = ["Angles", "Rotary", "rotate", "signed"]
@@ -27,7 +28,7 @@ class Angles:
         signed_sin: [T, d] sines with their first half negated, for :func:`rotate`.
     """
 
-    def __init__(self, rotary: Rotary, block: Block, hidden: torch.Tensor) -> None:
+    def __init__(self, rotary: Rotary, block: Rows, hidden: torch.Tensor) -> None:
         self._rotary, self._block, self._hidden = rotary, block, hidden
         self._kinds: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
         if not rotary.by_kind:
@@ -56,24 +57,23 @@ class Rotary:
         self._fixed = not any(map(rope_depends_on_length, rope_kinds(config)))
         self._tables: dict[tuple[torch.device, torch.dtype], Table] = {}
 
-    def of(self, block: Block, hidden: torch.Tensor) -> Angles:
+    def of(self, block: Rows, hidden: torch.Tensor) -> Angles:
         """The positions of a block's rows, in the dtype and on the device of ``hidden``."""
         return Angles(self, block, hidden)
 
-    def look_up(self, block: Block, hidden: torch.Tensor) -> Table:
+    def look_up(self, block: Rows, hidden: torch.Tensor) -> Table:
         """For each row, [T, d]: cosines, sines, and sines with their first half negated."""
         if not self._fixed:
             return self._table(hidden, block.positions.to(hidden.device))
         table = self._whole(block, hidden)
-        if block.parents is None:
-            start = block.length + block.first
-            cos, sin, signed_sin = (values.narrow(0, start, block.rows) for values in table)
+        if block.start is not None:
+            cos, sin, signed_sin = (values.narrow(0, block.start, block.rows) for values in table)
         else:
             places = block.positions[0].to(hidden.device)
             cos, sin, signed_sin = (values.index_select(0, places) for values in table)
         return cos, sin, signed_sin
 
-    def turns(self, block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def turns(self, block: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Cosines and sines [positions, d], and int64 [T] where in them the rows are: nothing is gathered."""
         places = block.positions[0].to(hidden.device)
         if self._fixed:
@@ -82,21 +82,27 @@ class Rotary:
         cos, sin = self.compute(hidden, places[None])
         return cos.contiguous(), sin.contiguous(), torch.arange(block.rows, device=hidden.device)
 
-    def _whole(self, block: Block, hidden: torch.Tensor) -> Table:
+    def _whole(self, block: Rows, hidden: torch.Tensor) -> Table:
         """The tables, long enough for the block."""
         key = (hidden.device, hidden.dtype)
-        top = block.length + block.deepest + 1
-        if key not in self._tables or len(self._tables[key][0]) < top:
-            size = max(1024, 1 << top.bit_length())
+        if key not in self._tables or len(self._tables[key][0]) < block.end:
+            size = max(1024, 1 << block.end.bit_length())
             self._tables[key] = self._table(hidden, torch.arange(size, device=hidden.device)[None])
         return self._tables[key]
 
     def compute(
         self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, d] as the module says them."""
+        """Cosines and sines [T, d] as the module says them.
+
+        Raises:
+            TargetError: it says something else.
+        """
         more = () if kind is None else (kind,)
-        cos, sin = self._module(hidden[None], positions, *more)
+        said = self._module(hidden[None], positions, *more)
+        if not isinstance(said, tuple):
+            raise TargetError(f"{type(self._module).__name__} gives no cosines and sines, which are all specdec knows")
+        cos, sin = said
         return cos[0], sin[0]
 
     def _table(self, hidden: torch.Tensor, positions: torch.Tensor) -> Table:

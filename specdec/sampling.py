@@ -22,10 +22,12 @@ from transformers import (
 )
 
 from specdec import copies
-from specdec.errors import NumericalError
+from specdec.errors import ConfigError, NumericalError, shown
+from specdec.grammar import Grammar, States
 from specdec.params import ACCEPTANCES, SamplingParams
+from specdec.results import TokenLogprobs
 
-__all__ = ["ACCEPTANCES", "Noise", "Sampler", "SamplingParams", "Scores"]
+__all__ = ["ACCEPTANCES", "Noise", "Peaks", "Sampler", "SamplingParams", "Scores"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -107,6 +109,21 @@ class Processor(Protocol):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor: ...
 
 
+class Peaks:
+    """The largest of each row's logits [R, V]: one reduction and one transfer for all rows, once somebody asks."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        self._found: tuple[list[float], list[int]] | None = None
+
+    def of(self, first: int, last: int) -> tuple[list[float], list[int]]:
+        """Values and tokens of rows [first, last)."""
+        if self._found is None:
+            values, tokens = self._logits.max(-1)
+            self._found = values.tolist(), tokens.tolist()
+        return self._found[0][first:last], self._found[1][first:last]
+
+
 @dataclass(slots=True, eq=False)
 class Scores:
     """The logits of one step's scored rows.
@@ -114,10 +131,12 @@ class Scores:
     Attributes:
         logits: [R, V], raw, in the target's dtype.
         rows: the R draft rows, ascending; None where row i is logits[i].
+        shared: where the rows went through the target beside others: the peaks of all, and the first of these rows.
     """
 
     logits: torch.Tensor
     rows: Sequence[int] | None = None
+    shared: tuple[Peaks, int] | None = None
     _place: dict[int, int] = field(default_factory=dict)
     _best: list[int] = field(default_factory=list)
     _own: list[int] = field(default_factory=list)
@@ -135,16 +154,17 @@ class Scores:
         return self._place[row]
 
     def argmax(self, row: int) -> int:
-        """The token with the largest raw logit at a row; one reduction and one transfer serve all rows of a step.
+        """The token with the largest raw logit at a row.
 
         Raises:
             NumericalError: a row holds NaN, or no finite logit at all.
         """
         if not self._best:
-            values, tokens = self.logits.max(-1)
-            self._best.extend(tokens.tolist())
-            if not all(map(math.isfinite, values.tolist())):
+            peaks, first = self.shared or (Peaks(self.logits), 0)
+            values, tokens = peaks.of(first, first + len(self.logits))
+            if not all(map(math.isfinite, values)):
                 raise _no_distribution(self.logits)
+            self._best.extend(tokens)
         best = self._best[self.place(row)]
         if best == _UNSOUND:
             raise _no_distribution(self.logits)
@@ -166,6 +186,31 @@ class Scores:
         self._best.extend(best)
         self._own.extend(own)
 
+    def top(self, count: int) -> torch.Tensor:
+        """[R, k] of each scored row the tokens with the ``count`` largest raw logits, the largest first."""
+        return self.logits.topk(min(count, self.logits.shape[-1]), -1).indices
+
+    def likeliest(self, count: int) -> list[list[int]]:
+        """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
+        best: list[list[int]] = self.top(count).tolist()
+        return best
+
+    def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
+        """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
+        return Scores(self.logits[[self.place(row) for row in rows]], numbers)
+
+    def logprobs(self, path: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+        """Of the token emitted after each row of the path, and of so many likeliest ones, from the raw logits."""
+        logits = self.logits[[self.place(row) for row in path]]
+        logits = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+        own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+        best = logits.topk(min(top, logits.shape[-1]), -1)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [
+            TokenLogprobs(token, value, tuple(zip(*pair, strict=True)))
+            for token, value, pair in zip(tokens, own, pairs, strict=True)
+        ]
+
 
 def _no_distribution(logits: torch.Tensor) -> NumericalError:
     nan, size = int(torch.isnan(logits).sum()), logits.numel()
@@ -181,6 +226,20 @@ def _tokens(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(values.abs() < math.inf, tokens, _UNSOUND)
 
 
+def _check_scores(processor: Any, scores: Any, shape: Sequence[int]) -> None:
+    """Raises ConfigError where a logits processor did not return scores."""
+    if isinstance(scores, torch.Tensor):
+        if scores.shape == shape and scores.is_floating_point():
+            return
+        what = f"{str(scores.dtype).removeprefix('torch.')} of shape {list(scores.shape)}"
+    else:
+        what = f"{shown(scores)}, of type {type(scores).__name__}"
+    name = getattr(processor, "__qualname__", type(processor).__qualname__)
+    raise ConfigError(
+        f"the logits processor {name} returned {what}; it must return scores, floats of shape {list(shape)}"
+    )
+
+
 class Sampler:
     """Turns a row's logits into a token or a distribution, under the processors, on the row's own prefix.
 
@@ -189,7 +248,8 @@ class Sampler:
         tokens: the committed text, live; its last token is the root.
         vocab_size: V.
         device: where logits arrive.
-        processors: further processors (transformers' or anyone's), applied before those of ``params``.
+        processors: further processors (transformers' or anyone's, or a :class:`specdec.grammar.Grammar`), applied
+            before those of ``params``.
         sample: draw (True) or take the largest (False); None follows the temperature.
     """
 
@@ -205,10 +265,11 @@ class Sampler:
         self.params = params
         self.sample = params.temperature > 0 if sample is None else sample
         self.noise = Noise(params.seed, vocab_size, device)
-        self._processors: list[Any] = [*processors, *params.processors()]
+        begun = [States(one, tokens) if isinstance(one, Grammar) else one for one in processors]
+        self.processors: list[Any] = [*begun, *params.processors()]
         # Some never look at the prefix, and write nothing in place.
         free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-        self._all_free = all(isinstance(p, free) for p in self._processors)
+        self._all_free = all(isinstance(p, free) for p in self.processors)
         self.tokens = tokens
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
@@ -222,11 +283,11 @@ class Sampler:
         if not self._all_free:
             return None
         best = own = _tokens(scores.logits)
-        if self._processors or self.sample:
+        if self.processors or self.sample:
             logits: Any = scores.logits
             if logits.dtype not in (torch.float32, torch.float64):
                 logits = logits.float()
-            for processor in self._processors:
+            for processor in self.processors:
                 logits = processor(self._prefix[:, :0], logits)
             if self.sample:
                 noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}
@@ -239,7 +300,7 @@ class Sampler:
         own = scores.own(row)
         if own is not None:
             return own
-        if not self._processors and not self.sample:
+        if not self.processors and not self.sample:
             return scores.argmax(row)
         logits = self.processed(scores, row, path)
         if self.sample:
@@ -265,8 +326,14 @@ class Sampler:
         if not self._all_free:
             logits = logits.clone()  # they may write in place, and the raw logits go on to the drafter
         ids = self._ids(path)
-        for processor in self._processors:
-            logits = processor(ids, logits)
+        for processor in self.processors:
+            given = logits
+            if isinstance(processor, States):
+                logits = processor.process(self.tokens, path, logits)
+            else:
+                logits = processor(ids, logits)
+            if not self._all_free:
+                _check_scores(processor, logits, given.shape)
         return logits[0]
 
     def _ids(self, path: Sequence[int]) -> torch.Tensor:

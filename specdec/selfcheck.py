@@ -54,32 +54,50 @@ def own_logits(model: Any, target: Target, tokens: Sequence[int]) -> torch.Tenso
         with torch.inference_mode():
             ids = torch.tensor([list(tokens)], device=target.device)
             logits: torch.Tensor = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-    except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
+    except Exception as error:  # code of others: it may raise anything
         raise TargetError(
             f"{target.name}: the model's own forward fails in {target.dtype} on {target.device}, without specdec: "
             f"{type(error).__name__}: {first_line(error)}; mend its config, or load it with another dtype"
         ) from error
     scale = float(logits.double().abs().max())
     if not math.isfinite(scale):
-        raise NumericalError(
-            f"{target.name}: the model's own logits are {scale} on a few tokens; the weights are broken, or "
-            f"{target.dtype} is too narrow for them: use float32 or bfloat16"
-        )
+        raise _not_finite(model, target, f"the model's own logits are {scale}")
     return logits.double()
+
+
+def _not_finite(model: Any, target: Target, what: str) -> NumericalError:
+    """What is to be said of results that are no numbers: the first weight that is none either, where there is one."""
+    remedies = {
+        "weight": (model.named_parameters(), "download or train the weights anew"),
+        "buffer": (model.named_buffers(), "mend the config that it is made from"),
+    }
+    for kind, (tensors, remedy) in remedies.items():
+        floats = ((name, tensor) for name, tensor in tensors if tensor.is_floating_point() and not tensor.is_meta)
+        name = next((name for name, tensor in floats if not bool(tensor.isfinite().all())), None)
+        if name is not None:
+            return NumericalError(
+                f"{target.name}: {what} on a few tokens, as its {kind} {name!r} holds NaN or infinity; {remedy}"
+            )
+    return NumericalError(
+        f"{target.name}: {what} on a few tokens, though its weights are finite; load it in a wider dtype than "
+        f"{target.dtype}, or mend its config"
+    )
 
 
 class Reference:
     """What the model itself says of a few tokens, and how far rounding alone may take a runner from it.
 
     Args:
+        model: the one that the target drives.
         expected: what :func:`own_logits` gave for the tokens.
         target: whose forward is checked, with the runner that it has when it is.
         specs: what its layers cache.
     """
 
     def __init__(
-        self, expected: torch.Tensor, target: Target, specs: Sequence[LayerSpec], tokens: Sequence[int]
+        self, model: Any, expected: torch.Tensor, target: Target, specs: Sequence[LayerSpec], tokens: Sequence[int]
     ) -> None:
+        self._model = model
         self._target, self._specs, self._tokens, self._expected = target, specs, tokens, expected
         self._full = _ROUNDING.get(target.dtype)
         self._shadow: torch.Tensor | None = None
@@ -92,6 +110,7 @@ class Reference:
 
         Raises:
             TargetError: they differ by more than rounding.
+            NumericalError: they are no numbers.
         """
         walked = self._logits(self._specs)
         if self._full is None and shadowed is not None:
@@ -102,6 +121,9 @@ class Reference:
             off, most = _rms(walked - self._expected), _OWN * self._rounding + _FLOOR * _rms(self._expected)
         else:
             off, most = self._distance(walked)
+        if not math.isfinite(off + most):
+            what = f"the layer walk differs from the model's own forward by {off}, where {most} is rounding,"
+            raise _not_finite(self._model, self._target, what)
         if not off <= most:
             raise TargetError(
                 f"{self._target.name}: the layer walk differs from the model's own forward by {off:.3g} on logits up "

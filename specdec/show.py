@@ -19,14 +19,27 @@ if TYPE_CHECKING:
     from specdec.demo import Result
     from specdec.results import Chunk, Generation
 
-__all__ = ["Description", "Option", "StepPainter", "describe", "drafter_list", "race_table", "statistics", "to_json"]
+__all__ = [
+    "COLOURS",
+    "PICTURES",
+    "Description",
+    "Option",
+    "StepPainter",
+    "describe",
+    "drafter_list",
+    "print_error",
+    "print_line",
+    "race_table",
+    "statistics",
+    "to_json",
+]
 
 # Of middling brightness, so that they read on a dark and on a light ground; neighbours are far apart in hue.
-_COLOURS = ("dodger_blue1", "dark_orange3", "green4", "medium_orchid3")
+COLOURS = ("dodger_blue1", "dark_orange3", "green4", "medium_orchid3")
 
 # A model's text may hold escape sequences; a terminal gets to see their pictures and not to obey them.
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class StepPainter:
@@ -37,7 +50,7 @@ class StepPainter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._colours = cycle(_COLOURS)
+        self._colours = cycle(COLOURS)
 
     def __call__(self, chunk: Chunk) -> None:
         speculated = chunk.step is not None and len(chunk.step.tokens) > 1
@@ -45,7 +58,7 @@ class StepPainter:
 
     def write(self, text: str, style: str | None = None) -> None:
         if self._console.is_terminal:
-            self._console.out(text.translate(_PICTURES), style=style, end="", highlight=False)
+            self._console.out(text.translate(PICTURES), style=style, end="", highlight=False)
         else:
             self._console.file.write(text)
         self._console.file.flush()
@@ -86,6 +99,7 @@ def to_json(generation: Generation, drafter: str) -> dict[str, Any]:
         "drafter": drafter,
         "stats": {
             "prompt_tokens": stats.prompt_tokens,
+            "reused_tokens": stats.reused_tokens,
             "new_tokens": stats.new_tokens,
             "steps": stats.steps,
             "acceptance_lengths": stats.acceptance_lengths,
@@ -94,6 +108,7 @@ def to_json(generation: Generation, drafter: str) -> dict[str, Any]:
             "rows_per_step": stats.rows_per_step,
             "seconds": asdict(stats.seconds),
         },
+        **({} if generation.error is None else {"error": f"{type(generation.error).__name__}: {generation.error}"}),
     }
 
 
@@ -165,6 +180,18 @@ def drafter_list(drafters: Sequence[Description]) -> Group:
     return Group(*parts[:-1])
 
 
+def print_error(error: Exception) -> None:
+    """An error as a line on standard error; nothing where it says nothing, as where there was no command but help."""
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    if message:
+        print_line(("error:", "bold red"), message)
+
+
+def print_line(kind: tuple[str, str], message: str) -> None:
+    """A word with its style, and a message in one line, on standard error."""
+    Console(stderr=True).print(Text.assemble(kind, " ", " ".join(message.split())), soft_wrap=True)
+
+
 def race_table(results: Sequence[Result], note: str) -> Table:
     """The end of the demo; the first result is what the others are compared with."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, caption=note, caption_justify="left")
@@ -174,14 +201,13 @@ def race_table(results: Sequence[Result], note: str) -> Table:
     table.add_column("\ntext", no_wrap=True)
     plain = results[0]
     for result in results:
-        stats = result.generation.stats
         differs = result.first_difference(plain)
         same = "[green]identical[/]" if differs is None else f"[red]differs at token {differs}[/]"
         table.add_row(
             escape(result.drafter),
-            str(stats.new_tokens),
-            str(stats.steps),
-            f"{stats.tokens_per_step:.2f}",
+            str(result.tokens),
+            str(result.steps),
+            f"{result.tokens / max(result.steps, 1):.2f}",
             f"{result.tokens_per_second:.0f}",
             f"{result.tokens_per_second / plain.tokens_per_second:.2f}x",
             "reference" if result is plain else same,

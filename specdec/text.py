@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from specdec.errors import CheckpointError, ConfigError, first_line
+from specdec.errors import CheckpointError, shown, told
+from specdec.gguf import GgufFile, is_gguf
 from specdec.pretrained import model_source
 
-__all__ = ["TextStream", "check_stops", "load_tokenizer"]
+__all__ = ["TextStream", "load_tokenizer", "stop_strings"]
 
 
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of ``tiny``, a folder, or a hub id.
+def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
+    """The tokenizer of a named model, a folder, a GGUF file, or a hub id.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or a broken one.
     """
     place = model_source(model)
+    if is_gguf(place):
+        return GgufFile.read(Path(place)).tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"no tokenizer at {model!r}: {first_line(error)}; save one beside the weights") from error
+        return AutoTokenizer.from_pretrained(
+            place, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
+    except Exception as error:  # files of others, read by several libraries: they raise anything
+        raise CheckpointError(
+            f"no tokenizer at {shown(str(model))}: {told(error)}; save one beside the weights, or mend its "
+            "tokenizer.json and tokenizer_config.json"
+        ) from error
 
 
-def check_stops(stop: str | Sequence[str]) -> list[str]:
-    """The stop strings as a list.
-
-    Raises:
-        ConfigError: one of them is empty or no string.
-    """
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    for text in stops:
-        if not isinstance(text, str) or not text:
-            raise ConfigError(f"stop holds {text!r}; stop strings are non-empty text")
-    return stops
+def stop_strings(stop: str | Collection[str]) -> list[str]:
+    """The stop strings as a list."""
+    return [stop] if isinstance(stop, str) else list(stop)
 
 
 class TextStream:

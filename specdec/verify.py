@@ -29,7 +29,7 @@ from specdec.draft import Draft
 from specdec.errors import DraftError
 from specdec.sampling import Noise, Sampler, SamplingParams, Scores
 
-__all__ = ["Verdict", "Verifier", "last_row", "match", "reject", "typical", "verifier_for", "walk_arrays"]
+__all__ = ["Verdict", "Verifier", "last_row", "match", "reject", "typical", "verifier_for", "verify", "walk_arrays"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Ver
     if params.acceptance == "reject" or draft.q:
         return reject
     return match
+
+
+def verify(scores: Scores, draft: Draft, sampler: Sampler) -> tuple[Verdict, Scores]:
+    """The verdict by the scores of the draft's rows, and what a session may read of them."""
+    return verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler), scores
 
 
 def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:

@@ -12,7 +12,9 @@ import transformers
 from hypothesis import HealthCheck, settings
 
 from specdec import Engine
+from specdec.cost import roofline
 from specdec.model import TransformersTarget
+from specdec.text import load_tokenizer
 from tests import models
 
 torch.set_num_threads(1)  # the workers are the parallelism
@@ -48,9 +50,11 @@ def _seeded() -> None:
 def tiny_engine() -> Engine:
     """The embedded model with plain decoding; ``with_drafter`` gives the others.
 
-    In float64, because equality of texts is only promised up to rounding.
+    In float64, because equality of texts is only promised up to rounding. Nothing is timed, as steps that follow from
+    what rows cost on a busy machine would be others on every run.
     """
-    return Engine.from_pretrained("tiny", dtype=torch.float64)
+    target = TransformersTarget.from_pretrained("tiny", dtype=torch.float64, execution="fused")
+    return Engine(target, load_tokenizer("tiny"), policy="acceptance", costs=roofline("cpu"))
 
 
 @pytest.fixture(scope="session")

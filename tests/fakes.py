@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from specdec import Context, Draft, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
-from specdec.block import Block
+from specdec.block import Block, Rows
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Entry
-from specdec.sampling import Noise
+from specdec.sampling import Noise, Sampler, Scores
 from specdec.target import TargetOutput
+from specdec.verify import Verdict, verify
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,7 @@ class Reciter:
     ancestors; so a row that is stored, gathered or seen wrongly makes it say something else.
     """
 
-    hidden_size = num_layers = 1
+    hidden_size = num_layers = layer_weights = 1
     device = head_device = CPU
     dtype = torch.float64
     backend = "sdpa"
@@ -48,6 +49,9 @@ class Reciter:
     def check_unchanged(self) -> None:
         pass
 
+    def version(self) -> object:
+        return None
+
     def describe(self) -> dict[str, dict[str, Any]]:
         return {}
 
@@ -60,7 +64,7 @@ class Reciter:
 
     def forward(
         self,
-        block: Block,
+        block: Rows,
         *,
         entry: Entry | None = None,
         exit_layer: int | None = None,
@@ -68,7 +72,7 @@ class Reciter:
         rows: Sequence[int] | None = None,
     ) -> TargetOutput:
         tokens = block.tokens[0].to(self.dtype)[None, None, :, None]
-        block.update(tokens, tokens, 0)
+        block.store(tokens, tokens, 0)
         self.forwards.append(block.rows)
         hidden = torch.zeros(block.rows, 1, dtype=self.dtype)
         if rows is not None and not rows:
@@ -76,8 +80,15 @@ class Reciter:
         wanted = range(block.rows) if rows is None else rows
         logits = torch.zeros(len(wanted), self.vocab_size, dtype=self.dtype)
         for place, row in enumerate(wanted):
-            logits[place, self.rule(self.text(block, row))] = 10
+            part, first = next((part, first) for part, first, last in block.parts if row < last)
+            logits[place, self.rule(self.text(part, row - first))] = 10
         return TargetOutput(logits, hidden)
+
+    def verify(
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+    ) -> tuple[Verdict, Scores]:
+        assert output.logits is not None
+        return verify(output.scores(draft.scored_rows()) if scores is None else scores, draft, sampler)
 
     def text(self, block: Block, row: int) -> list[int]:
         slots = [int(token) for token in block.cache.keys[0][0, 0, :, 0].nan_to_num()]
@@ -87,7 +98,13 @@ class Reciter:
             row = row - 1 if block.parents is None else block.parents[row]
         return [slots[slot] for slot in (*range(block.length), *path)]
 
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def head_of(self, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         raise NotImplementedError
 
 
@@ -195,7 +212,7 @@ class DrawingSession:
         context, drafter = self._context, self._drafter
         tokens, parents, q = [context.root], [-1], dict[int, torch.Tensor]()
         level = [0]
-        for depth, width in enumerate(drafter.widths[: context.remaining - 1]):
+        for depth, width in enumerate(drafter.widths[: min(context.remaining, room) - 1]):
             below: list[int] = []
             for row in level:
                 drawn = drafter.q[tokens[row]]

@@ -165,7 +165,14 @@ def random_adapter(
 
 
 def random_heads(
-    target: Target, folder: Path, *, heads: int = 3, layers: int = 1, own_head: bool = False, seed: int = 0
+    target: Target,
+    folder: Path,
+    *,
+    heads: int = 3,
+    layers: int = 1,
+    own_head: bool = False,
+    draft_vocab: int = 0,
+    seed: int = 0,
 ) -> MedusaHeads:
     """Write heads with random weights that fit ``target``: they draft badly, and exactness must not mind."""
     made = MedusaHeads(
@@ -175,6 +182,7 @@ def random_heads(
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             own_head=own_head,
+            draft_vocab=draft_vocab,
             target=fingerprint(target),
         )
     )
@@ -192,16 +200,17 @@ Options = Mapping[str, Any]
 def _kangaroo(target: Target, tmp: Path) -> list[Options]:
     """Untrained adapters of every variant; ``branch`` verifies siblings, ``eta`` 1 ends rounds at their first guess."""
     made: list[Options] = []
-    for layer, variant, options in (
-        (1, "attention", {}),
-        (2, "layer", {"branch": 3, "eta": 0.3}),
-        (2, "mlp", {"branch": 2, "eta": 1.0}),
-        (1, "head", {"eta": 0.0, "gamma": 3}),
+    half = target.vocab_size // 2
+    for layer, variant, sizes, options in (
+        (1, "attention", {}, {}),
+        (2, "layer", {"key_heads": 1, "draft_vocab": half}, {"branch": 3, "eta": 0.3}),
+        (2, "mlp", {}, {"branch": 2, "eta": 1.0}),
+        (1, "head", {"draft_vocab": half}, {"eta": 0.0, "gamma": 3}),
     ):
         folder = tmp / f"kangaroo-{variant}"
-        random_adapter(target, folder, exit_layer=layer, variant=variant)
+        random_adapter(target, folder, exit_layer=layer, variant=variant, **sizes)
         made.append({"adapter": str(folder), **options})
-    return made
+    return [*made, {"exit_layer": 2, "eta": 0.0, "gamma": 2}]
 
 
 def _medusa(target: Target, tmp: Path) -> list[Options]:
@@ -211,7 +220,7 @@ def _medusa(target: Target, tmp: Path) -> list[Options]:
         (
             ({"heads": 3}, None),
             ({"heads": 2, "layers": 2, "own_head": True}, [[0, 1], [0], [2], [1], [2, 0], [2, 3]]),
-            ({"heads": 5}, "chain"),
+            ({"heads": 5, "draft_vocab": target.vocab_size // 2}, "chain"),
         )
     ):
         folder = tmp / f"medusa-{number}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.config import check_positive
 from specdec.engine import Engine
 from specdec.sampling import SamplingParams
 from training.data import Sample
@@ -26,6 +27,9 @@ class EvalConfig:
     prompts: int = 24
     prompt: int = 128
     new: int = 96
+
+    def __post_init__(self) -> None:
+        check_positive("evaluation.", prompts=self.prompts, prompt=self.prompt, new=self.new)
 
 
 @dataclass(frozen=True, slots=True)

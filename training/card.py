@@ -18,7 +18,7 @@ from specdec.errors import CheckpointError
 from specdec.files import write_text
 from training.packing import Windows
 
-__all__ = ["CardText", "command_line", "identity", "model_card", "write_card"]
+__all__ = ["CardText", "among", "command_line", "identity", "model_card", "write_card"]
 
 _PLACES = ("model", "data", "eval_data", "out", "text")  # the data's hash and the target's fingerprint say it better
 
@@ -94,6 +94,11 @@ trained tokens, hash {windows.digest}.
 {yaml.safe_dump(options, sort_keys=False).strip()}
 ```
 """
+
+
+def among(draft_vocab: int) -> str:
+    """What a card says of a draft vocabulary."""
+    return f", over the {draft_vocab:,} tokens that are the most frequent in the data" if draft_vocab else ""
 
 
 def write_card(folder: Path, text: str) -> None:

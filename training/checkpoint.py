@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specdec.errors import CheckpointError, ConfigError
-from specdec.files import replacing
+from specdec.files import parse_json, replacing
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -71,12 +71,14 @@ def load_checkpoint(
                 else:
                     number, index, key = rest.split(".")
                     moments[int(number)].setdefault(int(index), {})[key] = file.get_tensor(name)
-        former, state = json.loads(metadata["run"]), json.loads(metadata["state"])
+        former, state = parse_json(metadata["run"]), parse_json(metadata["state"])
+        if not isinstance(former, dict) or not isinstance(state, dict) or type(state.get("step")) is not int:
+            raise ValueError("it does not say what run it is of, and how far that had come")
         _check_same(path, former, json.loads(json.dumps(dict(run))))
         module.load_state_dict(weights)
         for optimizer, values in zip(optimizers, moments, strict=True):
             optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
-    except (OSError, SafetensorError, LookupError, ValueError, RuntimeError) as error:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise CheckpointError(

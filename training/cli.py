@@ -89,12 +89,17 @@ def show_sample(
 
 
 @app.command()
-@with_options(RunConfig, **_EXAMPLES)
+@with_options(RunConfig, without=["parallel"], **_EXAMPLES)
 def distill_data(
     given: Given,
-    sources: Annotated[list[str], typer.Argument(help="ShareGPT or question files, text files, or `stdlib`.")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(help="ShareGPT or question files, text files, `stdlib`, or `self`: the model asks itself."),
+    ],
     out: Annotated[Path, typer.Option(help="ShareGPT file to write: .json or .jsonl.")],
-    prompts: Annotated[int | None, typer.Option(help="Only so many prompts, evenly chosen.")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(help="Only so many prompts, evenly chosen; how many where the model asks itself.")
+    ] = None,
     turns: Annotated[str, typer.Option(help="Human turns that are asked: first, or all.")] = "first",
     form: Annotated[
         str, typer.Option("--format", help="How they are asked: auto, chat, vicuna or plain (continued as text).")
@@ -107,14 +112,19 @@ def distill_data(
     """
     from specdec.bench.questions import FORMATS
     from specdec.load import load_run
-    from training.distill import distill, prompts_of
+    from training.distill import SELF, distill, own_prompts, prompts_of
 
     config = resolve(RunConfig, given)
     if form not in FORMATS:
         raise ConfigError(unknown("format", form, FORMATS))
     check_positive(prompts=prompts, prompt_tokens=prompt_tokens)
     engine = load_run(config)
-    asked = prompts_of(sources, engine.tokenizer, turns=turns, prompt_tokens=prompt_tokens)
+    if SELF in sources and (len(sources) > 1 or prompts is None):
+        raise ConfigError(f"{SELF!r} stands alone, with --prompts, as the model writes as many questions as are wanted")
+    if sources == [SELF]:
+        asked = own_prompts(prompts or 0)
+    else:
+        asked = prompts_of(sources, engine.tokenizer, turns=turns, prompt_tokens=prompt_tokens)
     if prompts is not None and prompts < len(asked):
         asked = [asked[number * len(asked) // prompts] for number in range(prompts)]
     made = distill(
@@ -134,12 +144,12 @@ def distill_data(
 
 
 @app.command()
-@with_options(RunConfig, without=["policy", "stop"], **_EXAMPLES)
+@with_options(RunConfig, without=["parallel", "policy", "stop"], **_EXAMPLES)
 def tree_search(
     given: Given,
     out: Annotated[Path, typer.Option(help="YAML to write, for --config or medusa.tree.")],
     heads: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="The heads (default: the embedded model's).")
+        str | None, typer.Option(metavar="FOLDER", help="The heads (default: those in this package for the model).")
     ] = None,
     data: Annotated[
         list[str] | None, typer.Option(help="Texts, as for train; may be repeated (default: stdlib).")

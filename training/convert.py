@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,7 +12,7 @@ from drafters.adapter import Adapter, AdapterConfig
 from drafters.fingerprint import fingerprint
 from drafters.kangaroo import check_adapter
 from drafters.weights import load_strictly, load_tensors, read_config, reading
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
 
 __all__ = ["convert"]
@@ -46,7 +48,8 @@ def convert(source: str | Path, out: str | Path, *, exit_layer: int, target: Tar
             vocab_size=int(values["vocab_size"]),
             exit_layer=exit_layer,
             heads=int(values["num_attention_heads"]),
-            rope_base=float(values.get("rope_theta", 10000.0)),
+            key_heads=int(values.get("num_key_value_heads") or 0),
+            rope_base=rope_base(values),
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             target="" if target is None else fingerprint(target),
         )
@@ -56,6 +59,19 @@ def convert(source: str | Path, out: str | Path, *, exit_layer: int, target: Tar
         check_adapter(config, target)
     adapter.save_pretrained(out)
     return adapter
+
+
+def rope_base(values: Mapping[str, Any]) -> float:
+    """Base of the rotary positions in a Llama's config, as transformers 4 and 5 write it.
+
+    Raises:
+        ConfigError: positions that are scaled, which an adapter's are not.
+    """
+    parameters: Mapping[str, Any] = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"its rotary positions are scaled ({kind}), and an adapter's are plain")
+    return float(parameters.get("rope_theta", values.get("rope_theta", 10000.0)))
 
 
 def _renamed(tensors: dict[str, torch.Tensor], source: Path) -> dict[str, torch.Tensor]:

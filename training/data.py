@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.conversations import read_records, turns_of, vicuna
-from specdec.errors import ConfigError
+from specdec.conversations import is_text, read_records, turns_of, vicuna
+from specdec.errors import ConfigError, shown
 from specdec.files import read_text
 
 __all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
 
 TEMPLATES = ("auto", "tokenizer", "vicuna", "plain")
 _SPEAKERS = ("user", "assistant", "system")
+_LONGEST = 1 << 20  # window: what is shorter is padded to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,8 @@ class TextConfig:
     held_out_one_in: int = 50
 
     def __post_init__(self) -> None:
-        if self.length < 8:
-            raise ConfigError(f"text.length is {self.length}; it must be at least 8 tokens")
+        if not 8 <= self.length <= _LONGEST:
+            raise ConfigError(f"text.length is {shown(self.length)}; it must be in [8, {_LONGEST}] tokens")
         if self.template not in TEMPLATES:
             raise ConfigError(f"text.template is {self.template!r}; it must be one of {', '.join(TEMPLATES)}")
         if self.held_out_one_in < 2:
@@ -153,11 +154,14 @@ def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
     messages: list[dict[str, str]] = []
     for role, text in turns:
         if role not in _SPEAKERS:
-            skips.skipped[f"unknown speaker {role!r}"] += 1
+            skips.skipped[f"unknown speaker {shown(role)}"] += 1
             return None
         if not isinstance(text, str) or not text.strip():
             # What follows an empty turn answers something that is not there.
             skips.mended["cut at an empty turn"] += 1
+            break
+        if not is_text(text):
+            skips.mended["cut at a turn with half of a surrogate pair, which is no text"] += 1
             break
         if role == "system" and messages:
             skips.mended["cut at a system turn that is not the first"] += 1

@@ -18,16 +18,22 @@ from tqdm import tqdm
 
 from drafters.stdlib_corpus import STDLIB, read_files
 from specdec.bench.questions import Question, build_prompt, read_questions
-from specdec.conversations import read_records, turns_of
+from specdec.conversations import is_text, read_records, turns_of
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, PromptError
-from specdec.files import drop_unfinished, read_text, whole_lines, write_text
+from specdec.files import drop_unfinished, parse_json, read_text, whole_lines, write_text
 from specdec.sampling import SamplingParams
-from specdec.text import check_stops
+from specdec.text import stop_strings
 
-__all__ = ["Distilled", "distill", "prompts_of"]
+__all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of"]
 
 TURNS = ("first", "all")
+SELF = "self"
+"""The source whose questions the target writes itself, where its chat template lets a user begin (Xu et al. 2024,
+"Magpie", arXiv 2406.08464): they are of the kind that it was trained to answer, and no data set is needed."""
+
+_QUESTION = 100  # tokens, at most, of a question that the target writes
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,11 @@ def prompts_of(
     return [Question(id=n, category=name, turns=said, format=form) for n, (name, said, form) in enumerate(found)]
 
 
+def own_prompts(count: int) -> list[Question]:
+    """Prompts whose only turn the target is to write itself."""
+    return [Question(id=number, category=SELF, turns=()) for number in range(count)]
+
+
 def distill(
     engine: Engine,
     prompts: Sequence[Question],
@@ -105,7 +116,7 @@ def distill(
     asked = hashlib.sha256(json.dumps([prompt.turns for prompt in prompts]).encode()).hexdigest()[:16]
     if sampling.acceptance == "auto":
         sampling = replace(sampling, acceptance="match")
-    stop = check_stops(stop)
+    stop = stop_strings(stop)
     header = {**run, "new": max_new_tokens, "form": form, **asdict(sampling), "prompts": len(prompts), "asked": asked}
     header |= {"stop": stop} if stop else {}
     tokens = 0
@@ -136,9 +147,14 @@ def _answer(
     engine: Engine, prompt: Question, form: str, max_new_tokens: int, sampling: SamplingParams, stop: Sequence[str]
 ) -> tuple[dict[str, Any], int]:
     """A line of the unfinished file, and the tokens that it cost. A later turn follows the target's own answers."""
+    tokens = 0
+    if prompt.category == SELF:
+        question, tokens = _own_question(engine, sampling.seed)
+        if not question:
+            return {"record": None, "skipped": "a question that does not end, or is none"}, tokens
+        prompt = replace(prompt, turns=(question,))
     answers: list[str] = []
     turns: list[dict[str, str]] = []
-    tokens = 0
     reason = ""
     for said in prompt.turns:
         try:
@@ -160,6 +176,26 @@ def _answer(
     return {"record": {"id": str(prompt.id), "source": prompt.category, "conversations": turns}}, tokens
 
 
+def _own_question(engine: Engine, seed: int) -> tuple[str, int]:
+    """A user's turn as the target samples it at temperature 1, and its tokens; no text where it does not end in time.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template in which a user's words stand as they are.
+    """
+    template = getattr(engine.tokenizer, "chat_template", None)
+    messages = [{"role": "user", "content": _MARK}]
+    text = (
+        engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if template else ""
+    )
+    before, found, _ = text.partition(_MARK)
+    if not found:
+        raise ConfigError(f"the source {SELF!r} needs a chat template; give a chat model, or prompts of your own")
+    ids = engine.tokenizer(before, add_special_tokens=False)["input_ids"]
+    made = engine.generate(list(ids), _QUESTION, SamplingParams(temperature=1.0, seed=seed))
+    ended = made.finish_reason == "eos" and len(made.text.split()) > 1
+    return made.text.strip() if ended else "", len(made.token_ids)
+
+
 def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The lines of the same run's unfinished file, less one that a kill cut short; a new file gets its header.
 
@@ -168,7 +204,7 @@ def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     drop_unfinished(partial)
-    lines = [json.loads(line) for line in whole_lines(partial)]
+    lines = _lines(partial)
     if not lines:
         write_text(partial, json.dumps(header) + "\n")
         return []
@@ -179,6 +215,30 @@ def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
             "same options to go on with it, another --out, or delete it"
         )
     return lines[1:]
+
+
+def _lines(partial: Path) -> list[dict[str, Any]]:
+    """What an unfinished file holds: a header, and the answers so far.
+
+    Raises:
+        ConfigError: a line that is none of them.
+    """
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(whole_lines(partial), 1):
+        try:
+            line = parse_json(text)
+            if not isinstance(line, dict):
+                raise ValueError(f"it holds {type(line).__name__}, not an object")
+            record = line.get("record") if number > 1 else None
+            if number > 1 and not (turns_of(record) if record is not None else isinstance(line.get("skipped"), str)):
+                raise ValueError("it holds neither a conversation nor why there is none")
+        except ValueError as error:
+            raise ConfigError(
+                f"{str(partial)!r}, line {number}: no answer of `specdec distill-data`: {error}; delete that line and "
+                "all below it, and the same command goes on from there"
+            ) from error
+        lines.append(line)
+    return lines
 
 
 def _finish(partial: Path, out: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -209,6 +269,6 @@ def _conversations(path: Path) -> Iterator[tuple[tuple[str, ...], str | None]]:
         for question in read_questions(path):
             yield question.turns, question.format
     for turns in records:
-        said = tuple(str(text or "") for role, text in turns or () if role == "user")
-        if said and all(part.strip() for part in said):
+        said = tuple(text for role, text in turns or () if role == "user")
+        if said and all(is_text(part) and part.strip() for part in said):
             yield said, None

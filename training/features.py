@@ -1,55 +1,87 @@
-"""Features online: what a frozen target gives for a batch, computed when it is needed and never stored."""
+"""Features: what a frozen target gives for windows of text, by the code that decodes, so that drafting sees the same.
+
+They are a function of the window alone, whatever batch it comes in. So they may be kept: a second epoch then costs no
+forward of the target, which on small data is most of a training run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Collection
 
 import torch
 
+from specdec.block import Block
 from specdec.model import TransformersTarget
+from specdec.target import FINAL
 from training.packing import Batch
 
 __all__ = ["FrozenTarget"]
 
 
 class FrozenTarget:
-    """A target's early features and last hidden states for whole batches, by transformers' own forward.
+    """A target's early features and last hidden states for whole batches, and its head.
 
     Args:
         target: the model; it is never changed.
         layers: for each l >= 1 of these, features are the residual stream after l layers.
+        draft_tokens: [d] the draft vocabulary that the head is over; None is all tokens.
+        keep: bytes of features that may be held in memory; windows beyond are computed anew.
     """
 
-    def __init__(self, target: TransformersTarget, layers: Iterable[int]) -> None:
+    def __init__(
+        self,
+        target: TransformersTarget,
+        layers: Collection[int],
+        *,
+        draft_tokens: torch.Tensor | None = None,
+        keep: int = 0,
+    ) -> None:
         self.target = target
-        self.layers = sorted(set(layers))
+        self.draft_tokens = draft_tokens
+        self._taps = [*sorted(set(layers)), FINAL]
+        self._free = keep
+        self._kept: dict[int, torch.Tensor] = {}  # number of a window -> [taps, L, D]
+        # A product that gradients pass through, in the dtype that its input has.
+        self._heads: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {}
         target.model.requires_grad_(False)
 
+    @torch.no_grad()
     def read(self, batch: Batch) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
         """Features by layer [B, L, D], and the states [N, D] after the last norm at ``batch.targets``; no gradients."""
-        features: dict[int, torch.Tensor] = {}
-        hooks = [
-            self.target.layers[layer - 1].register_forward_hook(partial(_keep, features, layer))
-            for layer in self.layers
-        ]
-        try:
-            with torch.no_grad():
-                # Positions that start again tell transformers where a piece begins; pieces do not see each other.
-                states: torch.Tensor = self.target.decoder(
-                    input_ids=batch.tokens, position_ids=batch.positions, use_cache=False
-                ).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return features, states.flatten(0, 1)[batch.targets]
+        numbers = [-1] * len(batch.tokens) if batch.numbers is None else batch.numbers.tolist()
+        found = torch.stack(
+            [self._window(*row) for row in zip(numbers, batch.tokens, batch.documents, strict=True)], 1
+        )  # [taps, B, L, D]
+        *features, states = found
+        return dict(zip(self._taps, features, strict=False)), states.flatten(0, 1)[batch.targets]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits [..., V] of states after a last norm."""
-        return self.target.head(hidden.to(self.target.model.get_output_embeddings().weight.dtype))
+        """The target's logits [..., V], or [..., d] of the draft vocabulary, of states after a last norm."""
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        if dtype not in self._heads:
+            self._heads[dtype] = self.target.head_of(self.draft_tokens, dtype=dtype)
+        return self._heads[dtype](hidden.to(dtype))
 
+    def _window(self, number: int, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        """[taps, L, D] of one window."""
+        if (kept := self._kept.get(number)) is not None:
+            return kept
+        found = self._computed(tokens, documents)
+        if number >= 0 and found.nbytes <= self._free:
+            self._free -= found.nbytes
+            self._kept[number] = found
+        return found
 
-def _keep(features: dict[int, torch.Tensor], layer: int, module: Any, arguments: Any, output: Any) -> None:
-    """A forward hook that notes what left a layer."""
-    features[layer] = output[0] if isinstance(output, tuple) else output
+    def _computed(self, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        """The pieces of a window, a forward each, as they do not see each other."""
+        target, pieces, start = self.target, [], 0
+        with torch.autocast(tokens.device.type, enabled=False), target.active():
+            cache = target.new_cache(capacity=len(tokens), rows=len(tokens))  # of which nothing is ever committed
+            for size in torch.unique_consecutive(documents, return_counts=True)[1].tolist():
+                ids = tokens[start : start + size].tolist()
+                block = Block(cache, ids, device=target.device, backend=target.backend)
+                taps = target.forward(block, taps=self._taps, rows=()).taps
+                pieces.append(torch.stack([taps[tap].to(tokens.device) for tap in self._taps]))
+                start += size
+        return torch.cat(pieces, 1)  # outside of inference mode, so that gradients may pass by it

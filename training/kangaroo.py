@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,29 +13,33 @@ from torch import nn
 
 from drafters.adapter import Adapter, AdapterConfig, fitting_heads
 from drafters.fingerprint import fingerprint
+from drafters.vocabulary import most_frequent, number_in, ranks_of
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from training.acceptance import Tally, Written
-from training.card import CardText
-from training.config import TrainConfig
+from training.card import CardText, among
+from training.config import DTYPES, TrainConfig
 from training.features import FrozenTarget
 from training.packing import Batch
 from training.run import parameters_of, run_training
 
 __all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewAdapter:
-    """The adapter to train; see AdapterConfig. ``heads`` and ``intermediate_size`` 0: as in the target, or near."""
+    """The adapter to train; see AdapterConfig.
+
+    ``heads`` and ``intermediate_size`` 0: as in the target, or near; with heads of 0, its groups, too.
+    """
 
     exit_layer: int = 2
     variant: str = "attention"
     heads: int = 0
+    key_heads: int = 0
+    draft_vocab: int = 0
     intermediate_size: int = 0
-    eta: float = 0.6
+    eta: float | None = None
     gamma: int = 6
     branch: int = 1
 
@@ -46,22 +51,23 @@ class Config(TrainConfig):
     Attributes:
         labels: ``soft``, the target's distribution, or ``hard``, its largest token.
         top_k: keep only this much of the soft labels, for large vocabularies; 0 keeps all.
-        save_dtype: of the adapter's file, ``float32`` or ``bfloat16``; checkpoints keep float32.
+        hard_share: of the loss that is the text's own next token, which is what is to be guessed at T=0; the rest is by
+            ``labels``.
         adapter: what is trained, see its class.
     """
 
     out: str = "runs/kangaroo"
     labels: str = "soft"
     top_k: int = 0
-    save_dtype: str = "float32"
+    hard_share: float = 0.0
     adapter: NewAdapter = field(default_factory=NewAdapter)
 
     def __post_init__(self) -> None:
         TrainConfig.__post_init__(self)
         if self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k}; it must be >= 0, where 0 keeps the whole distribution")
-        if self.save_dtype not in DTYPES:
-            raise ConfigError(f"save_dtype is {self.save_dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if not 0 <= self.hard_share <= 1:
+            raise ConfigError(f"hard_share is {self.hard_share}; it must be in [0, 1]")
 
 
 class KangarooTraining:
@@ -77,13 +83,15 @@ class KangarooTraining:
         *,
         labels: str = "soft",
         top_k: int = 0,
+        hard_share: float = 0.0,
         save_dtype: str = "float32",
+        keep: int = 0,
     ) -> None:
         self.module: nn.Module = adapter
         self.adapter = adapter
         self._layer = adapter.config.exit_layer
-        self.frozen = FrozenTarget(target, [self._layer])
-        self._texts, self._labels, self._top_k = texts, labels, top_k
+        self.frozen = FrozenTarget(target, [self._layer], draft_tokens=adapter.draft_tokens, keep=keep)
+        self._texts, self._labels, self._top_k, self._hard = texts, labels, top_k, hard_share
         self._dtype = DTYPES[save_dtype]
 
     def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
@@ -93,7 +101,13 @@ class KangarooTraining:
         guess = module(
             features[self._layer].float(), batch.positions, self.frozen.head, mask=batch.mask, rows=batch.targets
         )
-        return soft_loss(guess.float(), wanted.float(), labels=self._labels, top_k=self._top_k)
+        guess = guess.float()
+        loss = soft_loss(guess, wanted.float(), labels=self._labels, top_k=self._top_k)
+        if not self._hard:
+            return loss
+        text = number_in(self.adapter.draft_tokens, batch.tokens.flatten()[batch.targets + 1])
+        hard = F.cross_entropy(guess, text, ignore_index=-1, reduction="sum")
+        return (1 - self._hard) * loss + self._hard * hard
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -101,7 +115,7 @@ class KangarooTraining:
         tally, matched, count = Tally(config.gamma), 0.0, 0
         for text in self._texts:
             ranks, confidence, overlap = self.judge(text)
-            trusted = [c > config.eta for c in confidence]
+            trusted = [config.eta is None or c > config.eta for c in confidence]
             right = [rank < (1 if sure else config.branch) for rank, sure in zip(ranks, trusted, strict=True)]
             tally.add(right, trusted)
             matched, count = matched + overlap, count + len(ranks)
@@ -120,8 +134,10 @@ class KangarooTraining:
         early = features[self._layer].to(weight.dtype)
         guess = self.adapter(early, batch.positions, self.frozen.head, rows=places).float()
         q = torch.softmax(guess, -1)
-        overlap = torch.minimum(torch.softmax(self.frozen.head(states).float(), -1), q).sum()
-        ranks = (guess > guess.gather(1, tokens[0, places + 1, None])).sum(1)
+        p = torch.softmax(self.frozen.target.head(states).float(), -1)
+        drafted = self.adapter.draft_tokens
+        overlap = torch.minimum(p if drafted is None else p[:, drafted], q).sum()
+        ranks = ranks_of(guess, number_in(drafted, tokens[0, places + 1]))
         return ranks.tolist(), q.max(-1).values.tolist(), float(overlap)
 
     def save(self, folder: Path) -> None:
@@ -137,9 +153,11 @@ class KangarooTraining:
             title="Kangaroo adapter",
             about=f"adapter of {size} behind layer {own.exit_layer}",
             opening=f"Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant "
-            f"`{own.variant}`, {size}, {head} on top. It was trained from nothing; the target stays as it was.",
+            f"`{own.variant}`, {size}, {head} on top{among(own.draft_vocab)}. It was trained from nothing; the target "
+            "stays as it was.",
             columns=columns,
-            note=f"Eta {own.eta:g}, gamma {own.gamma}, branch {own.branch}. Tokens per step count the bonus token; "
+            note=f"Eta {'by cost' if own.eta is None else own.eta}, gamma {own.gamma}, branch {own.branch}. "
+            "Tokens per step count the bonus token; "
             "overlap is the mean of sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more.",
         )
 
@@ -155,8 +173,10 @@ def soft_loss(guess: torch.Tensor, wanted: torch.Tensor, *, labels: str = "soft"
     return F.cross_entropy(guess, torch.softmax(wanted, -1), reduction="sum")
 
 
-def new_adapter(config: NewAdapter, target: TransformersTarget, *, seed: int = 0) -> Adapter:
-    """An untrained adapter for a target.
+def new_adapter(
+    config: NewAdapter, target: TransformersTarget, *, counts: torch.Tensor | None = None, seed: int = 0
+) -> Adapter:
+    """An untrained adapter for a target; ``counts`` [V] of the training data's tokens choose its draft vocabulary.
 
     Raises:
         ConfigError: an exit layer that the target does not have.
@@ -167,25 +187,31 @@ def new_adapter(config: NewAdapter, target: TransformersTarget, *, seed: int = 0
             f"[1, {target.num_layers - 1}]"
         )
     size, own = target.hidden_size, target.config
+    heads = config.heads or fitting_heads(size, int(own.num_attention_heads))
+    groups = int(getattr(own, "num_key_value_heads", None) or heads)
     inner = config.intermediate_size or int(getattr(own, "intermediate_size", 4 * size))
     options = {
         **asdict(config),
-        "heads": config.heads or fitting_heads(size, int(own.num_attention_heads)),
+        "heads": heads,
+        "key_heads": config.key_heads if config.heads or heads % groups else groups,
         "intermediate_size": inner if config.variant in ("layer", "mlp") else 0,
         "norm_eps": float(getattr(own, "rms_norm_eps", 1e-6)),
         "target": fingerprint(target),
     }
     adapter = Adapter(AdapterConfig(hidden_size=size, vocab_size=target.vocab_size, **options))
+    if adapter.draft_tokens is not None and counts is not None:
+        adapter.draft_tokens.copy_(most_frequent(counts, config.draft_vocab))
     adapter.start_from(target, seed=seed)
     return adapter
 
 
 def run(config: Config) -> dict[str, float]:
     """Train an adapter; see :func:`training.run.run_training`."""
-    options = {"labels": config.labels, "top_k": config.top_k, "save_dtype": config.save_dtype}
+    options: dict[str, Any] = {name: getattr(config, name) for name in ("labels", "top_k", "hard_share", "save_dtype")}
+    options["keep"] = int(config.keep_features * 2**30)
     return run_training(
         config,
         "kangaroo.adapter",
-        make=lambda target: new_adapter(config.adapter, target, seed=config.loop.seed),
+        make=lambda target, counts: new_adapter(config.adapter, target, counts=counts, seed=config.loop.seed),
         trainable=lambda adapter, target, texts: KangarooTraining(adapter, target, texts, **options),
     )

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import CheckpointError, ConfigError, pip_line
-from specdec.files import replacing, whole_lines, write_text
+from specdec.errors import CheckpointError, ConfigError, pip_line, shown
+from specdec.files import parse_json, replacing, whole_lines, write_text
 
 __all__ = ["TrainingLog", "draw_curves", "plot", "read_log"]
 
@@ -68,8 +68,27 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; a last one that was cut short by a kill is left out."""
-    return [json.loads(line) for line in whole_lines(path)]
+    """The lines of a log; a last one that was cut short by a kill is left out.
+
+    Raises:
+        CheckpointError: a line that is none of a log's.
+    """
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(whole_lines(path), 1):
+        try:
+            line = parse_json(text)
+            if not isinstance(line, dict) or type(line.get("step")) is not int:
+                raise ValueError("it has no step")
+            odd = [key for key, value in line.items() if type(value) not in (int, float)]
+            if odd:
+                raise ValueError(f"{shown(odd[0])} is {shown(line[odd[0]])}, and no number")
+        except ValueError as error:
+            raise CheckpointError(
+                f"the log {str(path)!r} is broken in line {number}: {error}; delete the line, and start the same "
+                "command again"
+            ) from error
+        lines.append(line)
+    return lines
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> bool:

@@ -7,7 +7,7 @@ So a run that is killed at any moment and started again ends, on a CPU, with the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +17,20 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import nn
 from tqdm import tqdm
 
 from specdec.config import check_positive
-from specdec.errors import ConfigError, NumericalError, pip_line
+from specdec.errors import ConfigError, NumericalError, pip_line, shown
 from training.checkpoint import load_checkpoint, save_checkpoint
+from training.device import half_is_fast
 from training.log import TrainingLog
 from training.packing import Batch, Windows
 
-__all__ = ["LoopConfig", "Trainable", "new_accelerator", "rows_of", "train"]
+__all__ = ["LoopConfig", "Trainable", "expected_seconds", "new_accelerator", "rows_of", "train"]
+
+_MOST = 65_536  # windows of a forward, forwards of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,8 @@ class LoopConfig:
         warmup: share of the steps over which the rate rises linearly.
         decay: share of the steps over which it falls linearly to zero.
         clip: largest norm of the gradient; 0 is off.
-        precision: ``no`` or ``bf16``, the computation's; weights stay in float32.
+        precision: ``no`` or ``bf16``, the computation's, or ``auto``, the latter where the device is fast in it;
+            weights stay in float32.
         seed: of the order of the windows and of the initial weights.
         eval_every, save_every, log_every: in steps; the last step always does all three.
         wandb: ``off``, ``offline`` (used where installed) or ``online``.
@@ -63,7 +67,7 @@ class LoopConfig:
     warmup: float = 0.03
     decay: float = 0.97
     clip: float = 1.0
-    precision: str = "no"
+    precision: str = "auto"
     seed: int = 0
     eval_every: int = 200
     save_every: int = 100
@@ -71,21 +75,24 @@ class LoopConfig:
     wandb: str = "offline"
 
     def __post_init__(self) -> None:
-        check_positive("loop.", batch=self.batch, accumulate=self.accumulate)
+        check_positive("loop.", most=_MOST, batch=self.batch, accumulate=self.accumulate)
         check_positive("loop.", eval_every=self.eval_every, save_every=self.save_every, log_every=self.log_every)
         for name, good, rule in (
-            ("epochs", self.epochs > 0, "> 0"),
+            ("epochs", 0 < self.epochs < math.inf, "> 0 and finite"),
             ("steps", self.steps >= 0, ">= 0, where 0 follows from epochs"),
             ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
-            ("lr", self.lr > 0, "> 0"),
+            ("lr", 0 < self.lr < math.inf, "> 0 and finite"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, ">= 0 and finite"),
+            ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
+            ("seed", 0 <= self.seed < 2**63, "in [0, 2^63)"),
             ("warmup", 0 <= self.warmup <= 1, "in [0, 1]"),
             ("decay", 0 <= self.decay <= 1, "in [0, 1]"),
             ("clip", self.clip >= 0, ">= 0, where 0 is off"),
-            ("precision", self.precision in ("no", "bf16"), "no or bf16"),
+            ("precision", self.precision in ("auto", "no", "bf16"), "auto, no or bf16"),
             ("wandb", self.wandb in ("off", "offline", "online"), "off, offline or online"),
         ):
             if not good:
-                raise ConfigError(f"loop.{name} is {getattr(self, name)!r}; it must be {rule}")
+                raise ConfigError(f"loop.{name} is {shown(getattr(self, name))}; it must be {rule}")
 
 
 class Trainable(Protocol):
@@ -111,7 +118,9 @@ class Trainable(Protocol):
 
 def new_accelerator(config: LoopConfig) -> Accelerator:
     """accelerate's view of the devices: one CPU or GPU, or as many as ``accelerate launch`` started."""
-    return Accelerator(mixed_precision=config.precision)
+    if config.precision != "auto":
+        return Accelerator(mixed_precision=config.precision)
+    return Accelerator(mixed_precision="bf16" if half_is_fast(PartialState().device) else "no")
 
 
 def train(
@@ -147,11 +156,15 @@ def train(
     trainable.module.to(accelerator.device)
     if path.exists():
         state = load_checkpoint(path, trainable.module, optimizers, run=run)
-    training = _Training(trainable, windows, config, accelerator, optimizers)
     main = accelerator.is_main_process
+    if (left := steps - state["step"]) > 0:
+        hours = expected_seconds(trainable, windows, config, accelerator, left) / 3600
+        accelerator.print(f"{left:,} steps are expected to take {hours:.2f} hours here, besides evaluation")
+    training = _Training(trainable, windows, config, accelerator, optimizers)
     log = TrainingLog(folder, state["step"], wandb=config.wandb, config=dict(run)) if main else None
     bar = tqdm(total=steps, initial=state["step"], unit="step", disable=not main, mininterval=1.0)
-    began = perf_counter() - state["seconds"]
+    began, tokens = perf_counter() - state["seconds"], 0.0
+    start = perf_counter()
     for step in range(state["step"], steps):
         rate = config.lr * rate_at(step, steps, config)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -161,7 +174,9 @@ def train(
         last = done == steps
         state = {"step": done, "best": state["best"], "seconds": perf_counter() - began}
         bar.update()
-        bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
+        tokens += figures["tokens"]
+        speed = tokens / (perf_counter() - start)
+        bar.set_postfix({"loss": f"{figures['loss']:.3f}", "tokens/s": f"{speed:.0f}"}, refresh=False)
         if log is not None and (last or done % config.log_every == 0):
             log.write(step=done, lr=rate, **figures, seconds=round(state["seconds"], 2))
         if last or done % config.eval_every == 0:
@@ -194,6 +209,36 @@ def rows_of(step: int, config: LoopConfig, windows: int, rank: int, processes: i
         order = np.random.default_rng((config.seed, int(epoch))).permutation(windows)
         rows[here] = order[places[here] % windows]
     return np.split(rows, config.accumulate)
+
+
+def expected_seconds(
+    trainable: Trainable,
+    windows: Windows,
+    config: LoopConfig,
+    accelerator: Accelerator,
+    steps: int,
+    clock: Callable[[], float] = perf_counter,
+) -> float:
+    """What so many steps will take, without evaluation, from a few forwards and backwards that change nothing.
+
+    A batch is timed twice: where the second time is the shorter, features were kept, and are paid for once a window.
+    """
+    each, count = config.batch, len(windows)
+    firsts = [np.arange(place * each, (place + 1) * each) % count for place in range(2)]
+    times = []
+    for rows in (firsts[0], firsts[1], firsts[1]):  # the first one warms up
+        began = clock()
+        with accelerator.autocast():
+            loss = trainable.loss(trainable.module, windows.at(rows).to(accelerator.device))
+        loss.backward()
+        loss.item()  # waits for the device
+        times.append(clock() - began)
+    for parameter in trainable.module.parameters():
+        parameter.grad = None
+    _, once, again = times
+    forwards = steps * config.accumulate
+    fresh = min(forwards, math.ceil(count / (each * accelerator.num_processes)))
+    return forwards * again + fresh * max(once - again, 0.0)
 
 
 def rate_at(step: int, steps: int, config: LoopConfig) -> float:

@@ -13,19 +13,20 @@ from torch import nn
 from drafters.fingerprint import fingerprint
 from drafters.medusa import Node, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from drafters.vocabulary import most_frequent, number_in, ranks_of
 from drafters.weights import check_fit
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from training.acceptance import Written
-from training.card import CardText
-from training.config import TrainConfig
+from training.card import CardText, among
+from training.config import DTYPES, TrainConfig
 from training.features import FrozenTarget
 from training.packing import Batch
 from training.run import parameters_of, run_training
 
 __all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
 
-_RANKS = 3  # whose accuracy is logged
+_RANKS, _KEPT = 3, 10  # whose accuracy is logged, and kept with the heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class NewHeads:
     heads: int = 3
     layers: int = 1
     own_head: bool = False
+    draft_vocab: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +84,13 @@ class MedusaTraining:
         tree: Sequence[Sequence[int]],
         labels: str = "hard",
         decay: float = 0.8,
+        save_dtype: str = "float32",
+        keep: int = 0,
     ) -> None:
         self.module: nn.Module = heads
         self.heads = heads
-        self.frozen = FrozenTarget(target, [])
+        self.frozen = FrozenTarget(target, [], draft_tokens=heads.draft_tokens, keep=keep)
+        self._dtype = DTYPES[save_dtype]
         self._texts, self._nodes, self._labels, self._decay = texts, nodes_of(tree), labels, decay
 
     def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
@@ -98,9 +103,9 @@ class MedusaTraining:
             if len(rows) == 0:
                 continue
             logits = self._logits(guess[rows]).float()
-            text = batch.tokens.flatten()[batch.targets[places] + 1]
+            text = number_in(self.heads.draft_tokens, batch.tokens.flatten()[batch.targets[places] + 1])
             label = text if wanted is None else wanted[places]
-            total = total + self._decay**number * F.cross_entropy(logits, label, reduction="sum")
+            total = total + self._decay**number * F.cross_entropy(logits, label, ignore_index=-1, reduction="sum")
         return total
 
     @torch.no_grad()
@@ -115,9 +120,11 @@ class MedusaTraining:
             for own, new in zip(ranks, found, strict=True):
                 own += [rank for rank in new if rank >= 0]
         figures = {"tokens_per_step": tokens / max(steps, 1)}
-        for number, own in enumerate(ranks, 1):
-            for rank in range(_RANKS):
-                figures[f"head_{number}_rank_{rank}"] = own.count(rank) / max(len(own), 1)
+        kept = range(min(_KEPT, self.heads.config.ranks))
+        accuracy = [[round(own.count(rank) / max(len(own), 1), 4) for rank in kept] for own in ranks]
+        self.heads.config = replace(self.heads.config, accuracy=accuracy)
+        for number, rates in enumerate(accuracy, 1):
+            figures |= {f"head_{number}_rank_{rank}": rate for rank, rate in enumerate(rates[:_RANKS])}
         return figures
 
     def judge(self, text: Written) -> list[list[int]]:
@@ -134,12 +141,12 @@ class MedusaTraining:
         like = next(self.heads.parameters())
         for number, guess in enumerate(self.heads(states.to(like.dtype)), 1):
             logits = self._logits(guess[first : size - 1 - number]).float()
-            right = logits.gather(1, tokens[0, first + 1 + number :][: len(logits), None])
-            ranks.append([-1] * first + (logits > right).sum(1).tolist())
+            right = number_in(self.heads.draft_tokens, tokens[0, first + 1 + number :][: len(logits)])
+            ranks.append([-1] * first + ranks_of(logits, right).tolist())
         return ranks
 
     def save(self, folder: Path) -> None:
-        self.heads.save_pretrained(folder)
+        self.heads.save_pretrained(folder, dtype=self._dtype)
 
     def card(self) -> CardText:
         own, size = self.heads.config, f"{parameters_of(self.heads):,} parameters"
@@ -148,7 +155,8 @@ class MedusaTraining:
         return CardText(
             title="Medusa heads",
             about=f"{own.heads} heads of {size} in all",
-            opening=f"{own.heads} heads for `{own.target}`, {matrix}: {size}. The target stays as it was.",
+            opening=f"{own.heads} heads for `{own.target}`, {matrix}{among(own.draft_vocab)}: {size}. The target "
+            "stays as it was.",
             columns={"tokens_per_step": "tokens per step", **figures},
             note="Tokens per step, with the tree below, count the bonus token; `k.r` is how often the token k + 1 "
             "places on had rank r with head k.",
@@ -197,10 +205,15 @@ def roots_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Writte
     return roots
 
 
-def new_heads(config: NewHeads, target: TransformersTarget) -> MedusaHeads:
-    """Untrained heads for a target; each repeats its next token."""
+def new_heads(config: NewHeads, target: TransformersTarget, *, counts: torch.Tensor | None = None) -> MedusaHeads:
+    """Untrained heads for a target; each repeats its next token.
+
+    ``counts`` [V] of the training data's tokens choose their draft vocabulary.
+    """
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     heads = MedusaHeads(HeadsConfig(**asdict(config), **sizes, target=fingerprint(target)))
+    if heads.draft_tokens is not None and counts is not None:
+        heads.draft_tokens.copy_(most_frequent(counts, config.draft_vocab))
     heads.start_from(target)
     return heads
 
@@ -215,7 +228,7 @@ def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
     assert config.start is not None
     heads = MedusaHeads.from_pretrained(config.start)
     check_fit(heads.config, target, "medusa", check_target=False)
-    check_tree(config.paths, heads=heads.config.heads, ranks=target.vocab_size)
+    check_tree(config.paths, heads=heads.config.heads, ranks=heads.config.ranks)
     heads.config = replace(heads.config, target=fingerprint(target))
     return heads.float()
 
@@ -225,8 +238,17 @@ def run(config: Config) -> dict[str, float]:
     return run_training(
         config,
         "medusa.heads",
-        make=lambda target: new_heads(config.heads, target) if config.start is None else started_heads(config, target),
+        make=lambda target, counts: (
+            new_heads(config.heads, target, counts=counts) if config.start is None else started_heads(config, target)
+        ),
         trainable=lambda heads, target, texts: MedusaTraining(
-            heads, target, texts, tree=config.paths, labels=config.labels, decay=config.decay
+            heads,
+            target,
+            texts,
+            tree=config.paths,
+            labels=config.labels,
+            decay=config.decay,
+            save_dtype=config.save_dtype,
+            keep=int(config.keep_features * 2**30),
         ),
     )

@@ -24,12 +24,14 @@ class Batch:
         targets: [N] int64, rows of the flattened [B * L] whose *next* token is trained, ascending.
         positions: [B, L] int64, each token's place in its own piece of text.
         documents: [B, L] int64, number of the piece; tokens see only their own.
+        numbers: [B] int64, which windows of a data set they are; None for texts that are of none.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
     documents: torch.Tensor
+    numbers: torch.Tensor | None = None
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -40,7 +42,8 @@ class Batch:
         return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(t.to(device) for t in (self.tokens, self.targets, self.positions, self.documents)))
+        moved = (t.to(device) for t in (self.tokens, self.targets, self.positions, self.documents))
+        return Batch(*moved, numbers=self.numbers)
 
 
 class Windows:
@@ -86,6 +89,7 @@ class Windows:
             torch.from_numpy(np.flatnonzero(follows)),
             torch.from_numpy(places - begins),
             torch.from_numpy(documents),
+            torch.from_numpy(rows),
         )
 
 

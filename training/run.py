@@ -7,8 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from drafters.vocabulary import token_counts
 from specdec.engine import Engine
 from specdec.model import TransformersTarget
 from specdec.text import load_tokenizer
@@ -16,6 +18,7 @@ from training.acceptance import Written, continued_texts
 from training.card import CardText, identity, model_card, write_card
 from training.config import TrainConfig
 from training.data import load_samples
+from training.device import frozen_target
 from training.log import read_log
 from training.loop import Trainable, new_accelerator, train
 from training.packing import pack
@@ -38,7 +41,7 @@ class Trained(Trainable, Protocol):
 def run_training(
     config: TrainConfig,
     option: str,
-    make: Callable[[TransformersTarget], Any],
+    make: Callable[[TransformersTarget, torch.Tensor], Any],
     trainable: Callable[[Any, TransformersTarget, Sequence[Written]], Trained],
 ) -> dict[str, float]:
     """Train as a config says; returns the best checkpoint's evaluation.
@@ -46,7 +49,7 @@ def run_training(
     Args:
         config: the run's.
         option: the drafter's option that takes the weights' folder, such as ``medusa.heads``.
-        make: the module to train, for a target; it has a dataclass ``config``.
+        make: the module to train, for a target and [V] counts of the data's tokens; it has a dataclass ``config``.
         trainable: module, target and the texts that it is judged by, as the loop takes them.
 
     Raises:
@@ -54,14 +57,13 @@ def run_training(
     """
     accelerator = new_accelerator(config.loop)
     say = accelerator.print
-    target = TransformersTarget.from_pretrained(
-        config.model, dtype=config.dtype, device=accelerator.device, execution="transformers"
-    )
+    target, why = frozen_target(config, accelerator.device)
+    say(f"{why}; the drafter's in {'bfloat16' if accelerator.mixed_precision == 'bf16' else 'float32'}")
     tokenizer = load_tokenizer(config.model)
-    module = make(target)
     learnt, held = load_samples(
         config.data, config.eval_data, config.text, tokenizer, say, vocab_size=target.vocab_size
     )
+    module = make(target, token_counts((sample.tokens for sample in learnt), target.vocab_size))
     windows = pack(learnt, config.text.length)
     part = trainable(module, target, continued_texts(Engine(target), held, config.evaluation))
     text = part.card()

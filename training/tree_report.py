@@ -11,9 +11,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from drafters.medusa import Medusa, MedusaConfig, embedded_heads
+from drafters.medusa import Medusa, MedusaConfig
 from drafters.medusa_heads import MedusaHeads
-from drafters.weights import check_fit
+from drafters.weights import check_fit, weights_folder
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, pip_line
 from specdec.files import write_text
@@ -41,7 +41,7 @@ def report(
     """Search a tree for heads, write it, and print what was expected of it beside what decoding then gave.
 
     Args:
-        folder: the heads; None is those of the embedded model.
+        folder: the heads; None is those in this package that were trained for the model.
         data: texts as for training; those that training holds out are decoded, the others calibrate.
         judged: how many texts of each side the target continues, after how many tokens, by how many.
         most, nodes: see :func:`training.tree_search.search`.
@@ -51,7 +51,7 @@ def report(
         SpecdecError: whatever is wrong with heads, data, sizes or disk.
     """
     console = Console()
-    heads = MedusaHeads.from_pretrained(folder or embedded_heads())
+    heads = MedusaHeads.from_pretrained(weights_folder(folder, engine.target, "medusa.heads"))
     check_fit(heads.config, engine.target, "medusa")
     heads.to(engine.target.head_device, engine.target.dtype)
     samples = list(read_samples(data, engine.tokenizer, TextConfig(), Skips()))
@@ -63,7 +63,7 @@ def report(
     tree, sizes, chosen = search(heads, engine, calibration, most=most, nodes=nodes)
     console.print(_table(sizes, chosen))
 
-    drafter = Medusa(MedusaConfig(tree=tree), heads)
+    drafter = Medusa(MedusaConfig(tree=tree), heads, engine.target)
     prompts = [text.tokens[: text.prompt] for text in continued_texts(quick, held, replace(judged, new=1))]
     measured = decode(engine, {"none": "none", "medusa": drafter}, prompts, judged.new, sampling)
     plain, found = measured["none"], measured["medusa"]

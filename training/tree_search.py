@@ -215,7 +215,8 @@ def search(
     odds = Odds([path for own in judged for path in own.paths()], ranks)
     tree = grow(odds, most)
     drafters = {
-        size: Medusa(MedusaConfig(tree=[list(path) for path in tree[:size]]), heads) for size in timed_sizes(len(tree))
+        size: Medusa(MedusaConfig(tree=[list(path) for path in tree[:size]]), heads, engine.target)
+        for size in timed_sizes(len(tree))
     }
     seconds = cost(engine, drafters, texts[0].tokens[: texts[0].prompt])
     for _ in range(_ROUNDS):

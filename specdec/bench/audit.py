@@ -17,7 +17,7 @@ import torch
 from specdec.bench.plan import BASELINE
 from specdec.bench.questions import QuestionId
 from specdec.bench.records import Record, repeats_of
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.model import TransformersTarget
 from specdec.sampling import Sampler, SamplingParams, Scores
 
@@ -152,9 +152,10 @@ def audit(
         sampling: the run's.
 
     Raises:
-        ConfigError: answers are missing.
+        ConfigError: answers are missing, or not of this model.
     """
     _check_complete(records, systems)
+    _check_tokens(records, target.vocab_size)
     answers = repeats_of(records)
     verdicts: dict[str, Verdict] = {}
     for label, about in systems.items():
@@ -198,9 +199,25 @@ def _check_complete(records: Sequence[Record], systems: Mapping[str, Any]) -> No
             )
 
 
+def _check_tokens(records: Sequence[Record], vocab_size: int) -> None:
+    for record in records:
+        tokens = [token for turn in record.turns for token in (*turn.prompt_ids, *turn.token_ids)]
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise ConfigError(
+                f"the answer of {shown(record.system)} to question {shown(record.question_id)} holds tokens from "
+                f"{shown(min(tokens))} to {shown(max(tokens))}, and the model has {vocab_size}; it is another model's: "
+                "delete the line, and the run answers that question again"
+            )
+
+
 def _first_divergence(
     record: Record, plain: Record, target: TransformersTarget, sampling: SamplingParams
 ) -> Divergence | None:
+    if len(record.turns) != len(plain.turns):
+        raise ConfigError(
+            f"{record.system!r} answered {len(record.turns)} turns of question {record.question_id}, {BASELINE!r} "
+            f"{len(plain.turns)}; delete both lines, and the run answers that question again"
+        )
     # Up to the first difference the answers, and so the prompts, are the same.
     turns = enumerate(zip(record.turns, plain.turns, strict=True))
     differing = [(number, mine, base) for number, (mine, base) in turns if mine.token_ids != base.token_ids]

@@ -75,7 +75,7 @@ def bench(
         raise typer.Exit(1)
 
 
-@with_options(Plan, without=["repeats"], **_EXAMPLES)
+@with_options(Plan, without=["repeats", "parallel"], **_EXAMPLES)
 def audit(
     given: Given,
     run: Annotated[
@@ -141,6 +141,9 @@ def _run(plan: Plan, folder: Path, command: str, *, cost: bool = True) -> tuple[
         progress.update(task, description=label, advance=int(answer))
 
     runner = Runner(plan, folder, command=command, on_system=on_system, cost=cost)
+    if runner.follows:
+        runner.follow()
+        raise typer.Exit
     progress.update(task, total=len(runner.todo))
     for name, reason in runner.manifest["left_out"].items():
         errors.print(f"left out {name}: {reason}", style="dim", soft_wrap=True, markup=False)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import resource
 import subprocess
-import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +20,6 @@ from specdec.version import __version__
 __all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model", "synchronize"]
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
-_CLEAR_PEAK = "5"  # what /proc/self/clear_refs takes to forget the peak of the resident set
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -83,7 +80,11 @@ def synchronize(device: torch.device) -> None:
 
 
 class MemoryMeter:
-    """Peak bytes since ``reset``: of the device's allocator on a GPU, of the process's resident set on Linux."""
+    """Peak bytes of a GPU's allocator since ``reset``.
+
+    On a CPU there is nothing to tell: all systems share one process, and its resident set is the same for all.
+    ``scripts/peak_memory.py`` measures each in a process of its own.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,21 +92,9 @@ class MemoryMeter:
     def reset(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text(_CLEAR_PEAK)
-        except OSError:
-            return  # then the figure is the peak of the whole process, an upper bound
 
     def read(self) -> int | None:
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        if sys.platform != "linux":
-            return None
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(torch.cuda.max_memory_allocated(self._device)) if self._device.type == "cuda" else None
 
 
 def _commit() -> tuple[str | None, bool]:

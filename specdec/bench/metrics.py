@@ -61,10 +61,11 @@ class Row:
         histogram: tokens of a step -> steps.
         rows_per_step: None where the system does not tell.
         tokens_per_second: by wall clock, prefill included; ``decode_tokens_per_second``: without it.
+        prefill_tokens_per_second: of the prompts, as far as they were run.
         speedup, decode_speedup: by plain decoding of the same engine; ``speedup_rival``: by transformers' greedy.
         shares: of the wall clock: prefill, draft, target, verify, host.
         step_seconds: mean time of a decoding step.
-        peak_memory: bytes, largest of all answers.
+        peak_memory: bytes of a GPU, largest of all answers.
         repeats: share of tokens inside an 8-token n-gram that the output had before; loops flatter all that copies.
         spec_bench: Spec-Bench's own figures: mean of per-question speeds, the baseline's tokens counted by tokenizing
             its text again, less one.
@@ -81,6 +82,7 @@ class Row:
     rows_per_step: float | None = None
     tokens_per_second: Interval | None = None
     decode_tokens_per_second: float | None = None
+    prefill_tokens_per_second: float | None = None
     speedup: Interval | None = None
     decode_speedup: Interval | None = None
     speedup_rival: Interval | None = None
@@ -162,6 +164,9 @@ def _row(answers: Answers, system: str, ids: Sequence[QuestionId], rival: str, f
     decode = sum(speed_of(mine, prefill=False)[1])
     row.tokens_per_second = ratio_interval([tokens], [wall])
     row.decode_tokens_per_second = row.tokens / decode if decode > 0 else None
+    prompts = sum(len(turn.prompt_ids) - turn.reused for repeats in mine for turn in repeats[0].turns)
+    prefill = sum(_median(repeats, "prefill") for repeats in mine)
+    row.prefill_tokens_per_second = prompts / prefill if prefill > 0 else None
     row.step_seconds = decode / row.steps if row.steps else None
     row.speedup = _speedup(answers, system, BASELINE, ids, prefill=True)
     row.decode_speedup = _speedup(answers, system, BASELINE, ids, prefill=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.bench.questions import FORMATS
-from specdec.config import ModelOptions, check_policy, check_positive, policy_option
+from specdec.config import ModelOptions, check_parallel, check_policy, check_positive, parallel_option, policy_option
 from specdec.errors import ConfigError, unknown
 from specdec.options import option
 from specdec.params import SamplingParams
@@ -31,13 +31,15 @@ class Plan(ModelOptions):
         ConfigError: a value that cannot be.
     """
 
-    questions: str = option("tiny", "tiny (in the package), spec_bench (see --download), or a file.", metavar="FILE")
+    questions: str = option(
+        "tiny", "tiny or six_kinds (in the package), spec_bench (see --download), or a file.", metavar="FILE"
+    )
     drafters: list[Spec] = option(
         lambda: [ALL], "Drafters; all: every one that needs no options (default all).", metavar="A,B,C", commas=True
     )
     systems: list[Spec] = option(
         lambda: ["transformers", "transformers_lookup"],
-        "Rivals: transformers, transformers_lookup, transformers_assisted, or an installed one; '' for none.",
+        "Rivals: transformers, transformers_lookup, transformers_assisted, llama_cpp, or installed ones; '' for none.",
         metavar="A,B,C",
         commas=True,
     )
@@ -47,7 +49,9 @@ class Plan(ModelOptions):
     repeats: int = option(2, "How often each question is answered by each system.")
     format: str = option("auto", "How turns become a prompt: auto, plain, chat or vicuna.")
     persistent: bool = option(False, "Keep drafters for the whole run, with what they learned.")
+    keep_prefix: bool = option(False, "Keep our drafters' cache between the turns of a question.")
     policy: str = policy_option()
+    parallel: str = parallel_option()
     temperature: float = _sampling_option(0.0, "0 is greedy.")
     seed: int = _sampling_option(0, "Of the sampling noise.")
     acceptance: str = _sampling_option("match", "match (same text under every drafter), reject, auto or typical.")
@@ -59,6 +63,8 @@ class Plan(ModelOptions):
         if self.format not in FORMATS:
             raise ConfigError(unknown("prompt format", self.format, FORMATS))
         check_policy(self.policy)
+        if check_parallel(self.parallel) == "tensor":
+            raise ConfigError("a bench takes parallel 'rows' or 'off': the audit and the rivals run on rank 0 alone")
         if ALL in self.drafters and len([spec for spec in self.drafters if not isinstance(spec, dict)]) > 1:
             raise ConfigError(f"drafters are {self.drafters}; {ALL!r} stands alone, or beside mappings with options")
         labels = [label_of(spec) for spec in [*self.drafters, *self.systems]]
@@ -71,8 +77,9 @@ class Plan(ModelOptions):
     def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:
         """The options of the drafter or system called ``name``."""
         for key in ("drafters", "systems"):
-            for place, spec in enumerate(values.get(key, ())):
-                if label_of(spec) == name:
+            specs = values.get(key, ())
+            for place, spec in enumerate(specs if isinstance(specs, list) else ()):  # what is no list is refused later
+                if isinstance(spec, str | dict) and label_of(spec) == name:
                     values[key][place] = {"name": spec} if isinstance(spec, str) else spec
                     return values[key][place]  # type: ignore[no-any-return]
         raise ConfigError(f"no system {name!r} is in this run; name it in --drafters or --systems")

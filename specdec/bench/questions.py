@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.conversations import vicuna
-from specdec.errors import ConfigError, PromptError, unknown
-from specdec.files import cache_folder, read_text
+from specdec.conversations import is_text, vicuna
+from specdec.errors import ConfigError, PromptError, shown, unknown
+from specdec.files import cache_folder, parse_json, read_text
 
 __all__ = [
     "FORMATS",
@@ -25,7 +24,6 @@ __all__ = [
     "read_questions",
     "select",
     "spec_bench_path",
-    "tiny_questions",
 ]
 
 FORMATS = ("auto", "plain", "chat", "vicuna")
@@ -45,11 +43,6 @@ class Question:
     format: str | None = None
 
 
-def tiny_questions() -> Path:
-    """The set in this package, for the embedded model."""
-    return Path(__file__).parent / "data" / "tiny_questions.jsonl"
-
-
 def spec_bench_path() -> Path:
     """Where Spec-Bench's question file is kept."""
     return cache_folder() / "spec_bench" / "question.jsonl"
@@ -61,14 +54,23 @@ def group_of(category: str) -> str:
 
 
 def find_questions(name: str) -> Path:
-    """The file that ``tiny``, ``spec_bench`` or a path stands for.
+    """The file that a name or a path stands for.
+
+    ``tiny`` (code, for the embedded model) and ``six_kinds`` (of Spec-Bench's six kinds, ten each, for models that
+    follow instructions) are in this package; ``spec_bench`` is downloaded.
 
     Raises:
         ConfigError: no such file.
     """
-    path = {"tiny": tiny_questions, "spec_bench": spec_bench_path}.get(name, lambda: Path(name))()
+    data = Path(__file__).parent / "data"
+    named = {"tiny": data / "tiny_questions.jsonl", "six_kinds": data / "six_kinds.jsonl"}
+    path = spec_bench_path() if name == "spec_bench" else named.get(name, Path(name))
     if not path.is_file():
-        hint = "run `specdec bench --download`" if name == "spec_bench" else "give 'tiny', 'spec_bench' or a file"
+        hint = (
+            "run `specdec bench --download`"
+            if name == "spec_bench"
+            else f"give {', '.join(named)}, spec_bench or a file"
+        )
         raise ConfigError(f"there is no question file {str(path)!r}; {hint}")
     return path
 
@@ -92,9 +94,9 @@ def _json_lines(path: Path, text: str) -> list[Question]:
         if not line.strip():
             continue
         try:
-            question = _question(json.loads(line), number)
+            question = _question(parse_json(line), number)
             if question.id in found:
-                raise ValueError(f"question_id {question.id!r} occurs a second time")
+                raise ValueError(f"question_id {shown(question.id)} occurs a second time")
         except ValueError as error:
             raise ConfigError(
                 f"{path.name}, line {number}: {error}; each line is a JSON object such as "
@@ -116,13 +118,15 @@ def _question(line: Any, number: int) -> Question:
         return Question(id=_id(line.get("task_id", number)), category=category, turns=prompt, format="plain")
     if "question" in line:
         return Question(id=_id(line.get("question_id", number)), category="gsm8k", turns=(_text(line, "question"),))
-    raise ValueError(f"it has none of the keys turns, prompt and question, but {', '.join(sorted(line)) or 'nothing'}")
+    raise ValueError(f"it has none of the keys turns, prompt and question, but {shown(sorted(line))}")
 
 
 def _spec_bench(line: dict[str, Any]) -> Question:
     turns = line["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError("turns must be a list of at least one non-empty text")
+        raise ValueError(f"turns must be a list of at least one non-empty text, and is {shown(turns)}")
+    for turn in turns:
+        _check_text("turns", turn)
     form = line.get("format")
     if form is not None and form not in FORMATS:
         raise ValueError(unknown("prompt format", str(form), FORMATS))
@@ -131,15 +135,24 @@ def _spec_bench(line: dict[str, Any]) -> Question:
 
 def _id(value: Any) -> QuestionId:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"its number is {value!r}; question_id must be an integer or a text")
+        raise ValueError(f"its number is {shown(value)}; question_id must be an integer or a text")
+    if isinstance(value, str):
+        _check_text("question_id", value)
     return value
 
 
 def _text(line: dict[str, Any], key: str) -> str:
     value = line.get(key)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{key} is {value!r}; it must be a non-empty text")
+        raise ValueError(f"{key} is {shown(value)}; it must be a non-empty text")
+    _check_text(key, value)
     return value
+
+
+def _check_text(key: str, value: str) -> None:
+    if not is_text(value):
+        odd = next(character for character in value if not is_text(character))
+        raise ValueError(f"{key} holds half of a surrogate pair, {odd!r}, which is no text; mend it")
 
 
 def _prompts(path: Path, text: str) -> list[Question]:

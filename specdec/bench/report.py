@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,17 @@ def write_report(folder: RunFolder, audit: Audit, metrics: Metrics) -> Path:
     Returns the HTML file.
 
     Raises:
-        ConfigError: jinja2 or matplotlib is not installed.
+        ConfigError: jinja2 or matplotlib is not installed, or the disk refuses.
     """
     require_bench_extra()
     manifest, records = folder.manifest(), folder.records()
-    write_json(folder.path / "metrics.json", metrics.to_json())
-    write_json(folder.path / "audit.json", audit.to_json())
-    write_answers(records, folder.path / "spec_bench", manifest["model"]["name"])
-    write_text(folder.path / "report.md", markdown(metrics, manifest, audit))
     path = folder.path / "report.html"
-    write_text(path, _page(metrics, manifest, audit, records, _images(folder, metrics, manifest)))
+    with folder.on_disk("the report"):
+        write_json(folder.path / "metrics.json", metrics.to_json())
+        write_json(folder.path / "audit.json", audit.to_json())
+        write_answers(records, folder.path / "spec_bench", manifest["model"]["name"])
+        write_text(folder.path / "report.md", markdown(metrics, manifest, audit))
+        write_text(path, _page(metrics, manifest, audit, records, _images(folder, metrics, manifest)))
     return path
 
 
@@ -71,14 +73,22 @@ def caption_of(manifest: Mapping[str, Any]) -> str:
 
 
 def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str:
-    """The table for a README, and how it was made."""
-    shown = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers", "repeats")
+    """The tables for a README, over all questions and by kind, and how they were made."""
+    shown = ("tokens/step", "rows/step", "tokens/s", "prefill tokens/s", "x plain (95 %)", "x transformers", "repeats")
     lines = [f"| system | {' | '.join(shown)} | text |", f"|---|{'--:|' * len(shown)}---|"]
+    names = {name: f"`{name}`" + (" (lossy)" if manifest["systems"][name]["lossy"] else "") for name in metrics.rows}
     for system, groups in metrics.rows.items():
         figures = figures_of(groups[OVERALL])
-        name = f"`{system}`" + (" (lossy)" if manifest["systems"][system]["lossy"] else "")
-        cells = [name, *(figures[column] for column in shown), str(audit.systems[system])]
+        cells = [names[system], *(figures[column] for column in shown), str(audit.systems[system])]
         lines.append("| " + " | ".join(cells) + " |")
+    if len(metrics.groups) > 1:
+        titles = ["decoding x plain", *metrics.groups, "mean of the kinds"]
+        lines += ["", f"| {' | '.join(titles)} |", f"|---|{'--:|' * (len(titles) - 1)}"]
+        for system, groups in metrics.rows.items():
+            speeds = [row.decode_speedup.value for name in metrics.groups if (row := groups[name]).decode_speedup]
+            cells = [figures_of(groups[name])["decoding x plain"] for name in metrics.groups]
+            mean = f"{statistics.mean(speeds):.2f}" if len(speeds) == len(metrics.groups) else ""
+            lines.append(f"| {' | '.join([names[system], *cells, mean])} |")
     command = manifest["runs"][0]["command"]
     lines += ["", caption_of(manifest) + (f" | `{command}`" if command else ""), ""]
     return "\n".join(lines)

@@ -18,10 +18,11 @@ from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.systems import Output, System, check_specs, make_systems
 from specdec.cost import measure
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, ParallelError
 from specdec.files import digest_of
 from specdec.load import load
 from specdec.model import TransformersTarget
+from specdec.parallel.target import ParallelTarget
 
 __all__ = ["Runner"]
 
@@ -61,9 +62,18 @@ class Runner:
         self.questions = select(self._all, plan.categories, plan.limit)
         self.plan, self.folder = plan, RunFolder(out)
         self._on_system, self._measure_cost = on_system, cost
-        check_specs(plan)  # before a large model is loaded for nothing
-        self.engine = engine or load(plan)
+        check_specs(plan)  # before a large model is loaded for nothing, and so is what the folder holds
+        self.folder.check()
+        old = self.folder.manifest() if self.folder.manifest_path.exists() else None
+        done = {record.key for record in self.folder.records()}
+        if done and old is None:
+            raise ConfigError(
+                f"{str(self.folder.path)!r} holds answers and no manifest, which says of what run they are; choose "
+                "another --out, or delete them"
+            )
+        self.engine = engine or load(plan, parallel=plan.parallel)
         assert isinstance(self.engine.target, TransformersTarget)
+        self.follows = isinstance(self.engine.target, ParallelTarget) and self.engine.target.ranks.rank > 0
         self.target = self.engine.target
         self._memory = MemoryMeter(self.target.device)
         self.systems, left_out = make_systems(plan, self.engine)
@@ -78,9 +88,8 @@ class Runner:
             "runs": [{"command": command, "began": time.time(), "commit": environment["commit"]}],
         }
         self.manifest["questions"]["groups"] = dict(Counter(group_of(q.category) for q in self.questions))
-        if self.folder.manifest_path.is_file():
-            self._join(self.folder.manifest())
-        done = {record.key for record in self.folder.records()}
+        if old is not None:
+            self._join(old)
         schedule = self._schedule()
         self.todo = [entry for entry in schedule if (entry[1].id, entry[2].label, entry[0]) not in done]
         self.resumed = len(schedule) - len(self.todo)
@@ -135,6 +144,15 @@ class Runner:
             self.folder.write_manifest(_plain(self.manifest))
         return self.folder
 
+    def follow(self) -> None:
+        """As another process than rank 0: take part in its answers, and keep nothing."""
+        self.systems = [system for system in self.systems if system.ours]
+        if self.todo:
+            self._warm_up()
+        for repeat, question, system in self.todo:
+            if system.ours:
+                self._answer(repeat, question, system)
+
     def _warm_up(self) -> None:
         """One uncounted answer of each system; one that fails will do so again where it is recorded."""
         for system in self.systems:
@@ -142,6 +160,8 @@ class Runner:
             try:
                 ids = self.engine.encode(build_prompt(self.questions[0], (), self.plan.format, self.engine.tokenizer))
                 system.warm_up(ids, min(32, self.plan.max_new_tokens))
+            except ParallelError:
+                raise
             except Exception:
                 continue
             known = self.manifest["systems"][system.label]
@@ -159,6 +179,8 @@ class Runner:
                 self._memory.reset()
                 output = system.answer(ids, self.plan.max_new_tokens)
                 turns.append(self._turn(ids, output, self._memory.read(), trace=repeat == 0))
+        except ParallelError:
+            raise
         except Exception as failure:  # one question must not end the run; KeyboardInterrupt is no Exception
             error, turns = f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:2000], []
         return Record(

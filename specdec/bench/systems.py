@@ -23,6 +23,7 @@ from specdec.drafter import Context, DrafterWrapper, DraftSession, Observation
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, unknown
 from specdec.model import TransformersTarget
+from specdec.prefix import PrefixCache
 from specdec.pretrained import load_model
 from specdec.registry import drafter_names, make_drafter, parse_drafter
 
@@ -34,13 +35,16 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(slots=True)
 class Output:
-    """An answer: its tokens, how many each step gave, rows of each forward (if known), and seconds by phase."""
+    """An answer: its tokens, how many each step gave, rows of each forward (if known), and seconds by phase; ``reused``
+    tokens of the prompt were not run, as the turn before had been.
+    """
 
     token_ids: list[int]
     accept_lengths: list[int]
     rows: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""
+    reused: int = 0
 
 
 class System(Protocol):
@@ -78,6 +82,7 @@ class Drafted:
     def __init__(self, label: str, engine: Engine, spec: Mapping[str, Any], plan: Plan) -> None:
         self.label, self._spec, self._plan = label, dict(spec), plan
         self._base = engine
+        self._prefix: PrefixCache | None = None
         self._policy = "off" if spec["name"] == BASELINE else plan.policy
         self._engine = engine.with_drafter(self._spec, policy=self._policy)
         self.lossy = plan.sampling().lossy
@@ -94,6 +99,7 @@ class Drafted:
             self.comparable = False
 
     def reset(self) -> None:
+        self._prefix = PrefixCache() if self._plan.keep_prefix else None
         if not self._plan.persistent:
             self._engine = self._base.with_drafter(self._spec, policy=self._policy)
 
@@ -101,7 +107,7 @@ class Drafted:
         target = self._engine.target
         synchronize(target.device)
         began = perf_counter()
-        decoding = self._engine.start(prompt, budget, self._plan.sampling())
+        decoding = self._engine.start(prompt, budget, self._plan.sampling(), prefix_cache=self._prefix)
         with target.active():
             decoding.prefill()
             synchronize(target.device)
@@ -117,6 +123,7 @@ class Drafted:
             stats.rows,
             {**asdict(stats.seconds), "wall": ended - began, "prefill": filled - began},
             decoding.finish_reason or "",
+            stats.reused_tokens,
         )
 
 

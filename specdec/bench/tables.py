@@ -22,6 +22,7 @@ def figures_of(row: Row) -> dict[str, str]:
         "rows/step": _number(row.rows_per_step, 1),
         "tokens/s": _number(row.tokens_per_second, 0),
         "decoding tokens/s": _number(row.decode_tokens_per_second, 0),
+        "prefill tokens/s": _number(row.prefill_tokens_per_second, 0),
         "x plain (95 %)": _span(row.speedup),
         "decoding x plain": _number(row.decode_speedup),
         "x transformers (95 %)": _span(row.speedup_rival),

@@ -4,8 +4,9 @@
  * rows: a stretch of it is read, and widened, once for all of them. A weight is float32, or bfloat16 where that holds
  * it exactly.
  *
- * What a row computes does not depend on the rows beside it: every sum runs in one order, over inputs and over the
- * row's own path of keys. So a tree's accepted rows are, bit for bit, those of plain decoding.
+ * What a row computes does not depend on the rows beside it, its own sequence's or another's: every sum runs in one
+ * order, over inputs and over the row's own path of keys. So a tree's accepted rows are, bit for bit, those of plain
+ * decoding, and a sequence's those that it has by itself.
  */
 #include <math.h>
 #include <stddef.h>
@@ -58,11 +59,17 @@ typedef struct {
     int64_t size, stride, window; /* ring size; slots held; 0 for no window */
 } Slots;
 
-typedef struct {
+typedef struct { /* one sequence's rows */
     int64_t length, first, rows; /* committed tokens; the tree's rows before this block, and of it */
     const int32_t *parents, *depths; /* [first + rows] */
-    const float *cosines, *sines; /* [rows, head_dim]; the sines' first half negated */
+    const Slots *slots; /* its own, of each layer */
 } Block;
+
+typedef struct { /* the rows of all blocks, one block's after the other's */
+    int64_t rows, count, keys; /* blocks; most keys that a row may see */
+    const Block *blocks;
+    const float *cosines, *sines; /* [rows, head_dim]; the sines' first half negated */
+} Rows;
 
 INLINE int64_t padded(int64_t n) { return (n + PAIR - 1) / PAIR * PAIR; }
 INLINE floats spread(float x) { return x - (floats){0}; }
@@ -463,67 +470,83 @@ static void attend_any(const Seen *a, int64_t dim, int half) {
     switch (dim / 16) { HEADS(1) HEADS(2) HEADS(3) HEADS(4) HEADS(5) HEADS(6) HEADS(7) HEADS(8) }
 }
 
+static int64_t room_for(int64_t keys) { return padded(keys + LANES); }
+
 /* Threads that attend, each in scratch of its own. */
-static int64_t workers(const Shape *m, int64_t rows) {
-    int64_t blocks = (rows + TOGETHER - 1) / TOGETHER;
-    return m->key_heads * (blocks < 8 ? blocks : 8);
+static int64_t workers(const Shape *m, int64_t rows, int threads) {
+    int64_t most = m->key_heads * rows;
+    return threads < most ? threads : most;
 }
 
-/* Store the rows' keys and values, then mix: qkv [rows, stride] to mixed [rows, query_heads * head_dim]. */
-static void attention(const Shape *m, const Layer *l, const Block *b, const Slots *s, float *qkv, int64_t stride,
-                      float *mixed, float *scratch, int64_t room, int threads) {
-    const int64_t dim = m->head_dim, turned = m->query_heads + m->key_heads, group = m->query_heads / m->key_heads;
-    const int64_t size = m->half ? 2 : 4, rows = b->rows, blocks = (rows + TOGETHER - 1) / TOGETHER;
-    EACH_ROW for (int64_t r = 0; r < rows; r++) {
-        float *row = qkv + r * stride;
-        int64_t slot = (b->length + b->first + r) % s->size;
-        for (int64_t h = 0; h < turned; h++) {
-            if (l->head_norm) norm(row + h * dim, l->head_norm + h * dim, row + h * dim, dim, l->head_epsilon);
-            rotate(row + h * dim, b->cosines + r * dim, b->sines + r * dim, dim);
-        }
-        for (int64_t h = 0; h < m->key_heads; h++) {
-            store(s->keys, (h * s->stride + slot) * dim, row + (m->query_heads + h) * dim, dim, m->half);
-            store(s->values, (h * s->stride + slot) * dim, row + (turned + h) * dim, dim, m->half);
-        }
+/* Normed and rotated queries and keys of one row, in place; keys and values to their slot. */
+static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row, int64_t slot, const float *cosines,
+                      const float *sines) {
+    const int64_t dim = m->head_dim, turned = m->query_heads + m->key_heads;
+    for (int64_t h = 0; h < turned; h++) {
+        if (l->head_norm) norm(row + h * dim, l->head_norm + h * dim, row + h * dim, dim, l->head_epsilon);
+        rotate(row + h * dim, cosines, sines, dim);
     }
-    const int64_t most = workers(m, rows), shares = threads < most ? threads : most;
+    for (int64_t h = 0; h < m->key_heads; h++) {
+        store(s->keys, (h * s->stride + slot) * dim, row + (m->query_heads + h) * dim, dim, m->half);
+        store(s->values, (h * s->stride + slot) * dim, row + (turned + h) * dim, dim, m->half);
+    }
+}
+
+/* Store the rows' keys and values of layer n, then mix: qkv [rows, stride] to mixed [rows, query_heads * head_dim].
+ * Rows that attend together are of one block, as their keys are. */
+static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride,
+                      float *mixed, float *scratch, int threads) {
+    const int64_t dim = m->head_dim, group = m->query_heads / m->key_heads, size = m->half ? 2 : 4;
+    int64_t start = 0;
+    for (const Block *b = all->blocks; b < all->blocks + all->count; start += b++->rows) {
+        const Slots *s = b->slots + n;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && b->rows >= 8)
+        for (int64_t r = 0; r < b->rows; r++)
+            store_row(m, l, s, qkv + (start + r) * stride, (b->length + b->first + r) % s->size,
+                      all->cosines + (start + r) * dim, all->sines + (start + r) * dim);
+    }
+    const int64_t shares = workers(m, all->rows, threads), room = room_for(all->keys);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t t = 0; t < shares; t++) {
         float *scores = scratch + t * room * TOGETHER * (group + 1);
         int32_t *slots = (int32_t *)(scores + room * TOGETHER * group);
-        int64_t begun[TOGETHER];
-        for (int r = 0; r < TOGETHER; r++) begun[r] = -1;
-        for (int64_t item = t; item < m->key_heads * blocks; item += shares) {
-            int64_t k = item / blocks, r = item % blocks * TOGETHER, at = k * s->stride * dim * size;
-            Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
-                         .query = qkv + r * stride + k * group * dim, .scores = scores, .slots = slots,
-                         .output = mixed + (r * m->query_heads + k * group) * dim,
-                         .rows = rows - r < TOGETHER ? rows - r : TOGETHER, .heads = group, .room = room,
-                         .query_stride = stride, .output_stride = m->query_heads * dim, .scale = l->scale};
-            for (int64_t i = 0; i < seen.rows; i++)
-                seen.count[i] = path(b, s, b->first + r + i, slots + i * room, begun + i);
-            attend_any(&seen, dim, m->half);
+        int64_t from = 0, passed = 0; /* rows and items of the blocks before */
+        for (const Block *b = all->blocks; b < all->blocks + all->count; from += b++->rows) {
+            const Slots *s = b->slots + n;
+            const int64_t parts = (b->rows + TOGETHER - 1) / TOGETHER, items = m->key_heads * parts;
+            int64_t begun[TOGETHER];
+            for (int r = 0; r < TOGETHER; r++) begun[r] = -1;
+            for (int64_t item = (shares + t - passed % shares) % shares; item < items; item += shares) {
+                int64_t k = item / parts, r = item % parts * TOGETHER, at = k * s->stride * dim * size;
+                Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
+                             .query = qkv + (from + r) * stride + k * group * dim, .scores = scores, .slots = slots,
+                             .output = mixed + ((from + r) * m->query_heads + k * group) * dim,
+                             .rows = b->rows - r < TOGETHER ? b->rows - r : TOGETHER, .heads = group, .room = room,
+                             .query_stride = stride, .output_stride = m->query_heads * dim, .scale = l->scale};
+                for (int64_t i = 0; i < seen.rows; i++)
+                    seen.count[i] = path(b, s, b->first + r + i, slots + i * room, begun + i);
+                attend_any(&seen, dim, m->half);
+            }
+            passed += items;
         }
     }
 }
 
-static int64_t room_for(int64_t keys) { return padded(keys + LANES); }
-
 /* Floats of scratch that a walk of so many rows over at most so many keys needs. */
-int64_t specdec_scratch(const Shape *m, int64_t rows, int64_t keys) {
+int64_t specdec_scratch(const Shape *m, int64_t rows, int64_t keys, int threads) {
     int64_t heads = (m->query_heads + 2 * m->key_heads) * m->head_dim;
     int64_t row = padded(m->hidden) + m->hidden + padded(heads) + m->query_heads * m->head_dim + padded(2 * m->inner) +
                   m->inner;
-    return rows * row + room_for(keys) * TOGETHER * (m->query_heads / m->key_heads + 1) * workers(m, rows);
+    return rows * row + room_for(keys) * TOGETHER * (m->query_heads / m->key_heads + 1) * workers(m, rows, threads);
 }
 
 /* hidden [rows, m->hidden] through layers [first, last), in place. Where taps[n] is not NULL, it gets what goes into
  * layer n. */
-void specdec_run_layers(const Shape *m, const Layer *layers, const Slots *slots, const Block *b, float *hidden,
-                  float *const *taps, int64_t first, int64_t last, float *scratch, int threads) {
-    int64_t rows = b->rows, width = padded(m->hidden), bytes = m->hidden * sizeof(float);
+void specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, float *hidden, float *const *taps,
+                        int64_t first, int64_t last, float *scratch, int threads) {
+    int64_t rows = all->rows, width = padded(m->hidden), bytes = m->hidden * sizeof(float);
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
-    int64_t wide = padded(2 * m->inner), room = room_for(b->length + b->first + rows);
+    int64_t wide = padded(2 * m->inner);
     float *stream = scratch, *normed = stream + rows * width, *qkv = normed + rows * m->hidden;
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mix, *active = gates + rows * wide;
     float *rest = active + rows * m->inner;
@@ -536,7 +559,7 @@ void specdec_run_layers(const Shape *m, const Layer *layers, const Slots *slots,
             memset(qkv + r * heads, 0, heads * sizeof(float));
         }
         product(&l->qkv, normed, qkv, heads, rows, threads);
-        attention(m, l, b, slots + n, qkv, heads, mixed, rest, room, threads);
+        attention(m, l, all, n, qkv, heads, mixed, rest, threads);
         product(&l->out, mixed, stream, width, rows, threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             norm(stream + r * width, l->second_norm, normed + r * m->hidden, m->hidden, l->second_epsilon);

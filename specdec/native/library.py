@@ -24,7 +24,7 @@ from typing import Any
 from specdec.errors import SpecdecWarning
 from specdec.files import cache_folder, digest_of
 
-__all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CShape", "CSlots", "Kind", "compiler", "library"]
+__all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CRows", "CShape", "CSlots", "Kind", "compiler", "library"]
 
 PANEL, PAIR = 32, 64
 """Outputs that lie together in a weight, and to a multiple of which it is padded, as in ``layers.c``."""
@@ -88,6 +88,16 @@ class CBlock(Structure):
         ("rows", c_int64),
         ("parents", c_void_p),
         ("depths", c_void_p),
+        ("slots", c_void_p),
+    )
+
+
+class CRows(Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        ("count", c_int64),
+        ("keys", c_int64),
+        ("blocks", c_void_p),
         ("cosines", c_void_p),
         ("sines", c_void_p),
     )
@@ -182,10 +192,10 @@ def _load(path: Path) -> Any:
     """
     loaded = ctypes.CDLL(str(path))
     try:
-        loaded.specdec_scratch.argtypes = [POINTER(CShape), c_int64, c_int64]
+        loaded.specdec_scratch.argtypes = [POINTER(CShape), c_int64, c_int64, c_int]
         loaded.specdec_scratch.restype = c_int64
         loaded.specdec_run_layers.argtypes = [
-            POINTER(CShape), c_void_p, c_void_p, POINTER(CBlock), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int,
+            POINTER(CShape), c_void_p, POINTER(CRows), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int,
         ]  # fmt: skip
         loaded.specdec_run_layers.restype = None
         loaded.specdec_product.argtypes = [POINTER(CProduct), c_void_p, c_void_p, c_int64, c_int]

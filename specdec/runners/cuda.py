@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention import attend
-from specdec.block import Block
+from specdec.block import Block, Rows
 from specdec.pages import FilePages
 from specdec.runners.known import KnownLayer
 from specdec.runners.layers import LayerByLayer, stack_linears
@@ -35,25 +35,33 @@ class CudaLayer:
         self._kernels = kernels
 
     def __call__(
-        self, residual: torch.Tensor, delta: torch.Tensor | None, block: Block, turns: tuple[torch.Tensor, ...]
+        self, residual: torch.Tensor, delta: torch.Tensor | None, block: Rows, turns: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Residual [T, D] and what is to be added to it, to the same after the layer.
 
         ``turns``: cosines and sines [positions, d], and each row's place in them.
         """
         qkv, out, gate_up, down = self._products
-        cache, kernels, number = block.cache, self._kernels, self._number
-        rows, first = len(residual), block.length + block.first
+        kernels, (cos, sin, at) = self._kernels, turns
         residual, normed = kernels.add_norm(residual, delta, *self._norms[0])
-        cache.reserve(first + rows)
-        query = kernels.turn_and_store(
-            F.linear(normed, qkv.weight, qkv.bias), *turns, self._head_norms,
-            cache.keys[number], cache.values[number], first, self._query_heads,
-        )  # fmt: skip
-        mixed = attend(query, block, number, self._scale).transpose(1, 2).reshape(rows, -1)
+        heads = F.linear(normed, qkv.weight, qkv.bias)
+        # Each sequence's rows are stored in its own cache, so that a batch takes two launches more for each of them.
+        parts = [self._attend(heads[first:last], part, cos, sin, at[first:last]) for part, first, last in block.parts]
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         residual, normed = kernels.add_norm(residual, F.linear(mixed, out.weight, out.bias), *self._norms[1])
         gated = kernels.gate(F.linear(normed, gate_up.weight, gate_up.bias))
         return residual, F.linear(gated, down.weight, down.bias)
+
+    def _attend(
+        self, heads: torch.Tensor, block: Block, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor
+    ) -> torch.Tensor:
+        """One sequence's rows [T, heads x d] to what they attend to, [T, query heads x d]."""
+        cache, number, first = block.cache, self._number, block.length + block.first
+        cache.reserve(first + block.rows)
+        query = self._kernels.turn_and_store(
+            heads, cos, sin, at, self._head_norms, cache.keys[number], cache.values[number], first, self._query_heads
+        )
+        return attend(query, block, number, self._scale).transpose(1, 2).reshape(block.rows, -1)
 
 
 class CudaRunner(LayerByLayer):
@@ -64,7 +72,7 @@ class CudaRunner(LayerByLayer):
         self._known = tuple(layers)
 
     def run(
-        self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         found: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None

@@ -26,7 +26,16 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from specdec.runners.linear import ModuleRef
 
-__all__ = ["KnownHead", "KnownLayer", "Snapshot", "UnknownModule", "is_known_norm", "stacked", "why_special"]
+__all__ = [
+    "KnownHead",
+    "KnownLayer",
+    "Snapshot",
+    "UnknownModule",
+    "is_known_norm",
+    "stacked",
+    "version_of",
+    "why_special",
+]
 
 _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -51,6 +60,11 @@ def why_special(module: nn.Module) -> str | None:
 
     DTensors, quantised weights and other tensor subclasses are no plain parameters.
     """
+    for name, parameter in module._parameters.items():
+        if parameter is None or (type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor):
+            continue
+        # Said first: whoever splits weights over devices gives their modules a forward as well.
+        return f"has a {name} that is a {type(parameter.data).__name__}"
     if "forward" in module.__dict__:
         return "has a forward of its own"
     if hasattr(module, "_hf_hook") or any(getattr(module, name, None) for name in _HOOKS):
@@ -60,8 +74,6 @@ def why_special(module: nn.Module) -> str | None:
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
-        if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
-            return f"has a {name} that is a {type(parameter.data).__name__}"
         if parameter.is_meta:
             return f"has its {name} offloaded"
         if not parameter.is_floating_point():
@@ -211,6 +223,23 @@ class Snapshot:
             if tuple(_state(module)) != state:
                 return f"the weights or modules of a {type(module).__name__} are not those that were read"
         return None
+
+
+def version_of(model: nn.Module) -> list[object]:
+    """What a model's output depends on besides its input, for comparing: weights by identity and version, and what else
+    stands in its modules as a plain value, such as hooks, factors and what is switched on. Training modes are left out.
+    """
+    found: list[object] = []
+    for module in model.modules():
+        weights = [*module._parameters.values(), *module._buffers.values()]
+        found.append((id(module), *((id(w), 0 if w is None or w.is_inference() else w._version) for w in weights)))
+        found.append(repr({key: value for key, value in vars(module).items() if _is_plain(key, value)}))
+    return found
+
+
+def _is_plain(name: str, value: object) -> bool:
+    held = ("_parameters", "_buffers", "_modules", "training")
+    return name not in held and isinstance(value, bool | int | float | str | tuple | list | dict | set | None)
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, int, int]]:

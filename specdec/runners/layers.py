@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specdec.attention import update_and_attend
-from specdec.block import Block
+from specdec.block import Rows
 from specdec.pages import FilePages
 from specdec.rotary import Angles, Rotary, rotate
 from specdec.runners.known import KnownLayer, Snapshot, is_known_norm, stacked
@@ -42,7 +42,7 @@ class ModuleLayer:
         self._layer, self._kind, self._cache_argument = layer, kind, cache_argument
         self._arguments = {"attention_mask": None, "use_cache": True, **arguments}
 
-    def __call__(self, hidden: torch.Tensor, block: Block, angles: Angles) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, block: Rows, angles: Angles) -> torch.Tensor:
         cos, sin = angles.of_kind(self._kind)
         given = {**self._arguments, self._cache_argument: block, "block": block}
         given |= {"position_ids": block.positions, "position_embeddings": (cos[None], sin[None])}
@@ -88,7 +88,7 @@ class FusedLayer:
         self._first_norm, self._second_norm = map(FusedNorm, layer.norms)
         self._head_norm = layer.head_norm()
 
-    def __call__(self, residual: torch.Tensor, block: Block, angles: Angles) -> torch.Tensor:
+    def __call__(self, residual: torch.Tensor, block: Rows, angles: Angles) -> torch.Tensor:
         """[T, D] to [T, D]."""
         qkv, out, gate_up, down = self._kernels
         rows = residual.shape[0]
@@ -158,7 +158,7 @@ class LayerByLayer(LayerRunner):
         self._snapshot = Snapshot(holders, [*modules, norm] if fused else modules)
 
     def run(
-        self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         angles, found = self._rotary.of(block, hidden), {}
         for number in range(first, last):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.block import Block
+from specdec.block import Block, Rows
 from specdec.cache import KVCache
-from specdec.native.library import CBlock, CLayer, CShape, CSlots, library
+from specdec.native.library import CBlock, CLayer, CRows, CShape, CSlots, library
 from specdec.pages import FilePages, trim_heap
 from specdec.rotary import Angles, Rotary
 from specdec.runners.known import KnownHead, KnownLayer, Snapshot, is_known_norm, stacked
@@ -96,7 +96,7 @@ class NativeLayers:
     def run(
         self,
         hidden: torch.Tensor,
-        block: Block,
+        block: Rows,
         cos: torch.Tensor,
         signed_sin: torch.Tensor,
         first: int,
@@ -104,41 +104,31 @@ class NativeLayers:
         taps: Collection[int],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``."""
-        cache, rows, end = block.cache, block.rows, block.first + block.rows
-        grown, slots = self._slots.get(cache, (-1, None))
-        if grown != cache.grown:
-            slots = self._describe_slots(cache)
-            self._slots[cache] = cache.grown, slots
         stream = hidden.to(torch.float32, copy=True).contiguous()
         cos, sines = cos.float(), signed_sin.float()
-        if block.parents is None:
-            parents, depths = _chain(end)
-        else:
-            parents = (c_int32 * end)(*block.parents[:end])
-            depths = (c_int32 * end)(*block.depths[:end])
-        told = CBlock(
-            block.length,
-            block.first,
-            rows,
-            ctypes.addressof(parents),
-            ctypes.addressof(depths),
-            cos.data_ptr(),
-            sines.data_ptr(),
+        arrays = [(*_tree(part), self._slots_of(part.cache)) for part, _, _ in block.parts]
+        blocks = (CBlock * len(arrays))(
+            *(
+                CBlock(part.length, part.first, part.rows, *(ctypes.addressof(array) for array in own))
+                for (part, _, _), own in zip(block.parts, arrays, strict=True)
+            )
         )
+        keys = max(part.length + part.first + part.rows for part, _, _ in block.parts)
+        addresses = ctypes.addressof(blocks), cos.data_ptr(), sines.data_ptr()
+        told, threads = CRows(block.rows, len(blocks), keys, *addresses), torch.get_num_threads()
         found = {tap: torch.empty(stream.shape) for tap in taps if first <= tap < last}
         wanted = (c_void_p * len(self._layers))(*(found[n].data_ptr() if n in found else None for n in range(last)))
-        scratch = torch.empty(self._library.specdec_scratch(byref(self._shape), rows, block.length + end))
+        scratch = torch.empty(self._library.specdec_scratch(byref(self._shape), block.rows, keys, threads))
         self._library.specdec_run_layers(
             byref(self._shape),
             self._layers,
-            slots,
             byref(told),
             stream.data_ptr(),
             wanted,
             first,
             last,
             scratch.data_ptr(),
-            torch.get_num_threads(),
+            threads,
         )
         if self._dtype is torch.float32:
             return stream, found
@@ -154,13 +144,18 @@ class NativeLayers:
         self._held.append(held)
         return held.data_ptr()
 
-    def _describe_slots(self, cache: KVCache) -> ctypes.Array[CSlots]:
-        return (CSlots * len(cache.keys))(
-            *(
-                CSlots(keys.data_ptr(), values.data_ptr(), group.size, keys.shape[2], group.window or 0)
-                for keys, values, group in zip(cache.keys, cache.values, cache.group_of, strict=True)
+    def _slots_of(self, cache: KVCache) -> ctypes.Array[CSlots]:
+        """A cache's slots of every layer, described anew where they have moved."""
+        grown, slots = self._slots.get(cache, (-1, None))
+        if slots is None or grown != cache.grown:
+            slots = (CSlots * len(cache.keys))(
+                *(
+                    CSlots(keys.data_ptr(), values.data_ptr(), group.size, keys.shape[2], group.window or 0)
+                    for keys, values, group in zip(cache.keys, cache.values, cache.group_of, strict=True)
+                )
             )
-        )
+            self._slots[cache] = cache.grown, slots
+        return slots
 
 
 class NativeRunner(LayerRunner):
@@ -198,7 +193,7 @@ class NativeRunner(LayerRunner):
         self._snapshot = Snapshot(holders, [*read, norm] if known_norm else read)
 
     def run(
-        self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         angles: Angles = self._rotary.of(block, hidden)
         return self._native.run(hidden, block, angles.cos, angles.signed_sin, first, last, taps)
@@ -258,6 +253,14 @@ class _PackedHead:
             logits: torch.Tensor = self._module(hidden)
             return logits
         return self._packed(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
+
+def _tree(block: Block) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
+    """Parents and depths of the tree's rows up to the block's last."""
+    end = block.first + block.rows
+    if block.parents is None:
+        return _chain(end)
+    return (c_int32 * end)(*block.parents[:end]), (c_int32 * end)(*block.depths[:end])
 
 
 @cache

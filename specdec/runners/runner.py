@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from specdec.block import Block
+from specdec.block import Rows
 from specdec.rotary import Angles
 
 __all__ = ["Layer", "LayerRunner"]
 
-Layer = Callable[[torch.Tensor, Block, Angles], torch.Tensor]
+Layer = Callable[[torch.Tensor, Rows, Angles], torch.Tensor]
 """[T, D] of a block's rows through one layer, at these rotary positions."""
 
 
@@ -39,7 +39,7 @@ class LayerRunner(ABC):
 
     @abstractmethod
     def run(
-        self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into the layers that ``taps`` names, below ``last``."""
 

@@ -117,7 +117,7 @@ def test_rows_see_their_ancestors_and_the_window(
         store.commit(range(count))
     draft = Draft([0] * rows, parents)
     block = Block.of(draft, store, DEVICE, backend)
-    block.update(keys[:, :, length:], values[:, :, length:], 0)
+    block.store(keys[:, :, length:], values[:, :, length:], 0)
     output = attend(query * 3, block, 0, 64**-0.5)
     assert output.dtype == dtype
     expected = naive(query * 3, keys, values, draft, length, window)

@@ -93,6 +93,16 @@ def test_second_turn_follows_the_own_answer(make: Make, tiny_engine: Engine) -> 
             assert second.prompt_ids == tiny_engine.tokenizer(text)["input_ids"]
 
 
+def test_the_cache_is_kept_between_turns_where_one_asks_for_it(make: Make) -> None:
+    records = [r for r in make(keep_prefix=True, drafters=["prompt_lookup"]).run().records() if r.question_id == 2]
+    plain, drafted = sorted(records, key=lambda record: record.system)
+    assert [turn.token_ids for turn in plain.turns] == [turn.token_ids for turn in drafted.turns]
+    for record in (plain, drafted):
+        first, second = record.turns
+        assert first.reused == 0
+        assert len(first.prompt_ids) - 1 <= second.reused < len(second.prompt_ids)
+
+
 @pytest.mark.slow
 def test_systems_take_turns_and_none_always_goes_first(make: Make) -> None:
     order = [(repeat, question, system) for question, system, repeat in keys(make(repeats=2).run())]

@@ -17,7 +17,7 @@ from specdec import Engine, TransformersTarget, custom_generate
 from specdec.errors import ConfigError, NumericalError
 from specdec.registry import drafter_names
 from tests.fakes import Oracle
-from tests.models import VOCAB, greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
+from tests.models import PAD, VOCAB, greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
 from tests.tiers import matrix
 
 FAMILY = "mistral"
@@ -162,11 +162,45 @@ def test_dictionary() -> None:
     assert out.sequences[0, len(PROMPT) :].tolist() == greedy(FAMILY, PROMPT, NEW)
 
 
-def test_without_a_mask_a_padding_token_in_the_prompt_is_refused() -> None:
-    """``generate`` takes it for padding, so the two would not say the same."""
-    prompt = [0, *PROMPT]
+def padded(prompts: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """[B, n] ids and mask, padded on the left."""
+    width = max(map(len, prompts))
+    ids = [[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"inputs": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.mark.parametrize("case", GREEDY)
+def test_several_sequences_padded_on_the_left(case: str) -> None:
+    """As in ``generate``, whose processors see the padding too, and which pads what ends before the others."""
+    options = {"do_sample": False, "max_new_tokens": NEW, **GREEDY[case]}
+    batch = padded([prompt_of(4), PROMPT, prompt_of(1)])
+    expected = model_of(FAMILY).generate(**batch, **options)
+    loop: Any = functools.partial(custom_generate, drafter="prompt_lookup", target=target_of(FAMILY))
+    assert torch.equal(model_of(FAMILY).generate(**batch, custom_generate=loop, **options), expected)
+
+
+def test_each_of_several_sequences_has_a_seed_of_its_own() -> None:
+    loop: Any = functools.partial(custom_generate, drafter="jacobi", target=target_of(FAMILY), seed=5)
+    batch = padded([PROMPT, PROMPT])
+    out = model_of(FAMILY).generate(**batch, custom_generate=loop, do_sample=True, max_new_tokens=NEW)
+    assert out[0].tolist() != out[1].tolist()
+    for row, seed in enumerate((5, 6)):
+        assert generate("jacobi", ours={"seed": seed}, do_sample=True).tolist() == out[row : row + 1].tolist()
+
+
+def test_a_processor_that_counts_rows_is_refused() -> None:
     loop: Any = functools.partial(custom_generate, target=target_of(FAMILY))
-    with pytest.raises(ValueError, match="attention_mask holds zeros"):
+    options = {"custom_generate": loop, "max_new_tokens": 4, "prefix_allowed_tokens_fn": lambda row, ids: [row + 3]}
+    with pytest.raises(ConfigError, match="PrefixConstrainedLogitsProcessor counts rows of a batch; give it one"):
+        model_of(FAMILY).generate(**padded([PROMPT, PROMPT]), **options)
+
+
+def test_padding_elsewhere_is_refused() -> None:
+    """Without a mask ``generate`` takes a padding token for padding, wherever it stands."""
+    prompt = [*PROMPT[:2], PAD, *PROMPT]
+    loop: Any = functools.partial(custom_generate, target=target_of(FAMILY))
+    with pytest.raises(ValueError, match="attention_mask holds zeros behind ones"):
         model_of(FAMILY).generate(torch.tensor([prompt]), custom_generate=loop, max_new_tokens=4)
     expected = reference(model_of(FAMILY), prompt, 12)
     assert generate("prompt_lookup", prompt=prompt, max_new_tokens=12)[0, len(prompt) :].tolist() == expected

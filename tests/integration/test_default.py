@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specdec import Engine, SamplingParams
 from specdec.bench.shapes import write_rule
-from specdec.pretrained import model_source
 from specdec.registry import drafter_names
-from tests.models import new_model, prompt_of, reference, settings_of
+from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
 from tests.tiers import matrix
 
 # Family and dtype of the checkpoint; the dtype of the engine is the checkpoint's.
@@ -37,9 +38,9 @@ SAMPLING = SamplingParams(temperature=1.0, seed=3, acceptance="match")
 
 
 def add_tokenizer(folder: Path) -> None:
-    """The embedded model's, whatever the vocabulary: prompts are token ids, and no text is looked at."""
-    for path in Path(model_source("tiny")).glob("tokenizer*"):
-        (folder / path.name).write_bytes(path.read_bytes())
+    """A word for each token; prompts are token ids, and no text is looked at."""
+    words = WordLevel({f"word{token}": token for token in range(VOCAB)}, unk_token="word0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)
 
 
 def model_of(family: str, dtype: str) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from specdec.bench.questions import Question
 from specdec.cli import build, main
 from specdec.errors import CheckpointError, ConfigError
 from training.data import Skips, TextConfig, read_samples
-from training.distill import Distilled, distill, prompts_of
+from training.distill import Distilled, distill, own_prompts, prompts_of
 
 TEXTS = ("import os\n", "def f(x):\n", "class A:\n", "for i in ")
 PROMPTS = [Question(id=n, category="code", turns=(text,), format="plain") for n, text in enumerate(TEXTS)]
@@ -235,3 +236,53 @@ def test_training_takes_what_the_command_wrote(tmp_path: Path) -> None:
         catch_exceptions=False,
     )
     assert "best at step 1" in said.output
+
+
+class TestOwnQuestions:
+    """The source ``self``: the target writes a user's turn, then answers it."""
+
+    @pytest.fixture
+    def said(self, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+        """What ``generate`` was asked; it writes a question, and then three words."""
+        asked: list[tuple[Any, ...]] = []
+
+        def generate(prompt: Any, new: int, sampling: SamplingParams, **options: Any) -> Any:
+            asked.append((prompt, new, sampling))
+            question = len(asked) % 2 == 1
+            text, reason = (" What is two?\n", "eos") if question else ("It is two.", "eos")
+            return SimpleNamespace(text=text, finish_reason=reason, token_ids=[1] * (4 if question else 3))
+
+        monkeypatch.setattr(tiny_engine, "generate", generate)
+        return asked
+
+    def test_a_question_is_written_where_a_user_begins(
+        self, tiny_engine: Engine, tmp_path: Path, said: list[tuple[Any, ...]]
+    ) -> None:
+        cold = SamplingParams(seed=7)
+        found = made(tiny_engine, tmp_path / "own.json", own_prompts(2), cold)
+        records = json.loads((tmp_path / "own.json").read_text())
+        turns = [{"from": "human", "value": "What is two?"}, {"from": "gpt", "value": "It is two."}]
+        assert [record["conversations"] for record in records] == [turns, turns]
+        assert found.new_tokens == 14
+        first, answer, second, _ = said
+        assert tiny_engine.tokenizer.decode(first[0]) == "# User: "
+        assert (first[2].temperature, first[2].seed, second[2].seed) == (1.0, 7, 8)
+        assert (answer[1], answer[2].temperature) == (6, 0.0)
+
+    def test_what_does_not_end_is_no_question(
+        self, tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        endless = SimpleNamespace(text="What is it that", finish_reason="length", token_ids=[1] * 100)
+        monkeypatch.setattr(tiny_engine, "generate", lambda *arguments, **options: endless)
+        found = made(tiny_engine, tmp_path / "own.json", own_prompts(3))
+        assert (found.records, found.skipped.total()) == (0, 3)
+
+    def test_it_needs_a_chat_model(self, tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tiny_engine.tokenizer, "chat_template", None)
+        with pytest.raises(ConfigError, match="needs a chat template"):
+            made(tiny_engine, tmp_path / "own.json", own_prompts(1))
+
+    @pytest.mark.parametrize("words", [["self"], ["self", "stdlib", "--prompts", "2"]])
+    def test_it_stands_alone_and_is_counted(self, words: list[str], tmp_path: Path) -> None:
+        result = CliRunner().invoke(build(), ["distill-data", *words, "--out", str(tmp_path / "own.json")])
+        assert "stands alone, with --prompts" in str(result.exception)

@@ -24,6 +24,7 @@ from drafters.medusa_heads import MedusaHeads
 from specdec import Draft, Engine, SamplingParams, TransformersTarget, attention, copies, cost, model
 from specdec.block import Block
 from specdec.cache import LayerSpec
+from specdec.joints import Joints
 from specdec.registry import drafter_names
 from specdec.runners import known, plan
 from tests import models
@@ -149,8 +150,14 @@ def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """While it is there tensors are fake, and what only a GPU could do is done by what looks at shapes and devices."""
+    callspec = getattr(request.node, "callspec", None)
+    real = models.target_of("llama" if callspec is None else callspec.params["family"])
+    # Read off numbers, of which there are none here.
+    monkeypatch.setattr(
+        TransformersTarget, "_read_joints", lambda self, *_: {real.name: real.joints}.get(self.name, Joints())
+    )
     monkeypatch.setattr(copies, "copy_in", copy_in)
     monkeypatch.setattr(copies, "copy_out", copy_out)
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
@@ -268,9 +275,9 @@ def test_every_drafter(
     settings = [dict(options) for options in settings_of(drafter, models.target_of(family), tmp_path)]
     loaded: dict[str, Any] = {}
     for options in settings:
-        if drafter == "kangaroo":
+        if "adapter" in options:
             loaded[options["adapter"]] = Adapter.from_pretrained(options["adapter"])
-        elif drafter == "medusa":
+        elif "heads" in options:
             loaded[options["heads"]] = MedusaHeads.from_pretrained(options["heads"])
     for kind in (Adapter, MedusaHeads):
         monkeypatch.setattr(kind, "from_pretrained", lambda folder: loaded[str(folder)])
@@ -285,6 +292,19 @@ def test_every_drafter(
         for sampling in (None, SAMPLED):
             engine = Engine(target, None, options, max_rows=24, prefill_chunk=16)
             assert engine.generate(prompt_of(20), 12, sampling).finish_reason == "length"
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_batches(family: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and drafts of several texts in one forward; on one device through the kernels of layers."""
+    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=devices)
+    engine = Engine(target, None, "token_recycling", max_rows=24, prefill_chunk=16)
+    prompts = [prompt_of(size) for size in (20, 5, 40)]
+    for sampling in (None, SAMPLED):
+        found = engine.generate_batch(prompts, 6, sampling, batch=2)
+        assert [one.finish_reason for one in found] == ["length"] * 3, [one.error for one in found]
 
 
 @pytest.mark.usefixtures("fake")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import Chunk, Engine, SamplingParams, TransformersTarget
-from specdec.text import TextStream, check_stops
+from specdec.text import TextStream, stop_strings
 from tests.fakes import Oracle
 from tests.models import reference
 
@@ -113,7 +113,7 @@ def test_model_is_usable_between_chunks(tiny_engine: Engine) -> None:
 
 
 def streamed(engine: Engine, tokens: list[int], stop: list[str] | None = None) -> tuple[list[str], TextStream]:
-    stream = TextStream(engine.tokenizer, check_stops(stop or []))
+    stream = TextStream(engine.tokenizer, stop_strings(stop or []))
     pieces = []
     for token in tokens:
         ended = stream.push(token)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,24 +17,29 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from drafters.adapter import Adapter
 from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig
+from drafters.vocabulary import most_frequent, token_counts
 from specdec import Engine
-from specdec.config import parse
+from specdec.config import WeightsOptions, parse
+from specdec.draft import Draft
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
 from specdec.text import load_tokenizer
+from tests.fakes import Spy
 from tests.models import FAMILIES, prompt_of
+from training import kangaroo, medusa
 from training.acceptance import Tally, Written
 from training.card import command_line, write_card
 from training.cli import app, coloured
 from training.convert import convert
 from training.data import Sample, TextConfig, load_samples
+from training.device import frozen_target, half_is_fast
 from training.features import FrozenTarget
 from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss
 from training.log import read_log
@@ -115,6 +118,64 @@ def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], 
         start, row = start + len(text), row + len(text) - 1
 
 
+def test_kept_features_are_those_computed(target_of: Callable[..., TransformersTarget]) -> None:
+    """A window is computed once, whatever batch it comes in; what does not fit is computed anew."""
+    target = target_of("llama", torch.float32)
+    windows = pack([Sample(list(prompt_of(40, 1)), [True] * 40, False)], 8)
+    each = 2 * 8 * 32 * 4  # taps, tokens, width, bytes
+    forwards: list[int] = []
+    frozen = FrozenTarget(target, [1], keep=3 * each)
+    frozen._computed = lambda *window, of=frozen._computed: forwards.append(1) or of(*window)  # type: ignore[func-returns-value,method-assign]
+    every, again = windows.at(np.arange(5)), windows.at(np.array([4, 2, 0]))
+    features, states = frozen.read(every)
+    found, _ = frozen.read(again)
+    assert len(forwards) == 5 + 1
+    torch.testing.assert_close(found[1], features[1][[4, 2, 0]], rtol=0, atol=0)
+    assert states.shape == (35, 32)
+    assert not found[1].is_inference()
+
+
+def test_half_precision_is_left_where_it_is_slow(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AutoModelForCausalLM.from_pretrained(model_folder).bfloat16().save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    assert isinstance(half_is_fast(cpu), bool)
+    for fast, auto in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("training.device.half_is_fast", lambda device, fast=fast: fast)
+        target, line = frozen_target(WeightsOptions(model=str(tmp_path)), cpu)
+        assert target.dtype is auto
+        assert ("slow here" in line) is not fast
+        target, _ = frozen_target(WeightsOptions(model=str(tmp_path), dtype="bfloat16"), cpu)
+        assert target.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("drafter", ["kangaroo", "medusa"])
+def test_training_over_a_draft_vocabulary(model_folder: Path, talks: Path, tmp_path: Path, drafter: str) -> None:
+    """It is counted on the data, lies with the weights, and what was trained drafts from it alone."""
+    sizes = {"adapter": {"exit_layer": 1, "draft_vocab": 64}, "heads": {"draft_vocab": 64}}
+    options = values(model_folder, talks, tmp_path)
+    options.pop("adapter")
+    part, module = ("adapter", kangaroo) if drafter == "kangaroo" else ("heads", medusa)
+    best = module.run(parse(module.Config, {**options, part: sizes[part]}, where="train"))
+    tokens = load_file(next((tmp_path / "best").glob("*.safetensors")))["draft_tokens"]
+    counts = token_counts(
+        (
+            s.tokens
+            for s in load_samples([str(talks)], [], TextConfig(held_out_one_in=6), load_tokenizer(str(model_folder)))[0]
+        ),
+        len(load_tokenizer(str(model_folder))),
+    )
+    assert torch.equal(tokens, most_frequent(counts, 64))
+    assert best["tokens_per_step"] >= 1
+    engine = Engine.from_pretrained(str(model_folder), {"name": drafter, part: str(tmp_path / "best")}, policy="off")
+    drafts: list[Draft] = []
+    engine = engine.with_drafter(Spy(engine.drafter, drafts.append))
+    assert engine.generate("What is", 20).token_ids == engine.with_drafter("none").generate("What is", 20).token_ids
+    assert {token for draft in drafts for token in draft.tokens[1:]} <= set(tokens.tolist())
+    assert "64 tokens that are the most frequent" in (tmp_path / "best" / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -> None:
     """The tally over given texts counts the very steps that decoding takes."""
@@ -122,7 +183,7 @@ def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -
     kinds = (("attention", 0.05, 4, 1), ("mlp", 0.0, 2, 1), ("layer", 1.0, 6, 3), ("head", 0.06, 3, 2))
     for variant, eta, gamma, branch in kinds:
         adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma, branch=branch), target)
-        engine = Engine(target, None, Kangaroo(KangarooConfig(), adapter.requires_grad_(False)))
+        engine = Engine(target, None, Kangaroo(KangarooConfig(), adapter.requires_grad_(False), target))
         texts, steps, tokens = [], 0, 0
         for seed in range(4):
             prompt = list(prompt_of(8, seed))
@@ -168,37 +229,6 @@ def test_training_helps_and_serves(model_folder: Path, talks: Path, tmp_path: Pa
     assert engine.generate([0, 5, 6], 8).token_ids == engine.with_drafter("none").generate([0, 5, 6], 8).token_ids
     assert 1 <= best["tokens_per_step"] <= 4
     assert Adapter.from_pretrained(tmp_path / "best").config.target == fingerprint(engine.target)
-
-
-@pytest.mark.slow
-def test_a_run_killed_twice_ends_with_the_same_weights(model_folder: Path, talks: Path, tmp_path: Path) -> None:
-    """SIGKILL wherever it strikes; the same command again; identical weights."""
-
-    def start(out: Path) -> subprocess.Popen[bytes]:
-        path = out.with_suffix(".yaml")  # JSON is YAML
-        path.write_text(json.dumps({**values(model_folder, talks, out, log_every=1), "out": str(out)}))
-        command = [sys.executable, "-m", "training.cli", "train", "kangaroo", "--config", str(path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-
-    whole = start(tmp_path / "whole")
-    for lines in (6, 18):
-        victim = start(tmp_path / "cut")
-        log = tmp_path / "cut" / "log.jsonl"
-        deadline = time.monotonic() + 120
-        while not log.exists() or len(log.read_text().splitlines()) < lines:
-            assert victim.poll() is None, "it ended before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        victim.send_signal(signal.SIGKILL)
-        assert victim.wait() == -signal.SIGKILL
-        steps = [line["step"] for line in map(json.loads, log.read_text().splitlines()[:-1])]
-        assert steps[-1] < 30
-    assert start(tmp_path / "cut").wait(240) == 0
-    assert whole.wait(240) == 0
-    for name in ("best", "last"):
-        a, b = (load_file(tmp_path / out / name / "model.safetensors") for out in ("whole", "cut"))
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -357,12 +387,26 @@ class TestConversion:
         prompt = prompt_of(8)
         assert engine.generate(prompt, 20).token_ids == engine.with_drafter("none").generate(prompt, 20).token_ids
 
-    def test_the_official_computation(self, official: Path, tmp_path: Path) -> None:
-        """Against transformers' own Llama layer with the MLP taken out of the way."""
+    @pytest.mark.parametrize(
+        "rope", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}]
+    )
+    @pytest.mark.parametrize("key_heads", [4, 2])
+    def test_the_official_computation(
+        self, official: Path, tmp_path: Path, key_heads: int, rope: dict[str, Any]
+    ) -> None:
+        """Against transformers' own Llama layer with its MLP out of the way; configs as versions 4 and 5 write them."""
+        values = json.loads((official / "config.json").read_text())
+        (official / "config.json").write_text(json.dumps({**values, **rope, "num_key_value_heads": key_heads}))
+        tensors = torch.load(official / "pytorch_model.bin", weights_only=True)
+        for part in ("k_proj", "v_proj"):
+            name = f"module.layers.0.self_attn.{part}.weight"
+            tensors[name] = tensors[name][: key_heads * 8].clone()
+        torch.save(tensors, official / "pytorch_model.bin")
         adapter = convert(official, tmp_path / "ours", exit_layer=2).requires_grad_(False)
         config = LlamaConfig(
-            hidden_size=32, intermediate_size=8, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1,
-            vocab_size=32, rms_norm_eps=1e-5,
+            hidden_size=32, intermediate_size=8, num_attention_heads=4, num_key_value_heads=key_heads,
+            num_hidden_layers=1, vocab_size=32, rms_norm_eps=1e-5,
+            rope_parameters={"rope_theta": 500.0, "rope_type": "default"},
         )  # fmt: skip
         model = LlamaForCausalLM(config).eval().requires_grad_(False)
         layer = model.model.layers[0]
@@ -371,10 +415,17 @@ class TestConversion:
         model.model.norm.weight.copy_(adapter.norm)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             getattr(layer.self_attn, name).weight.copy_(getattr(adapter, name).weight)
-        features = torch.randn(1, 9, 32)
+        features = torch.randn(1, 40, 32)
         expected = model(inputs_embeds=features).logits[0]
-        found = adapter(features, torch.arange(9)[None], model.lm_head)
+        found = adapter(features, torch.arange(40)[None], model.lm_head)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+    def test_scaled_positions_are_refused(self, official: Path, tmp_path: Path, key: str) -> None:
+        values = json.loads((official / "config.json").read_text())
+        (official / "config.json").write_text(json.dumps({**values, key: {"rope_type": "yarn", "factor": 4.0}}))
+        with pytest.raises(CheckpointError, match=r"scaled \(yarn\)"):
+            convert(official, tmp_path / "ours", exit_layer=2)
 
     @pytest.mark.parametrize(
         ("damage", "words"),

@@ -20,7 +20,7 @@ from torch import nn
 from specdec.errors import CheckpointError, ConfigError, NumericalError
 from training import checkpoint, log
 from training.data import Sample
-from training.loop import LoopConfig, new_accelerator, rate_at, rows_of, train
+from training.loop import LoopConfig, expected_seconds, new_accelerator, rate_at, rows_of, train
 from training.packing import Batch, Windows, pack
 
 CONFIG = LoopConfig(steps=12, batch=2, lr=0.05, eval_every=4, save_every=3, log_every=1, wandb="off")
@@ -120,7 +120,7 @@ def test_a_stopped_run_ends_like_one_that_was_not(windows: Windows, tmp_path: Pa
     def stop(batch: Batch) -> bool:
         nonlocal seen
         seen += 1
-        if seen == 9:  # after the evaluation at 8, before the checkpoint at 9
+        if seen == 3 + 9:  # three to see what it takes; then after the evaluation at 8, before the checkpoint at 9
             raise Stop
         return False
 
@@ -148,6 +148,17 @@ def test_the_best_checkpoint_is_kept(windows: Windows, tmp_path: Path) -> None:
     best = train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path, run={})
     assert best == {"step": 8, "score": 3.0}
     assert not torch.equal(load_file(tmp_path / "best/weights.safetensors")["weight"], part.module.weight)
+
+
+def test_what_a_run_will_take(windows: Windows) -> None:
+    """Told by a clock of our own: features are paid for once a window, and nothing is changed by asking."""
+    part, config = Bigrams(), replace(CONFIG, batch=2, accumulate=3)
+    before = {name: value.clone() for name, value in part.module.state_dict().items()}
+    ticks = iter([0.0, 9.0, 9.0, 13.0, 13.0, 14.0])  # to warm up 9 s, with new features 4 s, with kept ones 1 s
+    found = expected_seconds(part, windows, config, new_accelerator(config), 100, clock=lambda: next(ticks))
+    assert found == 300 * 1 + -(-len(windows) // 2) * 3
+    torch.testing.assert_close(part.module.state_dict(), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in part.module.parameters())
 
 
 def test_another_run_is_not_continued(windows: Windows, tmp_path: Path) -> None:

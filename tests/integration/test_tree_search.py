@@ -134,7 +134,7 @@ def test_what_is_expected_is_what_the_engine_does(target_of: Callable[..., Trans
     heads, engine, texts = looping(target_of)
     tree, sizes, chosen = search(heads, engine, texts, most=5, cost=lambda engine, drafters, prompt: {1: 1.0})
     assert chosen is sizes[-1]
-    drafter = Medusa(MedusaConfig(tree=tree), heads)
+    drafter = Medusa(MedusaConfig(tree=tree), heads, engine.target)
     prompts = [text.tokens[: text.prompt] for text in texts]
     found = decode(engine, {"medusa": drafter}, prompts, 60, SamplingParams(), repeats=1)["medusa"]
     assert found.per_step == pytest.approx(chosen.tokens)
@@ -156,7 +156,7 @@ def test_heads_are_judged_where_they_draft(target_of: Callable[..., Transformers
 
 def test_steps_are_timed_in_turn(target_of: Callable[..., TransformersTarget]) -> None:
     heads, engine, texts = looping(target_of)
-    drafters = {size: Medusa(MedusaConfig(tree=[[0], [1]][:size]), heads) for size in (1, 2)}
+    drafters = {size: Medusa(MedusaConfig(tree=[[0], [1]][:size]), heads, engine.target) for size in (1, 2)}
     found = step_seconds(engine, drafters, texts[0].tokens[:20], steps=3)
     assert set(found) == {1, 2}
     assert min(found.values()) > 0

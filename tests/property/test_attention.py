@@ -103,7 +103,7 @@ class World:
                 first=first,
                 backend=backend,
             )
-            block.update(*self.rows(case.length + first, case.length + last), 0)
+            block.store(*self.rows(case.length + first, case.length + last), 0)
             query = self.query[:, :, first:last]
             outputs.append(attend(query, block, 0, WIDTH**-0.5, case.softcap))
         return torch.cat(outputs, 2)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
-from specdec.block import Block
+from specdec.block import Batch, Block
 from specdec.rotary import rotate, signed
 from specdec.runners import plan
 from specdec.runners.cuda import CudaRunner
@@ -83,3 +83,22 @@ def test_a_model_is_itself(family: str, target_of: Callable[..., TransformersTar
             Engine(one, None, "prompt_lookup").generate(prompt_of(9), 4, sampling).token_ids for one in (target, plain)
         ]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_rows_of_several_sequences_are_those_of_each() -> None:
+    """Two texts of other lengths, so that the rows stand elsewhere in each."""
+    target = TransformersTarget(new_model("mistral", torch.float32), execution="fused", owned=True)
+    assert isinstance(target.runner, CudaRunner)
+    draft, found = Draft((3, 4, 5, 6), (-1, 0, 0, 2)), []
+    for together in (False, True):
+        with target.active():
+            caches = [target.new_cache(capacity=20, rows=8) for _ in range(2)]
+            for cache, text in zip(caches, ([7, 8, 9], [7]), strict=True):
+                target.forward(Block(cache, text), rows=())
+                cache.commit(range(len(text)))
+            blocks = [Block.of(draft, cache, target.device) for cache in caches]
+            outputs = [target.forward(rows) for rows in ([Batch(blocks)] if together else blocks)]
+        found.append(torch.cat([output.hidden for output in outputs]))
+    assert torch.allclose(*found, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(found[0][:4], found[0][4:], rtol=1e-3, atol=1e-4)

@@ -114,7 +114,7 @@ def test_rows_bound_the_tree() -> None:
 
 class Early(Fixed):
     def propose(self, room: int) -> Draft:
-        return Draft([self.context.root], [-1], entry=Entry(1, torch.zeros(1, target_of("llama").hidden_size)))
+        return Draft([self.context.root], [-1], entry=Entry(1, torch.zeros(1, 32, dtype=torch.float64)))
 
 
 def test_a_part_with_much_to_compute_waits_where_rows_are_dear() -> None:

@@ -167,11 +167,21 @@ def folder_of(path: Path, speed: float, *, fingerprint: str = "a", asked: int = 
     folder = RunFolder(path)
     folder.write_manifest(
         {
-            "plan": {"temperature": 0.0},
-            "model": {"name": "tiny", "fingerprint": fingerprint},
+            "plan": {"temperature": 0.0, "max_new_tokens": 12, "repeats": 1, "model": "tiny"},
+            "model": {"name": "tiny", "dtype": "float32", "fingerprint": fingerprint},
             "questions": {"file": "q.jsonl", "sha256": "s", "asked": asked},
             "systems": {"none": about, "fast": about},
-            "environment": {"commit": path.name},
+            "left_out": {},
+            "environment": {
+                "commit": path.name,
+                "uncommitted_changes": False,
+                "versions": {"torch": "2", "transformers": "5"},
+                "device": "cpu",
+                "cuda": None,
+                "cpu": "abacus",
+                "threads": 1,
+            },
+            "runs": [{"command": ""}],
         }
     )
     for question in range(answered):

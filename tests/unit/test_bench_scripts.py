@@ -33,6 +33,14 @@ def load(name: str) -> ModuleType:
     return module
 
 
+def test_simulated_ranks_take_as_long_as_the_longest_share() -> None:
+    """Two branches of two rows; the second rank then has to run the first one's accepted rows once more."""
+    script = load("parallel_scaling")
+    steps = [((-1, 0, 1, 0, 3), [0, 1, 2]), ((-1,), [0])]
+    assert script.simulate(steps, 1, float, 0.5) == 5 + 1
+    assert script.simulate(steps, 2, float, 0.5) == (3 + 0.5) + (1 + 2 + 0.5)
+
+
 def test_expected_tokens_are_those_of_independent_guesses() -> None:
     """E by simulation: W guesses of g tokens, each right with probability alpha; the best one counts, and the bonus."""
     script = load("scaling_law")
@@ -257,3 +265,21 @@ def test_drafters_of_a_checkout_that_is_not_installed_are_found(monkeypatch: pyt
     checkout.use_checkout()
     added = list(importlib.metadata.distributions(path=[sys.path[-1]]))
     assert sorted(e.name for e in added[0].entry_points if e.group == "specdec.drafters") == expected
+
+
+# -- Batches -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_batch_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    figure, out = tmp_path / "batch.png", tmp_path / "figures.json"
+    arguments = "--prompts 3 --prompt-tokens 16 --max-new-tokens 6 --repeats 1 --batch 1,2 --drafters prompt_lookup"
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["bench_batch.py", *arguments.split(), "--figure", str(figure), "--out", str(out)])
+    load("bench_batch").main()
+    systems = json.loads(out.read_text())["systems"]
+    assert list(systems) == ["none", "prompt_lookup", "transformers"]
+    assert {found["tokens"] for sizes in systems.values() for found in sizes.values()} == {18}
+    assert all(found["host_us"] > 0 for found in systems["none"].values())
+    assert figure.stat().st_size > 1000
+    assert "differs" not in capsys.readouterr().out

@@ -32,7 +32,7 @@ def cache_of(length: int, window: int | None = None) -> KVCache:
 def seen_by(block: Block, drafted: int) -> list[list[int]]:
     """Per row the positions that it sees; the tree's row i counts as position ``length + i``."""
     marks = torch.arange(block.length + block.first, block.length + block.first + block.rows, dtype=torch.float64)
-    block.update(marks[None, None, :, None], marks[None, None, :, None], 0)
+    block.store(marks[None, None, :, None], marks[None, None, :, None], 0)
     keys, _, mask = block.visible(0, torch.float64)
     positions = keys[0, 0, :, 0].long().tolist()
     if mask is None:

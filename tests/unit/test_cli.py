@@ -18,10 +18,14 @@ import pytest
 from rich.console import Console
 
 import specdec
-from specdec import Chunk, Engine, Generation, SamplingParams, Step, cli, cost, show
+from specdec import Chunk, Engine, SamplingParams, Step, cli, cost, show
 from specdec.config import RunConfig
+from specdec.decoding import Decoding
+from specdec.demo import TALK, Race, Result, next_prompt
 from specdec.errors import ConfigError
 from specdec.native.library import library
+from specdec.panes import Panes
+from specdec.registry import drafter_names
 from tests.unit.conftest import Install
 
 PROMPT = "import os\nimport sys\nimport os\nimport"
@@ -231,7 +235,7 @@ def test_every_run_option_is_on_the_command_line_and_its_help_tells_the_default(
         if default:
             told += 1
             assert default[1] == str(getattr(run, name) if hasattr(run, name) else getattr(run.sampling, name))
-    assert told == 14
+    assert told == 15
     assert {"config", "settings"} <= parameters.keys()
 
 
@@ -269,22 +273,77 @@ def test_a_terminal_keeps_lines_and_obeys_no_escape_of_the_model() -> None:
 
 def test_chat_has_turns(run: Run, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    decode = cli._decode
+    start = Engine.start
 
-    def watched(engine: Engine, config: RunConfig, prompt: Any, on_chunk: Callable[[Chunk], None]) -> Generation:
+    def watched(engine: Engine, prompt: Any, *given: Any, **named: Any) -> Any:
         asked.append(prompt)
-        return decode(engine, config, prompt, on_chunk)
+        return start(engine, prompt, *given, **named)
 
-    monkeypatch.setattr(cli, "_decode", watched)
+    monkeypatch.setattr(Engine, "start", watched)
     lines = "hello\n\nand now?\n/reset\nhello\n/exit\nnever\n"
-    outcome = run("chat", "--system", "be brief", "--max-new-tokens", "6", stdin=lines)
+    arguments = ["--system", "be brief", "--max-new-tokens", "6", "--dtype", "float64", "--drafter", "prompt_lookup"]
+    outcome = run("chat", *arguments, stdin=lines)
+    monkeypatch.undo()
     hello = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     first = tiny_engine.generate(hello, 6).text
     turns = [*hello, {"role": "assistant", "content": first}, {"role": "user", "content": "and now?"}]
     assert asked == [hello, turns, hello]
     assert outcome.status == 0
     assert outcome.out == f"{first}\n{tiny_engine.generate(turns, 6).text}\n{first}\n"
-    assert outcome.err.count("ended by") == 3
+    read = re.findall(r"ended by \w+; read (\d+) of (\d+) prompt tokens in \d+\.\d\d s$", outcome.err, re.M)
+    sizes = [len(tiny_engine.encode(prompt)) for prompt in (hello, turns, hello)]
+    assert [int(size) for _, size in read] == sizes
+    assert int(read[0][0]) == sizes[0]
+    assert int(read[1][0]) < sizes[1] - len(tiny_engine.encode(hello)) // 2  # the first turn was not read again
+    assert int(read[2][0]) == 1
+
+
+class Someone(io.StringIO):
+    """A terminal's keyboard."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_talk(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was shown of the answer stays in the talk; at the prompt, Ctrl-C says how to leave."""
+    asked: list[Any] = []
+    said = iter(["hello", KeyboardInterrupt(), "never mind", "and now?", EOFError()])
+    start, step = Engine.start, Decoding.step
+
+    def say(prompt: str) -> str:
+        line = next(said)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    def watched(engine: Engine, prompt: Any, *given: Any, **named: Any) -> Any:
+        asked.append(prompt)
+        return start(engine, prompt, *given, **named)
+
+    def interrupted(decoding: Decoding) -> Any:
+        if len(decoding.steps) == {1: 3, 2: 0}.get(len(asked), 99):
+            raise KeyboardInterrupt
+        return step(decoding)
+
+    monkeypatch.setattr("builtins.input", say)
+    monkeypatch.setattr(sys, "stdin", Someone())
+    monkeypatch.setattr(Engine, "start", watched)
+    monkeypatch.setattr(Decoding, "step", interrupted)
+    arguments = ["--max-new-tokens", "8", "--dtype", "float64", "--drafter", "none"]
+    assert cli.main(["chat", *arguments]) == 0
+    monkeypatch.undo()
+    hello = [{"role": "user", "content": "hello"}]
+    cut = tiny_engine.generate(hello, 3).text
+    so_far = [*hello, {"role": "assistant", "content": cut}]
+    last = [*so_far, {"role": "user", "content": "and now?"}]
+    assert asked == [hello, [*so_far, {"role": "user", "content": "never mind"}], last]
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"{cut}\n\n/exit or Ctrl-D ends the talk\n\n")
+    assert shown.out.endswith(f"{tiny_engine.generate(last, 8).text}\n\n")
+    assert shown.err.count("ended by you") == 2
 
 
 def test_chat_names_its_commands(run: Run) -> None:
@@ -395,33 +454,68 @@ def test_warnings_of_others_stay_as_they_are(
 
 @pytest.mark.slow
 def test_demo(run: Run) -> None:
+    """Nobody pulled a model into the cache of the tests."""
     outcome = run("demo", "--max-new-tokens", "8")
-    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.status == 0
+    assert "Showing the embedded model instead: smollm2 is not on this machine yet; run `specdec pull" in outcome.err
     heads = re.findall(r"^--- (\w+) ---$", outcome.out, re.M)
     assert heads == ["none", "prompt_lookup", "lookahead", "auto"]
-    texts = re.split(r"\n--- \w+ ---\n", outcome.out)[1:]
-    assert texts[0] + "\n" == texts[1] + "\n"
+    texts = [text.split("\n\n")[0] for text in re.split(r"--- \w+ ---\n", outcome.out)[1:]]
+    assert len(set(texts)) == 1
     rows = {line.split()[0]: line.split() for line in outcome.out.splitlines() if re.search(r"\dx ", line)}
     assert list(rows) == heads
-    assert rows["none"][1:4] == ["8", "8", "1.00"]
+    assert rows["none"][1:4] == ["24", "24", "1.00"]  # in three rounds
     assert rows["none"][5:] == ["1.00x", "reference"]
     assert [rows[name][-1] for name in heads[1:]] == ["identical"] * 3
 
 
 @pytest.mark.slow
 def test_demo_takes_drafters(run: Run) -> None:
-    outcome = run("demo", "--max-new-tokens", "4", "--drafters", "jacobi", "--temperature", "0.8")
+    arguments = ["--model", "tiny", "--max-new-tokens", "4", "--drafters", "jacobi", "--temperature", "0.8"]
+    outcome = run("demo", *arguments)
     assert re.findall(r"^--- (\w+) ---$", outcome.out, re.M) == ["none", "jacobi"]
-    assert run("demo", "--drafters", "jacoby").err.startswith("error: unknown drafter 'jacoby'; did you mean 'jacobi'?")
+    assert run("demo", "--drafters", "jacoby").err.endswith(
+        "error: unknown drafter 'jacoby'; did you mean 'jacobi'? known: " + ", ".join(drafter_names()) + "\n"
+    )
     assert run("demo", "--max-new-tokens", "0").err == "error: max_new_tokens is 0; it must be at least 1\n"
 
 
 def test_a_race_tells_where_texts_differ(tiny_engine: Engine) -> None:
-    from specdec.demo import Result
-
-    two, three = (Result("any", tiny_engine.generate(PROMPT, size)) for size in (2, 3))
+    two, three = (Result("any", [tiny_engine.generate(PROMPT, size)]) for size in (2, 3))
     assert two.first_difference(two) is None
     assert two.first_difference(three) == 3
+
+
+def test_a_race_goes_through_a_conversation(tiny_engine: Engine) -> None:
+    race = Race(tiny_engine, ["prompt_lookup"], max_new_tokens=6, sampling=SamplingParams())
+    seen: list[str] = []
+    answers: list[str] = []
+    asked = []
+    while (prompt := next_prompt("any", answers)) is not None:
+        asked.append(prompt)
+        answers.append(race.turn(prompt, lambda name, chunk: seen.append(name)))
+    assert [message["content"] for message in asked[1]] == [TALK[0], answers[0], TALK[1]]  # type: ignore[index]
+    assert answers == [tiny_engine.generate(prompt, 6).text for prompt in asked]
+    plain, drafted = race.results.values()
+    assert drafted.first_difference(plain) is None
+    assert (plain.tokens, plain.steps) == (12, 12)
+    assert all(result.generations[1].stats.reused_tokens > 30 for result in race.results.values())
+    assert seen.count("none") == 12
+
+
+@pytest.mark.parametrize(("width", "across"), [(200, 4), (100, 2), (50, 1)])
+def test_panes_stand_side_by_side_where_there_is_room(width: int, across: int) -> None:
+    names = ["first", "second", "two", "last"]
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=40)
+    panes = Panes(console, names)
+    with panes:
+        panes("two", _chunk("a text of\nthree lines\n\x1b[2J", 3), 12.3)
+    with console.capture() as shown:
+        console.print(panes.drawn())
+    first, *_ = shown.get().splitlines()
+    assert sum(name in first for name in names) == across
+    assert "two  12 tokens/s" in shown.get()
+    assert "␛[2J" in shown.get()
 
 
 @pytest.mark.slow

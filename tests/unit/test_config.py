@@ -122,12 +122,13 @@ def test_a_drafter_may_be_a_bare_name(tmp_path: Path) -> None:
         (["max_new_tokens=1.5"], "run.max_new_tokens is 1.5, of type float; it must be of type int"),
         (["sampling.seed=true"], "sampling.seed is True, of type bool; it must be of type int"),
         (["sampling.temperature=-1"], "temperature is -1; it must be a finite number >= 0"),
-        (["threads=0"], "threads is 0; it must be at least 1"),
+        (["threads=0"], "threads is 0; it must be an integer from 1 to 4096"),
         (["dtype=flot32"], "unknown dtype 'flot32'; did you mean 'float32'?"),
         (["execution=compiled"], "unknown execution 'compiled'; known: auto, fused, native, transformers"),
         (["policy=credits"], "'credits' is unknown; choose"),
         (["attention=fast"], "attention='fast' is unknown; choose one of auto, sdpa, split"),
-        (["device=cpu", "device_map=auto"], "device is 'cpu' and device_map 'auto'; give only one of them"),
+        (["stop=''"], "stop is ''"),
+        (["stop=[x, '']"], "stop is ['x', ''], of type list; it must be non-empty text, or a list of such"),
     ],
 )
 def test_bad_settings(file: Path, settings: list[str], message: str) -> None:

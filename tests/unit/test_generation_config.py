@@ -39,8 +39,9 @@ def test_what_is_not_taken_is_said(options: dict[str, Any], sampling: SamplingPa
     engine = engine_of(**options)
     message = rf"config of LlamaForCausalLM sets {re.escape(named)}, which an engine does not take: .*custom_generate"
     plain = Engine(TransformersTarget(new_model("llama"))).generate(PROMPT, NEW).token_ids
-    with pytest.warns(SpecdecWarning, match=message):
+    with pytest.warns(SpecdecWarning, match=message) as caught:
         assert engine.generate(PROMPT, NEW, sampling).token_ids == plain
+    assert caught[0].filename == __file__  # the line that called
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,15 @@ from drafters.adapter_step import AdapterCache, AdapterStep
 from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig, KangarooSession
 from specdec import Engine, SamplingParams
+from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
+from specdec.native.library import library
 from specdec.sampling import Noise
 from tests.models import new_model, prompt_of, random_adapter
+from training.kangaroo import NewAdapter, new_adapter
 
 LAYER = 1
 PROMPT = """class Stack:
@@ -46,12 +49,13 @@ class Watched(Kangaroo):
         return self.session
 
 
-def adapter_of(variant: str = "attention", seed: int = 3) -> Adapter:
+def adapter_of(
+    variant: str = "attention", seed: int = 3, *, dtype: torch.dtype = torch.float64, **sizes: int
+) -> Adapter:
     """Random weights throughout, so that every part matters."""
-    config = AdapterConfig(
-        hidden_size=32, vocab_size=32, exit_layer=LAYER, heads=4, variant=variant, intermediate_size=48
-    )
-    adapter = Adapter(config).double().requires_grad_(False)
+    sizes = {"hidden_size": 32, "vocab_size": 32, "heads": 4, "intermediate_size": 48, **sizes}
+    config = AdapterConfig(exit_layer=LAYER, variant=variant, **sizes)
+    adapter = Adapter(config).to(dtype).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in adapter.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
@@ -79,11 +83,23 @@ def perfect(shallow_target: TransformersTarget, tmp_path: Path) -> Callable[...,
     return make
 
 
+@pytest.mark.parametrize("key_heads", [0, 2, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_step_by_step_equals_the_whole_text(variant: str) -> None:
-    adapter = adapter_of(variant)
-    features = torch.randn(1, 11, 32, dtype=torch.float64)
-    head = torch.nn.Linear(32, 32, dtype=torch.float64).requires_grad_(False)
+def test_step_by_step_equals_the_whole_text(variant: str, key_heads: int) -> None:
+    check_steps(adapter_of(variant, key_heads=key_heads))
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_a_whole_layer_in_one_native_call(key_heads: int) -> None:
+    adapter = adapter_of("layer", dtype=torch.float32, hidden_size=64, key_heads=key_heads)
+    assert (AdapterStep(adapter)._layer is None) is (library() is None)
+    check_steps(adapter)
+
+
+def check_steps(adapter: Adapter) -> None:
+    size, dtype, variant = adapter.config.hidden_size, adapter.norm.dtype, adapter.config.variant
+    features = torch.randn(1, 11, size, dtype=dtype)
+    head = torch.nn.Linear(size, 32, dtype=dtype).requires_grad_(False)
     whole = adapter(features, torch.arange(11)[None], head)
     step = AdapterStep(adapter)
     cache = AdapterCache(step, 11)
@@ -91,7 +107,9 @@ def test_step_by_step_equals_the_whole_text(variant: str) -> None:
         step.absorb(features[0, :4], cache)
     rows = [step.step(features[0, first:last], cache) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
     found = step.logits(torch.cat(rows), head)
-    torch.testing.assert_close(found, whole[[4, 7, 8, 10]])
+    torch.testing.assert_close(
+        found, whole[[4, 7, 8, 10]], **({} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-4})
+    )
 
 
 def test_packed_texts_do_not_see_each_other() -> None:
@@ -121,6 +139,34 @@ def test_a_round_ends_where_confidence_ends(
 ) -> None:
     found = Engine(shallow_target, None, perfect(gamma=5, eta=1.0)).generate(prompt_of(9), 12)
     assert found.stats.rows == [2] * 6  # the first guess is made and verified, and no other
+
+
+@pytest.mark.parametrize(("slope", "rows"), [(0.0, 6), (0.1, None), (1.0, 2)])
+def test_a_round_ends_where_drafts_do_not_pay(
+    perfect: Callable[..., Watched], shallow_target: TransformersTarget, slope: float, rows: int | None
+) -> None:
+    """Without eta: free rows are drafted to the end, dear ones only once, and what is right is trusted further."""
+    drafter = perfect(gamma=5)
+    drafter.eta = None
+    drafter.draft_cost = drafter.shallow_cost = 0.0
+    costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 1.0 + 100 * slope]])
+    found = Engine(shallow_target, None, drafter, costs=costs).generate(
+        prompt_of(9), 40, SamplingParams(temperature=1.0, acceptance="match")
+    )
+    if rows is None:
+        assert found.stats.rows[0] < max(found.stats.rows) == 6
+    else:
+        assert set(found.stats.rows[:-1]) == {rows}
+
+
+def test_what_a_draft_costs(shallow_target: TransformersTarget, tmp_path: Path) -> None:
+    """By the weights that are read: two of three layers, the adapter, and eight of the head's 32 rows."""
+    adapter = random_adapter(shallow_target, tmp_path, exit_layer=2, draft_vocab=8)
+    made = Kangaroo.build(KangarooConfig(adapter=str(tmp_path)), shallow_target)
+    layers = sum(weight.numel() for layer in shallow_target.layers for weight in layer.parameters())
+    step, own = layers + 32 * 32, sum(weight.numel() for weight in adapter.parameters())
+    assert made.shallow_cost == pytest.approx(layers * 2 / 3 / step)
+    assert made.draft_cost == pytest.approx((layers * 2 / 3 + own + 8 * 32) / step)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -186,7 +232,7 @@ class Overruled(DrafterBase):
 def test_another_drafters_rows_are_learnt_from(target_of: Callable[..., TransformersTarget]) -> None:
     target, prompt, adapter = target_of("llama"), prompt_of(9), adapter_of()
     text = [*prompt, *Engine(target).generate(prompt, 30).token_ids]
-    drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter)
+    drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter, target)
     decoding = Engine(target, None, Overruled(drafter, text)).start(prompt, 30)
     with target.active():
         decoding.prefill()
@@ -214,7 +260,7 @@ def test_the_adapters_cache_is_that_of_the_text(
         if target is shallow_target:
             adapter.norm.fill_(1)
             adapter.o_proj.weight.mul_(0.2)  # often right, not always
-        drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter)
+        drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter, target)
         decoding = Engine(target, None, drafter, prefill_chunk=4).start(prompt_of(9), 60)
         lengths = set()
         with target.active():
@@ -245,6 +291,28 @@ def test_no_shallow_layer_runs_twice_for_a_row(
     assert rows[0] == rows[LAYER] == 8 + sum(found.stats.rows)  # 8: the prompt but its last token
 
 
+def test_early_exit_needs_no_adapter(shallow_target: TransformersTarget) -> None:
+    """Where later layers add nothing, the target's own norm and head are right from the exit on."""
+    engine = Engine(shallow_target, None, {"name": "kangaroo", "exit_layer": LAYER, "eta": 0.0, "gamma": 3})
+    found = engine.generate(prompt_of(9), 24)
+    assert found.stats.acceptance_lengths == [4] * 6
+    assert found.token_ids == Engine(shallow_target).generate(prompt_of(9), 24).token_ids
+    with pytest.raises(CheckpointError, match=r"leaves behind layer 3, .* must be in \[1, 2\]"):
+        engine.with_drafter({"name": "kangaroo", "exit_layer": 3})
+    with pytest.raises(ConfigError, match="give one of them"):
+        KangarooConfig(exit_layer=1, adapter="folder")
+
+
+def test_adapters_begin_with_the_targets_norm() -> None:
+    model = new_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(1, 2)
+    adapter = new_adapter(NewAdapter(exit_layer=1, variant="head"), TransformersTarget(model))
+    torch.testing.assert_close(adapter.norm.double(), model.model.norm.weight, rtol=1e-6, atol=0)
+    torch.testing.assert_close(adapter.head.weight.double(), model.lm_head.weight, rtol=1e-6, atol=1e-7)
+    assert adapter.config.groups == (4, 2)  # as the model's own
+
+
 def test_heads_fit_the_width() -> None:
     assert [fitting_heads(width, 4) for width in (192, 30, 2, 6)] == [4, 3, 1, 3]
 
@@ -254,6 +322,7 @@ def test_heads_fit_the_width() -> None:
     [
         ({"exit_layer": 0}, "exit_layer is 0"),
         ({"heads": 5}, "heads is 5"),
+        ({"key_heads": 3}, "key_heads is 3"),
         ({"variant": "lstm"}, "attention, head, layer, mlp"),
         ({"variant": "mlp"}, "needs intermediate_size"),
         ({"eta": 1.5}, "eta is 1.5"),
@@ -264,7 +333,7 @@ def test_adapter_configs_are_checked(values: dict[str, Any], words: str) -> None
         AdapterConfig(**{"hidden_size": 32, "vocab_size": 32, "exit_layer": 1, "heads": 4, **values})
 
 
-@pytest.mark.parametrize("values", [{"eta": -0.1}, {"gamma": 0}, {"branch": 0}])
+@pytest.mark.parametrize("values", [{"eta": -0.1}, {"gamma": 0}, {"branch": 0}, {"exit_layer": 0}])
 def test_options_are_checked(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"kangaroo.{next(iter(values))}"):
         KangarooConfig(**values)

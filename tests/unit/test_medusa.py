@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drafters import medusa
 from drafters.medusa import Medusa, MedusaConfig, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from drafters.weights import embedded_weights
 from specdec import Engine, SamplingParams
+from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
@@ -126,7 +128,7 @@ def test_a_narrow_room_keeps_the_first_nodes(target: TransformersTarget, tmp_pat
 
 def test_untrained_heads_repeat_the_target(target: TransformersTarget) -> None:
     """W = 0: head 1 says of n what the target said, which is the root itself."""
-    drafter = Medusa(MedusaConfig(tree="chain"), new_heads(NewHeads(heads=5), target).double())
+    drafter = Medusa(MedusaConfig(tree="chain"), new_heads(NewHeads(heads=5), target).double(), target)
     drafts: list[Draft] = []
     Engine(target, None, Spy(drafter, drafts.append)).generate(PROMPT, 12)
     assert all(len(set(draft.tokens)) == 1 for draft in drafts[1:])
@@ -138,6 +140,22 @@ def test_typical_acceptance_is_asked_for(target: TransformersTarget, tmp_path: P
         SamplingParams(temperature=1.0, acceptance="typical")
     sampling = SamplingParams(temperature=1.0, acceptance="typical", allow_lossy=True)
     assert Engine(target, None, drafter).generate(PROMPT, 8, sampling).lossy
+
+
+def test_trees_follow_accuracy_and_cost(target: TransformersTarget, tmp_path: Path) -> None:
+    """Heads that know how often they are right grow their tree by it, to the size that pays."""
+    heads = random_heads(target, tmp_path, heads=2)
+    heads.config = replace(heads.config, accuracy=[[0.6, 0.3], [0.2, 0.1]])
+    heads.save_pretrained(tmp_path)
+    sizes = []
+    for slope in (0.001, 0.12):
+        costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 1.0 + 100 * slope]])
+        drafts: list[Draft] = []
+        drafter = Medusa.build(MedusaConfig(heads=str(tmp_path)), target)
+        Engine(target, None, Spy(drafter, drafts.append), costs=costs).generate(PROMPT, 8)
+        sizes.append(len(drafts[0]))
+        assert list(drafts[0].parents)[:4] == [-1, 0, 0, 1][: sizes[-1]]
+    assert sizes == [1 + 6, 1 + 2]
 
 
 # Checkpoints
@@ -177,6 +195,38 @@ def test_published_checkpoints(target: TransformersTarget, tmp_path: Path, form:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     drafter = Medusa.build(MedusaConfig(heads=str(tmp_path), tree="mc_sim_7b_63"), target)
     assert Engine(target, None, drafter).generate(PROMPT, 8).stats.rows[0] == 64
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_heads_as_vllm_names_them(target: TransformersTarget, tmp_path: Path, shared: bool, shuffled: bool) -> None:
+    """Blocks without biases, whole or cut heads, a map of tokens in any order: the same heads."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = [torch.randn(32, 32, generator=generator) for _ in range(2)]
+    heads = [torch.randn(32, 32, generator=generator) for _ in range(2)]
+    tokens = torch.tensor([9, 3, 20] if shuffled else [3, 9, 20])
+    tensors = {f"medusa_heads.blocks.{n}.layers.0.weight": block for n, block in enumerate(blocks)}
+    if shared:
+        tensors["lm_heads.0.weight"] = heads[0]
+    else:
+        tensors |= {"lm_heads.0.weight": heads[0][tokens], "lm_heads.1.weight": heads[1]}
+    save_file({**tensors, "token_map": tokens}, tmp_path / "model.safetensors")
+    values = {"num_heads": 2, "vocab_size": 32, "truncated_vocab_size": 3, "original_lm_head": shared}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found = MedusaHeads.from_pretrained(tmp_path)
+    assert found.config == HeadsConfig(
+        heads=2, layers=1, hidden_size=32, vocab_size=32, own_head=not shared, draft_vocab=3
+    )
+    assert found.draft_tokens is not None
+    assert found.draft_tokens.tolist() == [3, 9, 20]
+    hidden = torch.randn(32)
+    for state, block, head in zip(found(hidden), blocks, heads, strict=True):
+        inner = block @ hidden
+        expected = hidden + inner * torch.sigmoid(inner)
+        expected = expected if shared else head[[3, 9, 20]] @ expected
+        torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
+    engine = Engine(target, None, Medusa.build(MedusaConfig(heads=str(tmp_path), tree=[[0], [0, 0]]), target))
+    assert engine.generate(PROMPT, 8).token_ids == Engine(target).generate(PROMPT, 8).token_ids
 
 
 @pytest.mark.parametrize(
@@ -292,7 +342,7 @@ def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget], t
     target = target_of("llama", torch.float32)
     heads = new_heads(NewHeads(heads=3), target)  # repeats the target's own token, which looping texts reward
     tree = [[rank] for rank in range(12)] + [[0, rank] for rank in range(6)] + [[0, 0, 0], [3, 0], [3, 0, 1]]
-    drafter = Medusa(MedusaConfig(tree=tree), heads)
+    drafter = Medusa(MedusaConfig(tree=tree), heads, target)
     texts, steps, tokens = [], 0, 0
     for seed in range(4):
         prompt = list(prompt_of(1 + 3 * seed, seed))
@@ -332,7 +382,7 @@ def test_odd_training_options_are_named() -> None:
 
 
 def test_shipped_heads_serve_the_embedded_model(tiny_engine: Engine) -> None:
-    assert (medusa.embedded_heads() / "README.md").exists()
+    assert all((folder / "README.md").exists() for folder in embedded_weights("medusa").values())
     engine = tiny_engine.with_drafter({"name": "medusa", "tree": "small"})  # the default's size follows the clock
     prompt = "def read(path):\n    with open(path) as file:\n"
     found, plain = engine.generate(prompt, 48), tiny_engine.generate(prompt, 48)

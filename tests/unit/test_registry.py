@@ -57,7 +57,7 @@ def test_bad_options_are_refused_with_value_and_remedy(spec: dict[str, object], 
 def test_a_drafter_stands_for_itself_and_nothing_else_does(tiny_engine: Engine) -> None:
     drafter = make_drafter({"name": "jacobi", "guesses": 7}, tiny_engine.target)
     assert make_drafter(drafter, tiny_engine.target) is drafter
-    with pytest.raises(ConfigError, match=r"drafter is 7; give a name, \{'name': ..., \*\*options\}, or "):
+    with pytest.raises(ConfigError, match=r"drafter is 7; it must be a name, \{'name': ..., \*\*options\}, or "):
         make_drafter(7, tiny_engine.target)  # type: ignore[arg-type]
 
 
@@ -93,6 +93,7 @@ class Odd(DrafterBase):
     needs_observe = False
     proposes = False
     plans_rows = True
+    draws = False
     fixed_cost_rows = 5
 
     def start(self, context: Context) -> DraftSession:
@@ -114,6 +115,8 @@ def test_a_drafter_that_does_not_declare_itself_is_refused(tiny_engine: Engine) 
         def start(self, context: Context) -> DraftSession:
             raise NotImplementedError
 
-    message = r"drafter Bare does not say its needs_observe, proposes, fixed_cost_rows; subclass specdec\.DrafterBase"
+    message = (
+        r"drafter Bare does not say its needs_observe, proposes, draws, fixed_cost_rows; subclass specdec\.DrafterBase"
+    )
     with pytest.raises(ConfigError, match=message):
         make_drafter(Bare(), tiny_engine.target)  # type: ignore[arg-type]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from specdec import Engine, TransformersTarget, cost
 from specdec.cost import CostCurve
 from specdec.errors import ConfigError, SpecdecWarning, TargetError
 from specdec.native.library import library
+from specdec.results import Step
 from specdec.runners import plan
 from specdec.runners.known import KnownLayer, UnknownModule
 from specdec.runners.layers import FusedLayer, FusedNorm
@@ -517,6 +520,47 @@ def test_four_threads_share_one_target() -> None:
         thread.join()
     assert [found[number] for number in range(len(prompts))] == expected
     assert model.config._attn_implementation == own
+
+
+def test_two_targets_of_one_model_decode_at_once() -> None:
+    """The first one ends while the second is in mid-text: neither loses its attention function, nor does the model."""
+    model, prompt = native_model(), models.prompt_of(7)
+    expected, own = models.reference(model, prompt, 20), model.config._attn_implementation
+    first, second = Engine(TransformersTarget(model)), Engine(TransformersTarget(model))
+    inside, ended = threading.Event(), threading.Event()
+    found: list[list[int]] = []
+
+    def wait(step: Step) -> None:
+        if step.index == 5:
+            inside.set()
+            ended.wait()
+
+    other = threading.Thread(target=lambda: found.append(second.generate(prompt, 20, on_step=wait).token_ids))
+    with first.target.active():
+        other.start()
+        inside.wait(60)
+    try:
+        assert model.config._attn_implementation == "specdec"
+        assert first.generate(prompt, 20).token_ids == expected
+        with pytest.raises(TargetError, match=r"a target is being made of a .* that is decoding, .* or share one"):
+            TransformersTarget(model)
+    finally:
+        ended.set()
+        other.join()
+    assert found == [expected]
+    assert model.config._attn_implementation == own
+    assert models.reference(model, prompt, 20) == expected
+    assert TransformersTarget(model).runner.name == "transformers"
+
+
+def test_what_is_lent_does_not_keep_the_model() -> None:
+    model = native_model().train()
+    with TransformersTarget(model).active():
+        pass
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_norm_is_torch_s_own() -> None:

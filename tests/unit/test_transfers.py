@@ -6,7 +6,7 @@ The numbers are real, so the same texts show that a step that copies once decide
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,47 @@ def test_one_copy_in_and_one_out(
         assert all(counts == {"in": 1, "out": 1} for _, counts in steps[1:]), [c for _, c in steps]
         assert steps[0][1]["out"] <= 2
     assert accepted or drafter == "none" or sampling is not None
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED])
+@pytest.mark.parametrize("drafter", ["none", "token_recycling", "medusa", "kangaroo"])
+def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
+    drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    target, prompts = target_of("mistral"), [prompt_of(size) for size in (20, 7, 13)]
+    options = settings_of(drafter, target, tmp_path)[-1]  # with a draft vocabulary, where there is one
+    engine = Engine(target, None, options, max_rows=24)
+    expected = [engine.generate(prompt, 12, sampling).token_ids for prompt in prompts]
+    mode = request.getfixturevalue("transfers")
+    with mode:
+        found = engine.generate_batch(prompts, 12, sampling, batch=2)
+    assert [one.token_ids for one in found] == expected
+
+
+class Alternating:
+    """A grammar whose states are its matchers: after an even token comes an odd one."""
+
+    def __init__(self, odd: bool = False) -> None:
+        self.odd = odd
+
+    def start(self, prompt: Sequence[int]) -> Alternating:
+        return Alternating()
+
+    def advance(self, token: int) -> Alternating | None:
+        return Alternating(not self.odd) if token % 2 == self.odd else None
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        wrong = torch.arange(scores.shape[-1]) % 2 != self.odd
+        return scores.masked_fill(wrong, -torch.inf)
+
+
+def test_a_grammar_is_asked_row_by_row(request: pytest.FixtureRequest) -> None:
+    """No row is decided without its state."""
+    engine = Engine(target_of("llama"), None, "token_recycling", max_rows=24)
+    expected = engine.generate(PROMPT, 12, logits_processor=[Alternating()]).token_ids
+    request.getfixturevalue("transfers")
+    assert engine.generate(PROMPT, 12, logits_processor=[Alternating()]).token_ids == expected
+    assert all(token % 2 == place % 2 for place, token in enumerate(expected))
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLED])

@@ -215,7 +215,7 @@ def test_a_union_of_unions_is_exact() -> None:
 def test_a_part_that_enters_at_a_layer_is_refused() -> None:
     class Entering(Fixed):
         def propose(self, room: int) -> Draft:
-            return Draft([self.context.root], [-1], entry=Entry(2, torch.zeros(1, 32)))
+            return Draft([self.context.root], [-1], entry=Entry(2, torch.zeros(1, 32, dtype=torch.float64)))
 
     with pytest.raises(ConfigError, match="union cannot take 'fixed': its rows enter the target at layer 2"):
         observed_through([Entering()])

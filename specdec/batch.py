@@ -1,0 +1,351 @@
+"""Batch: many sequences at once, each exactly as by itself.
+
+A step puts the rows of all sequences into one forward, flat and never padded; each sequence keeps its own cache, its
+own drafting session and its own noise, and commits its own rows. So nothing of a text depends on its neighbours, on
+their order, or on when it was admitted. (Numbers round alike whatever rows are beside them in native layers; elsewhere
+as well as between a forward of one row and one of several.)
+
+Prompts are admitted in order, as others end. What is drafted goes first, and what is left of ``step_rows`` takes chunks
+of prompts. Drafting is each session's own: passes through a draft model, or shallow ones, are not batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from specdec.arguments import checked
+from specdec.block import Batch
+from specdec.cache import KVCache
+from specdec.cost import Crowd
+from specdec.decoding import Decoding, Setup, Turn, cache_sizes
+from specdec.draft import Entry
+from specdec.errors import ConfigError
+from specdec.results import Chunk, Generation, Statistics, Step
+from specdec.sampling import Peaks, SamplingParams
+from specdec.target import Target, TargetOutput
+
+__all__ = ["Event", "Request", "Scheduler", "forward_together", "make_requests"]
+
+_STEP_ROWS = 256  # as many as keep a CPU's products fast; a larger chunk only makes the others wait
+
+
+class Host(Setup, Protocol):
+    """What a batch needs of an engine."""
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt."""
+
+    @property
+    def start(self) -> Callable[..., Decoding]:
+        """Makes a generation that is to be driven turn by turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, and what ``Engine.start`` is told beside it: the options that it is given."""
+
+    prompt: Any
+    max_new_tokens: int
+    options: Mapping[str, Any]
+
+
+def make_requests(
+    prompts: Iterable[Any],
+    max_new_tokens: int | Sequence[int],
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None,
+    *,
+    seed: int | Sequence[int] | None,
+    stop: str | Sequence[str] | Sequence[Sequence[str]],
+    logits_processor: Sequence[Any],
+    **others: Any,
+) -> list[Request]:
+    """One request per prompt, of parameters that are for all, or one for each; ``others`` are for all.
+
+    Stop strings and processors are lists already, so that one for each is a list of lists.
+
+    Raises:
+        ConfigError: the prompts are one text, or a parameter has another number of values.
+    """
+    if isinstance(prompts, str | Mapping):
+        raise ConfigError("prompts is one prompt; give a list of prompts, or call generate")
+    prompts = list(prompts)
+
+    def each(name: str, value: Any, one_each: bool) -> list[Any]:
+        if not one_each:
+            return [value] * len(prompts)
+        if len(value) != len(prompts):
+            raise ConfigError(
+                f"{name} has {len(value)} values for {len(prompts)} prompts; give one for all, or one for each"
+            )
+        return list(value)
+
+    def of_lists(value: Any) -> bool:
+        return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, list | tuple) for one in value)
+
+    budgets = each("max_new_tokens", max_new_tokens, isinstance(max_new_tokens, Sequence))
+    params = each("sampling", sampling, isinstance(sampling, Sequence))
+    if seed is not None:
+        seeds = each("seed", seed, isinstance(seed, Sequence))
+        params = [replace(one or SamplingParams(), seed=own) for one, own in zip(params, seeds, strict=True)]
+    stops = each("stop", stop, of_lists(stop))
+    chains = each("logits_processor", logits_processor, of_lists(logits_processor))
+    return [
+        Request(prompt, budget, {"sampling": own, "stop": ends, "logits_processor": chain, **others})
+        for prompt, budget, own, ends, chain in zip(prompts, budgets, params, stops, chains, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Event:
+    """What came of a request: a step, or its end by an error.
+
+    Attributes:
+        index: the request's place.
+        decoding: None where it could not even begin.
+        step: the step; None with an error.
+        error: why it failed.
+    """
+
+    index: int
+    decoding: Decoding | None
+    step: Step | None
+    error: Exception | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.error is not None or (self.decoding is not None and self.decoding.finish_reason is not None)
+
+    def generation(self) -> Generation:
+        """The generation as it stands; one that failed says ``error`` as its finish reason."""
+        done = Generation("", [], "", Statistics(), []) if self.decoding is None else self.decoding.result()
+        return done if self.error is None else replace(done, finish_reason="error", error=self.error)
+
+    def chunk(self) -> Chunk:
+        """The same as a piece of a stream."""
+        if self.decoding is None or self.step is None:
+            return Chunk("", [], None, "error", self.error)
+        return self.decoding.chunk_of(self.step)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    index: int
+    decoding: Decoding
+    bytes: int
+    turn: Turn | None = field(default=None)
+
+
+class Scheduler:
+    """Admits requests in order, steps those that run together, and lets go of those that end.
+
+    Args:
+        engine: whose target and drafter they share.
+        requests: taken one at a time, when there is room.
+        batch: most sequences at once.
+        step_rows: most rows of one forward, all drafts and chunks of prompts together; None takes 256, or the engine's
+            ``max_rows`` where that is larger. A draft that finds no room waits for the next forward as it is.
+        cache_bytes: most bytes that the target's caches may come to hold together, each counted as what its text may
+            need at most; None is no bound.
+
+    Raises:
+        ConfigError: a size that is not positive, or a ``step_rows`` that cannot hold a draft.
+    """
+
+    @checked
+    def __init__(
+        self,
+        engine: Host,
+        requests: Iterable[Request],
+        *,
+        batch: int = 8,
+        step_rows: int | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
+        if step_rows is not None and step_rows < engine.max_rows:
+            raise ConfigError(
+                f"step_rows is {step_rows}, and one draft may have max_rows = {engine.max_rows} rows; "
+                "give at least as many, or an engine with a smaller max_rows"
+            )
+        self._engine, self._batch = engine, batch
+        self._step_rows = step_rows or max(_STEP_ROWS, engine.max_rows)
+        self._cache_bytes = cache_bytes
+        self._waiting = enumerate(requests)
+        self._next: tuple[int, Request, list[int], int] | None = None  # index, request, its tokens and its bytes
+        self._running: list[_Running] = []
+        self._rows_each = 1.0  # of the drafts of the latest step
+
+    def run(self) -> Iterator[list[Event]]:
+        """The events of one step after the other, to the end; to be driven inside ``target.active()``."""
+        while True:
+            events = self._admit()
+            if not self._running and not events:
+                return
+            yield events + self._step()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the caches of the running sequences hold now."""
+        return sum(one.decoding.cache_bytes for one in self._running)
+
+    def _admit(self) -> list[Event]:
+        """Begin what there is room for, in order; the failures among it."""
+        failed: list[Event] = []
+        while len(self._running) < self._batch:
+            if self._next is None and not self._look(failed):
+                break
+            assert self._next is not None
+            index, request, tokens, size = self._next
+            held = sum(one.bytes for one in self._running)
+            if self._cache_bytes is not None and held + size > self._cache_bytes:
+                break
+            self._next = None
+            try:
+                decoding = self._engine.start(tokens, request.max_new_tokens, **request.options)
+            except Exception as error:
+                failed.append(Event(index, None, None, error))
+            else:
+                self._running.append(_Running(index, decoding, size))
+        return failed
+
+    def _look(self, failed: list[Event]) -> bool:
+        """Have the next request ready, passing over those that cannot be; False where there is none."""
+        for index, request in self._waiting:
+            try:
+                tokens = self._engine.encode(request.prompt)
+                size = self._bytes(len(tokens), request.max_new_tokens)
+            except Exception as error:
+                failed.append(Event(index, None, None, error))
+            else:
+                self._next = index, request, tokens, size
+                return True
+        return False
+
+    def _bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """Bytes that the cache of such a text may come to hold, if they are bounded.
+
+        Raises:
+            ConfigError: more than there may be in all.
+        """
+        if self._cache_bytes is None:
+            return 0
+        capacity, rows = cache_sizes(self._engine, prompt_tokens, max_new_tokens)
+        size = KVCache.most_bytes(getattr(self._engine.target, "specs", ()), capacity=capacity, rows=rows)
+        if size > self._cache_bytes:
+            raise ConfigError(
+                f"a text of up to {capacity} tokens may need {size} bytes of cache, and cache_bytes is "
+                f"{self._cache_bytes}; lower max_new_tokens or raise cache_bytes"
+            )
+        return size
+
+    def _step(self) -> list[Event]:
+        """One forward of all that run; what came of it, sequence by sequence."""
+        events: list[Event] = []
+        drafts, chunks = self._turns(events)
+        chosen = [one for one in (*drafts, *chunks) if one.turn is not None]
+        turns = [one.turn for one in chosen if one.turn is not None]
+        if not turns:
+            return events
+        began = perf_counter()
+        parts = forward_together(self._engine.target, turns, self._engine.drafter.taps)
+        seconds = (perf_counter() - began) / sum(turn.block.rows for turn in turns)
+        for one, turn, part in zip(chosen, turns, parts, strict=True):
+            one.turn, share = None, seconds * turn.block.rows
+            try:
+                if turn.draft is None:
+                    one.decoding.absorb(turn, part, share)
+                    continue
+                step = one.decoding.conclude(turn, part, share)
+            except Exception as error:
+                events.append(self._fail(one, error))
+                continue
+            events.append(Event(one.index, one.decoding, step))
+            if one.decoding.finish_reason is not None:
+                self._running.remove(one)
+        if drafts:
+            self._rows_each = sum(len(turn.draft) for turn in turns if turn.draft is not None) / len(drafts)
+        return events
+
+    def _turns(self, events: list[Event]) -> tuple[list[_Running], list[_Running]]:
+        """Who has a draft in the next forward, and who a chunk of its prompt; failures go to ``events``."""
+        others = len(self._running) - 1
+        crowd = Crowd(others + 1, round(others * self._rows_each)) if others else None
+        left, drafts, chunks = self._step_rows, list[_Running](), list[_Running]()
+        for one in sorted(self._running, key=lambda one: one.turn is None):  # who had to wait comes first
+            if one.decoding.prefilling:
+                continue
+            if one.turn is None:
+                one.decoding.share(crowd)
+                try:
+                    one.turn = one.decoding.propose()
+                except Exception as error:
+                    events.append(self._fail(one, error))
+                    continue
+            if one.turn.block.rows <= left:
+                left -= one.turn.block.rows
+                drafts.append(one)
+        for one in self._running:
+            if left and one.decoding.prefilling:
+                one.turn = one.decoding.chunk(left)
+                left -= one.turn.block.rows
+                chunks.append(one)
+        return drafts, chunks
+
+    def _fail(self, one: _Running, error: Exception) -> Event:
+        self._running.remove(one)
+        return Event(one.index, one.decoding, None, error)
+
+
+def forward_together(target: Target, turns: Sequence[Turn], taps: Collection[int]) -> list[TargetOutput]:
+    """Run the rows of several sequences as one forward; each one's part of the output, in order.
+
+    Rows that passed the first layers already come in where these end: the others are run up to there first.
+    """
+    order = sorted(range(len(turns)), key=lambda place: _layer(turns[place]))
+    ranked = [turns[place] for place in order]
+    stages = sorted({_layer(turn) for turn in ranked})
+    hidden: torch.Tensor | None = None
+    found: dict[int, torch.Tensor] = {}
+    for layer, after in zip(stages, (*stages[1:], None), strict=True):
+        within = [turn for turn in ranked if _layer(turn) <= layer]
+        block = Batch([turn.block for turn in within]) if len(within) > 1 else within[0].block
+        came = [turn.entry.hidden for turn in within if turn.entry is not None and turn.entry.layer == layer]
+        entry = Entry(layer, torch.cat(came if hidden is None else [hidden, *came])) if came else None
+        rows = _wanted(within) if after is None else ()
+        output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows)
+        hidden = output.hidden
+        found |= output.taps
+    parts: list[TargetOutput] = []
+    peaks = None if output.logits is None else Peaks(output.logits)
+    first = place = 0
+    for turn in ranked:
+        last = first + turn.block.rows
+        count = turn.block.rows if turn.rows is None else len(turn.rows)
+        logits = None if output.logits is None or not count else output.logits[place : place + count]
+        # Of a layer that later rows did not come through, there are only the rows before those.
+        own = {tap: rows[first:last] for tap, rows in found.items() if last <= len(rows)}
+        parts.append(TargetOutput(logits, output.hidden[first:last], own, None if peaks is None else (peaks, place)))
+        first, place = last, place + count
+    return [parts[order.index(number)] for number in range(len(turns))]
+
+
+def _layer(turn: Turn) -> int:
+    """The layer that its rows enter at; -1 where they are tokens."""
+    return -1 if turn.entry is None else turn.entry.layer
+
+
+def _wanted(turns: Sequence[Turn]) -> list[int] | None:
+    """The rows among all whose logits somebody wants; None for all of them."""
+    if all(turn.rows is None for turn in turns):
+        return None
+    wanted, first = list[int](), 0
+    for turn in turns:
+        rows = range(turn.block.rows) if turn.rows is None else turn.rows
+        wanted += [first + row for row in rows]
+        first += turn.block.rows
+    return wanted

@@ -1,0 +1,211 @@
+"""llama.cpp as a rival: greedy decoding through its C interface, from a GGUF file with the target's own weights.
+
+Needs ``pip install llama-cpp-python gguf``. Tokens go in and come out as numbers, so no tokenizer is involved. With
+``file`` it decodes that file instead, such as a quantised one: another model, so it counts as lossy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.bench.plan import Plan
+from specdec.bench.systems import Output
+from specdec.engine import Engine
+from specdec.errors import ConfigError, unknown
+from specdec.model import TransformersTarget
+
+__all__ = ["LlamaCpp"]
+
+_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_BATCH = 512  # tokens per forward of the prompt, which is ours too
+
+
+class LlamaCpp:
+    """Greedy decoding by llama.cpp on CPU.
+
+    Options: ``file``, a GGUF file to decode instead of the target's weights; ``lookup``, how many tokens its n-gram
+    lookup proposes after the last match of two tokens (0: none).
+
+    Raises:
+        ConfigError: the packages are missing, the target is no Llama, or T > 0, where its random numbers are its own.
+    """
+
+    ours = False
+
+    def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
+        known = {"file": None, "lookup": 0}
+        for name in options:
+            if name not in known:
+                raise ConfigError(unknown(f"option of {label}", name, known))
+        if plan.temperature > 0:
+            raise ConfigError(f"{label} is compared on greedy text; leave it out of --systems, or set --temperature 0")
+        self.label, self.options = label, {**known, **options}
+        self._target = target = engine.target
+        self.lossy = self.options["file"] is not None
+        self.comparable = False  # the same weights under other kernels: ties fall otherwise
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise ConfigError(f"{label} needs llama.cpp: pip install llama-cpp-python gguf ({error})") from error
+        self._lib: Any = llama_cpp
+        llama_cpp.llama_backend_init()
+        llama_cpp.llama_log_set(_quiet(), None)
+        arguments = llama_cpp.llama_model_default_params()
+        arguments.n_gpu_layers = 0
+        with tempfile.TemporaryDirectory() as folder:
+            path = self.options["file"]
+            if path is None:
+                path = Path(folder) / "model.gguf"
+                write_gguf(engine, path)
+            elif not Path(path).is_file():
+                raise ConfigError(f"there is no GGUF file {str(path)!r} for {label}")
+            self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), arguments)
+        if not self._model:
+            raise ConfigError(f"llama.cpp cannot read {str(self.options['file'] or 'the weights it was given')!r}")
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = min(target.context_length, 8192), _BATCH, _BATCH
+        settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
+        self._context = llama_cpp.llama_init_from_model(self._model, settings)
+        self._size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
+
+    @classmethod
+    def build(cls, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> LlamaCpp:
+        return cls(label, engine, plan, options)
+
+    def warm_up(self, prompt: list[int], budget: int) -> None:
+        self.answer(prompt, budget)
+
+    def reset(self) -> None:
+        pass
+
+    def answer(self, prompt: list[int], budget: int) -> Output:
+        began = perf_counter()
+        memory = self._lib.llama_get_memory(self._context)
+        self._lib.llama_memory_clear(memory, True)
+        for start in range(0, len(prompt) - 1, _BATCH):
+            self._forward(prompt[start : min(start + _BATCH, len(prompt) - 1)], start, wanted=False)
+        filled = perf_counter()
+        text, end = list(prompt), len(prompt) + budget
+        steps: list[int] = []
+        while not steps or (len(text) < end and text[-1] not in self._target.eos_ids):
+            drafts = _continuation(text, self.options["lookup"])
+            answers = self._forward([text[-1], *drafts], len(text) - 1)
+            accepted = next((n for n, draft in enumerate(drafts) if answers[n] != draft), len(drafts))
+            new = answers[: min(accepted + 1, end - len(text))]
+            ends = next((n + 1 for n, token in enumerate(new) if token in self._target.eos_ids), len(new))
+            text += new[:ends]
+            steps.append(ends)
+            if accepted < len(drafts):
+                self._lib.llama_memory_seq_rm(memory, 0, len(text) - 1, -1)
+        ended = perf_counter()
+        return Output(
+            text[len(prompt) :],
+            steps,
+            seconds={"wall": ended - began, "prefill": filled - began},
+            finish_reason="eos" if text[-1] in self._target.eos_ids else "length",
+        )
+
+    def _forward(self, tokens: list[int], first: int, *, wanted: bool = True) -> list[int]:
+        """The greedy answer after each token; none where they are not wanted."""
+        self._batch.n_tokens = len(tokens)
+        for place, token in enumerate(tokens):
+            self._batch.token[place], self._batch.pos[place] = token, first + place
+            self._batch.n_seq_id[place], self._batch.seq_id[place][0], self._batch.logits[place] = 1, 0, wanted
+        if self._lib.llama_decode(self._context, self._batch):
+            raise RuntimeError(f"llama.cpp could not decode {len(tokens)} tokens at position {first}")
+        if not wanted:
+            return []
+        logits = np.ctypeslib.as_array(
+            ctypes.cast(self._lib.llama_get_logits(self._context), ctypes.POINTER(ctypes.c_float)),
+            (len(tokens), self._size),
+        )
+        answers: list[int] = logits.argmax(-1).tolist()
+        return answers
+
+
+def write_gguf(engine: Engine, path: Path) -> None:
+    """The target's weights as llama.cpp reads them; queries and keys in the order of its rotary positions.
+
+    Raises:
+        ConfigError: the model is no Llama, or in a precision that the format has not.
+    """
+    target = engine.target
+    config = target.config if isinstance(target, TransformersTarget) else None
+    if config is None or config.model_type != "llama" or (kind := str(target.dtype)[6:]) not in _TYPES:
+        raise ConfigError(f"llama.cpp is given Llamas in {', '.join(_TYPES)}; the target is {target.name}")
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
+
+    assert isinstance(target, TransformersTarget)
+    state = dict(target.named_weights())
+    writer = GGUFWriter(path, "llama")
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(key_heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_rope_dimension_count(dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("no_vocab")
+
+    def add(name: str, key: str, turned: int = 0) -> None:
+        tensor = state[key]
+        if turned:
+            tensor = tensor.view(turned, 2, dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
+        values = tensor.float().contiguous().numpy()
+        chosen = GGMLQuantizationType[_TYPES[kind] if values.ndim == 2 else "F32"]
+        writer.add_tensor(name, quantize(values, chosen), raw_dtype=chosen)
+
+    add("token_embd.weight", "model.embed_tokens.weight")
+    add("output_norm.weight", "model.norm.weight")
+    if not config.tie_word_embeddings:
+        add("output.weight", "lm_head.weight")
+    for n in range(config.num_hidden_layers):
+        theirs, layer = f"blk.{n}.", f"model.layers.{n}."
+        add(theirs + "attn_norm.weight", layer + "input_layernorm.weight")
+        add(theirs + "ffn_norm.weight", layer + "post_attention_layernorm.weight")
+        add(theirs + "attn_q.weight", layer + "self_attn.q_proj.weight", heads)
+        add(theirs + "attn_k.weight", layer + "self_attn.k_proj.weight", key_heads)
+        add(theirs + "attn_v.weight", layer + "self_attn.v_proj.weight")
+        add(theirs + "attn_output.weight", layer + "self_attn.o_proj.weight")
+        for name in ("gate", "up", "down"):
+            add(f"{theirs}ffn_{name}.weight", f"{layer}mlp.{name}_proj.weight")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _continuation(text: list[int], count: int) -> list[int]:
+    """What followed the last two tokens the last time."""
+    if count:
+        last = text[-2:]
+        for start in range(len(text) - 3, -1, -1):
+            if text[start : start + 2] == last:
+                return text[start + 2 : start + 2 + count]
+    return []
+
+
+@cache
+def _quiet() -> Any:
+    """A log function that drops what llama.cpp says of each tensor; the library calls it until the process ends."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)

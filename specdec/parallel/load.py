@@ -1,0 +1,52 @@
+"""Load a model as one of several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.errors import ConfigError
+from specdec.parallel.ranks import join, local_device
+from specdec.parallel.rows import ShardedTarget
+from specdec.parallel.target import ParallelTarget
+from specdec.parallel.tensor import TensorTarget
+from specdec.pretrained import load_model
+
+__all__ = ["load_parallel"]
+
+
+def load_parallel(
+    kind: str,
+    path: str | Path,
+    *,
+    max_rows: int = 128,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    execution: str = "auto",
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> ParallelTarget:
+    """As ``TransformersTarget.from_pretrained``, called by every process; ``kind`` is ``rows`` or ``tensor``.
+
+    Raises:
+        ConfigError: this process was started alone, or the model is to be spread in two ways at once.
+    """
+    if device_map is not None:
+        raise ConfigError(f"device_map is {device_map!r} and parallel {kind!r}; give only one of them")
+    join(device)
+    split = kind == "tensor"
+    model = load_model(
+        path,
+        dtype=dtype,
+        device=None if split else local_device(device),
+        device_map=None,
+        trust_remote_code=trust_remote_code,
+        split=split,
+    )
+    options: dict[str, Any] = {"execution": execution, "attention": attention, "owned": True, "progress": progress}
+    return TensorTarget(model, **options) if split else ShardedTarget(model, max_rows=max_rows, **options)

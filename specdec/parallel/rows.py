@@ -1,0 +1,345 @@
+"""Rows: a step's tree is split over processes that each hold the whole model (lookahead parallelism, for any drafter).
+
+Fu et al. 2024, section 3.4 on lookahead parallelism, split a window's columns and the n-grams beside it. Here the
+subtrees of any draft are (:mod:`specdec.parallel.split`). All ranks run the same engine and drafter on the same text,
+so each of them knows the draft, and runs its share. Then one collective of fixed size tells all the others what
+verifier and drafter read of it, and nothing else: the tokens that the target says along the rank's own way through the
+tree, each row's likeliest tokens, and the hidden state where that way ends.
+
+A way's tokens are the target's own at any temperature, as the noise depends on the position alone, and every rank that
+holds a row draws the same there. So the verdict is the longest way. Where rounding makes two ranks differ, the first
+one is right for all of them, and a rank that differs all the time is broken.
+
+Keys and values stay where they are. What another rank's rows brought is run once more with the next step's share: a
+few rows, which wait for the same reading of the weights. To send their keys and values, 2 x layers x heads x width
+numbers a token, would be a second collective that cannot start before the verdict is known: for a model of 7 B in half
+precision half a megabyte a token, against about a kilobyte for all of the above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation import logits_process
+
+from specdec.block import Block, Rows
+from specdec.cache import KVCache
+from specdec.draft import Draft, Entry
+from specdec.errors import ConfigError, ParallelError
+from specdec.parallel.ranks import checksum
+from specdec.parallel.split import split
+from specdec.parallel.target import ParallelTarget
+from specdec.sampling import Sampler, Scores
+from specdec.target import FINAL, TargetOutput
+from specdec.verify import Verdict, match, verifier_for
+
+__all__ = ["GatheredScores", "ShardedTarget", "SharedCache"]
+
+_STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+_ALLOWED = 4  # steps in which a rank may differ by rounding, and one in eight besides
+
+
+class SharedCache(KVCache):
+    """One text, of which this rank has run a part.
+
+    Its ``length`` is the text's. What others' rows brought in the latest step is ``pending`` until the next one.
+
+    Args:
+        own: what this rank has run.
+        rank, ranks: its number, and how many there are.
+    """
+
+    def __init__(self, own: KVCache, rank: int, ranks: int, *, capacity: int, rows: int) -> None:
+        super().__init__([], capacity=capacity, rows=rows)
+        self.own, self.rank = own, rank
+        self.pending: list[int] = []
+        self.greeted, self.text, self.known = False, 0, 0  # whether the ranks agreed on it; its checksum, up to there
+        self._lags = [0] * ranks  # pending tokens of every rank
+        self._shares: list[list[int]] | None = None
+        self._tokens: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes
+
+    def share(self, tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+        """Split a tree that is to be run next; the rows of each rank."""
+        self._tokens = list(tokens)
+        self._shares = split(parents, self._lags)
+        return self._shares
+
+    def commit(self, path: Sequence[int]) -> None:
+        if self._shares is None:  # all ranks ran all rows
+            self.own.commit(path)
+        else:
+            kept = [sum(row in share for row in path) for share in map(set, self._shares)]  # an own part comes first
+            place = {row: len(self.pending) + at for at, row in enumerate(self._shares[self.rank])}
+            here = kept[self.rank]
+            self.own.commit([*range(len(self.pending)), *(place[row] for row in path[:here])])
+            self.pending = [self._tokens[row] for row in path[here:]]
+            self._lags = [len(path) - count for count in kept]
+            self._shares = None
+        self.length += len(path)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOutput(TargetOutput):
+    """What this rank's share gave; ``logits``, ``hidden`` and ``taps`` are of its own rows.
+
+    Attributes:
+        cache: of the text.
+        shares: the rows of each rank.
+        scored: the rows whose logits somebody reads.
+    """
+
+    cache: SharedCache = field(kw_only=True)
+    shares: list[list[int]] = field(kw_only=True)
+    scored: list[int] = field(kw_only=True)
+
+
+class GatheredScores(Scores):
+    """The likeliest tokens of a step's scored rows, from all ranks; logits are not among it.
+
+    Args:
+        best: of each scored row its likeliest tokens, best first.
+        rows: the scored rows; None where row i has best[i].
+    """
+
+    def __init__(self, best: list[list[int]], rows: Sequence[int] | None) -> None:
+        super().__init__(torch.empty(0), rows)
+        self.best = best
+
+    def of(self, row: int) -> torch.Tensor:
+        raise ConfigError("logits are not exchanged under parallel='rows'; a drafter may read the likeliest tokens")
+
+    def argmax(self, row: int) -> int:
+        return self.likeliest(1)[self.place(row)][0]
+
+    def likeliest(self, count: int) -> list[list[int]]:
+        if any(len(tokens) < count for tokens in self.best[:1]):
+            raise ConfigError(
+                f"a drafter reads the {count} likeliest tokens of each row and said that it reads {len(self.best[0])}; "
+                "set its `likeliest`"
+            )
+        return [tokens[:count] for tokens in self.best]
+
+    def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
+        return GatheredScores([self.best[self.place(row)] for row in rows], numbers)
+
+
+class ShardedTarget(ParallelTarget):
+    """A target each step of which is split over ranks that all hold the model.
+
+    A drafter's hidden states (``taps``) are given for the last accepted row, and are NaN elsewhere.
+
+    Args:
+        model: as for TransformersTarget, as are ``options``.
+        max_rows: most rows of a draft.
+    """
+
+    kind, splits = "rows", True
+
+    def __init__(self, model: Any, *, max_rows: int = 128, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.max_rows = max_rows
+        self._steps, self._differed = 0, [0] * self.ranks.size
+
+    def new_cache(self, *, capacity: int, rows: int) -> KVCache:
+        if not self.together:
+            return super().new_cache(capacity=capacity, rows=rows)
+        own = super().new_cache(capacity=capacity, rows=2 * rows)  # a share, and as many pending rows
+        return SharedCache(own, self.ranks.rank, self.ranks.size, capacity=capacity, rows=rows)
+
+    def forward(
+        self,
+        block: Rows,
+        *,
+        entry: Entry | None = None,
+        exit_layer: int | None = None,
+        taps: Collection[int] = (),
+        rows: Sequence[int] | None = None,
+    ) -> TargetOutput:
+        cache = block.cache if isinstance(block, Block) else None
+        if not isinstance(block, Block) or not isinstance(cache, SharedCache):
+            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows)
+        if entry is not None or exit_layer is not None or set(taps) - {FINAL}:
+            raise ConfigError(
+                "parallel='rows' splits whole forwards, and this drafter runs the target's first layers by itself; "
+                "choose one that does not, such as lookahead, medusa or auto"
+            )
+        tokens = block.tokens[0].tolist()
+        if rows is not None and not rows:  # of the prompt; every rank needs its keys
+            return super().forward(self._block(Draft.chain(tokens), cache), taps=taps, rows=rows)
+        parents = range(-1, len(tokens) - 1) if block.parents is None else block.parents
+        shares = cache.share(tokens, parents)
+        share, pending = shares[self.ranks.rank], cache.pending
+        place = {-1: len(pending) - 1} | {row: len(pending) + at for at, row in enumerate(share)}
+        above = [*range(-1, len(pending) - 1), *(place[parents[row]] for row in share)]
+        own = self._block(Draft([*pending, *(tokens[row] for row in share)], above), cache)
+        scored = list(range(len(tokens)) if rows is None else rows)
+        wanted = [place[row] for row in scored if row in place]
+        output = super().forward(own, taps=taps, rows=wanted)
+        hidden = {layer: found[len(pending) :] for layer, found in output.taps.items()}
+        return ShareOutput(output.logits, output.hidden, hidden, cache=cache, shares=shares, scored=scored)
+
+    def _block(self, draft: Draft, cache: SharedCache) -> Block:
+        return Block.of(draft, cache.own, self.device, self.backend)
+
+    def verify(
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+    ) -> tuple[Verdict, Scores]:
+        """Judge a draft with all ranks; the taps of ``output`` are those of the whole draft from then on."""
+        assert isinstance(output, ShareOutput)
+        assert scores is None  # of one rank's rows
+        self._refuse(draft, sampler)
+        cache, ranks = output.cache, self.ranks
+        if not cache.greeted:
+            self.greet(sampler, taps=len(output.taps), likeliest=likeliest)
+            cache.greeted = True
+        cache.text = checksum(sampler.tokens[cache.known :], start=cache.text)
+        cache.known = len(sampler.tokens)
+        message = _Message(self.max_rows, likeliest, {layer: t[0] for layer, t in output.taps.items()})
+        failure = None
+        try:
+            words = message.written(output, draft, sampler, ranks.rank)
+        except Exception as error:  # the others must not wait for this rank
+            failure, words = error, message.failed()
+        words[0] = checksum(draft.tokens, draft.parents, sorted(draft.probes), draft.read, start=cache.text)
+        found = ranks.gather(torch.from_numpy(words)).numpy()
+        if failure is not None:
+            raise failure
+        ranks.check_equal("the draft", found[:, 0].tolist())
+        for rank in np.flatnonzero(found[:, 1] < 0).tolist():
+            raise ParallelError(f"rank {rank} failed in the middle of a step; its own error says why")
+        ways = [message.way(words, draft, share) for words, share in zip(found, output.shares, strict=True)]
+        self._compare([way[0] for way in ways])
+        verdict = _settled(draft, ways)
+        ends = [words for words, way in zip(found, ways, strict=True) if [*way][-1] == verdict.path[-1]]
+        for layer, own in output.taps.items():
+            whole = own.new_full((len(draft), own.shape[-1]), torch.nan)
+            for words in ends[:1]:
+                whole[verdict.path[-1]] = message.tap(words, layer)
+            output.taps[layer] = whole
+        best = message.best(found, output.shares, output.scored)
+        return verdict, GatheredScores(best, draft.scored_rows())
+
+    def _refuse(self, draft: Draft, sampler: Sampler) -> None:
+        """Raises ConfigError for what needs more than a row's token."""
+        if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
+            what = "a draft with probabilities (q)" if draft.q else f"acceptance={sampler.params.acceptance!r}"
+            raise ConfigError(
+                f"parallel='rows' exchanges tokens, and {what} is judged by whole distributions; "
+                "use acceptance='match' or another drafter"
+            )
+        for processor in sampler.processors:
+            name = type(processor).__name__
+            if getattr(logits_process, name, None) is not type(processor) or name in _STATEFUL:
+                raise ConfigError(
+                    f"logits processor {name} may keep a state, which would be another one on every rank; "
+                    "parallel='rows' takes those of transformers that keep none"
+                )
+        if len(draft) > self.max_rows:
+            raise ConfigError(f"a draft has {len(draft)} rows, and ranks send {self.max_rows}; raise max_rows of both")
+
+    def _compare(self, tokens: Sequence[int]) -> None:
+        """Raises ParallelError where a rank says something else after the root than rank 0, and not by rounding."""
+        self._steps += 1
+        for rank, token in enumerate(tokens):
+            self._differed[rank] += token != tokens[0]
+            if self._differed[rank] > _ALLOWED + self._steps // 8:
+                raise ParallelError(
+                    f"rank {rank} continued the same text otherwise than rank 0 in {self._differed[rank]} of "
+                    f"{self._steps} steps, which is no rounding; check that both have the same weights, and its device"
+                )
+
+
+Way = dict[int, int]
+"""Rows that a rank went through, in order, and the target's token after each."""
+
+
+class _Message:
+    """What a rank says of its share: [words] int32, as many for every step of a text.
+
+    Words 0 and 1: a checksum of text and draft, and the tokens of its way, -1 where it failed. Then those tokens, the
+    likeliest tokens of each scored row of its share, and the taps where its way ends.
+    """
+
+    def __init__(self, max_rows: int, likeliest: int, taps: Mapping[int, torch.Tensor]) -> None:
+        self._rows, self._likeliest, self._like = max_rows, likeliest, taps
+        self._best = 2 + max_rows
+        self._taps = self._best + max_rows * likeliest
+        self._size = self._taps + sum(tap.nbytes // 4 for tap in taps.values())
+
+    def failed(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        words = np.zeros(self._size, dtype=np.int32)
+        words[1] = -1
+        return words
+
+    def written(
+        self, output: ShareOutput, draft: Draft, sampler: Sampler, rank: int
+    ) -> np.ndarray[Any, np.dtype[np.int32]]:
+        assert output.logits is not None
+        share, words = output.shares[rank], self.failed()
+        place = {row: at for at, row in enumerate(share)}
+        own = Draft(
+            [draft.tokens[row] for row in share],
+            [-1, *(place[draft.parents[row]] for row in share[1:])],
+            probes=frozenset(place[row] for row in draft.probes if row in place),
+        )
+        scores = Scores(output.logits, [place[row] for row in output.scored if row in place])
+        verdict = match(own, scores, sampler)
+        words[1] = len(verdict.tokens)
+        words[2 : 2 + len(verdict.tokens)] = verdict.tokens
+        if self._likeliest:
+            best = np.asarray(scores.likeliest(self._likeliest), dtype=np.int32).ravel()
+            words[self._best : self._best + len(best)] = best
+        start = self._taps
+        for tap in output.taps.values():
+            numbers = tap[verdict.path[-1]].cpu().view(torch.int32).numpy()
+            words[start : start + len(numbers)] = numbers
+            start += len(numbers)
+        return words
+
+    def way(self, words: Any, draft: Draft, share: Sequence[int]) -> Way:
+        """The rows of a rank's way, found again by its tokens."""
+        row, way = 0, Way()
+        for token in words[2 : 2 + words[1]].tolist():
+            way[row] = token
+            row = next((r for r in share if draft.parents[r] == row and draft.tokens[r] == token
+                        and r not in draft.probes), -1)  # fmt: skip
+        return way
+
+    def best(self, found: Any, shares: Sequence[Sequence[int]], scored: Sequence[int]) -> list[list[int]]:
+        """Of each scored row its likeliest tokens, by the first rank that has it."""
+        known: dict[int, list[int]] = {}
+        wanted, count = set(scored), self._likeliest
+        for words, share in zip(found, shares, strict=True):
+            rows = [row for row in share if row in wanted]
+            table = words[self._best : self._best + len(rows) * count].reshape(len(rows), count).tolist()
+            known = dict(zip(rows, table, strict=True)) | known
+        return [known[row] for row in scored]
+
+    def tap(self, words: Any, layer: int) -> torch.Tensor:
+        """[D] of a layer at the end of a rank's way."""
+        start = self._taps
+        for other, like in self._like.items():
+            size = like.nbytes // 4
+            if other == layer:
+                return torch.from_numpy(words[start : start + size].copy()).view(like.dtype).to(like.device)
+            start += size
+        raise KeyError(layer)
+
+
+def _settled(draft: Draft, ways: Sequence[Way]) -> Verdict:
+    """The way through the whole draft; at each row by the first rank that went through it."""
+    path, tokens = [0], list[int]()
+    while True:
+        tokens.append(next(way[path[-1]] for way in ways if path[-1] in way))
+        child = draft.child(path[-1], tokens[-1])
+        if child is None or not any(child in way for way in ways):
+            return Verdict(path, tokens)
+        path.append(child)

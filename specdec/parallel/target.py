@@ -1,0 +1,83 @@
+"""ParallelTarget: what the targets of several processes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from specdec.cost import CostCurve, describe, kept_curve, new_curve, stored_at
+from specdec.model import TransformersTarget
+from specdec.parallel.ranks import Ranks, checksum
+from specdec.sampling import Sampler
+
+__all__ = ["ParallelTarget"]
+
+
+class ParallelTarget(TransformersTarget):
+    """A target that several processes run together: all of them make it, and use it alike.
+
+    Args:
+        model: as for TransformersTarget, as are ``options``.
+        ranks: the processes; None takes torch.distributed's.
+
+    Attributes:
+        kind: as in ``parallel=``.
+        ranks: the processes.
+        splits: whether a step's rows are split over them.
+    """
+
+    kind: ClassVar[str]
+    splits: ClassVar[bool]
+
+    def __init__(self, model: PreTrainedModel, *, ranks: Ranks | None = None, **options: Any) -> None:
+        self.together = False  # while it is checked and measured, nothing is split or compared
+        self.ranks = ranks or Ranks()
+        first = self.ranks.rank == 0
+        if self.splits and not first:  # what rank 0 times and keeps, the others read
+            self.ranks.wait()
+        super().__init__(model, **options)
+        if self.splits and first:
+            self.ranks.wait()
+        self.options["parallel"] = f"{self.kind} over {self.ranks.size}"
+        self.together = True
+
+    def agreed_curve(self, progress: Callable[[float], None] | None = None) -> CostCurve:
+        """What rows cost, the same for all ranks: as rank 0 has it kept, else timed by all at once, by its clock.
+
+        Where rows are split, so many more cost the same.
+        """
+        ranks, machine = self.ranks, describe(self)
+        kept = kept_curve(machine) if ranks.rank == 0 else None
+        known = ranks.told(None if kept is None else asdict(kept))
+        if known is None:
+            self.together = False
+            try:
+                place = stored_at(machine) if ranks.rank == 0 else None
+                known = asdict(new_curve(self, place, progress, clock=ranks.clock))
+            finally:
+                self.together = True
+        curve = CostCurve(**known)
+        share = ranks.size if self.splits else 1
+        return replace(curve, rows=[1 + (row - 1) * share for row in curve.rows])
+
+    def greet(self, sampler: Sampler, *, taps: int, likeliest: int) -> None:
+        """At the start of a text, see that all ranks begin the same one in the same way.
+
+        Raises:
+            ParallelError: they do not.
+        """
+        processors = " ".join(type(one).__name__ for one in sampler.processors)
+        self.ranks.agree(
+            the_model=checksum(repr([(name, value) for name, value in describe(self).items() if name != "device"])),
+            the_prompt=checksum(sampler.tokens),
+            the_sampling=checksum(repr(sampler.params), str(sampler.sample), processors),
+            the_drafter=checksum([taps, likeliest]),
+        )
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        found = super().describe()
+        found["execution"]["parallel"] = self.options["parallel"]
+        return found

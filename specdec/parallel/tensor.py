@@ -1,0 +1,64 @@
+"""Tensor: each weight is split over processes by transformers' own plan, ``tp_plan="auto"``; no transport is added.
+
+All ranks run every row. A forward's results are nearly the same everywhere, as the same sums are sent to all; to be
+sure, what rank 0 got is what all ranks go by: its logits, and the hidden states that a drafter reads. Before a forward
+the ranks compare what they are about to run, as a difference would end inside a layer's own exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from specdec.block import Block, Rows
+from specdec.draft import Entry
+from specdec.parallel.ranks import checksum
+from specdec.parallel.target import ParallelTarget
+from specdec.target import TargetOutput
+
+__all__ = ["TensorTarget"]
+
+
+class TensorTarget(ParallelTarget):
+    """A target whose weights are spread over ranks; every drafter and acceptance rule works."""
+
+    kind, splits = "tensor", False
+
+    def forward(
+        self,
+        block: Rows,
+        *,
+        entry: Entry | None = None,
+        exit_layer: int | None = None,
+        taps: Collection[int] = (),
+        rows: Sequence[int] | None = None,
+    ) -> TargetOutput:
+        if not self.together:
+            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows)
+        assert isinstance(block, Block)  # the engine refuses batches
+        wanted = [-1] if rows is None else rows
+        own = checksum(
+            block.tokens[0].tolist(),
+            [] if block.parents is None else block.parents,
+            [block.length, block.first, -1 if entry is None else entry.layer, -1 if exit_layer is None else exit_layer],
+            wanted,
+        )
+        begins = block.length + block.first == 0  # a text; before it, ranks may have been busy otherwise
+        found = self.ranks.gather(torch.tensor([own], dtype=torch.int32), patient=begins)
+        self.ranks.check_equal("the rows", found[:, 0].tolist())
+        output = super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows)
+        read = [*output.taps.values(), *([] if output.logits is None else [output.logits])]
+        if exit_layer is not None:
+            read.append(output.hidden)
+        if read:
+            led = self.ranks.lead(torch.cat([tensor.flatten() for tensor in read]))
+            for tensor, part in zip(read, torch.split(led, [tensor.numel() for tensor in read]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+        return output
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole parameters, each brought together in turn; all ranks have to go through them."""
+        for name, weight in super().named_weights():
+            yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight

