@@ -41,7 +41,7 @@ def _is_drafter(value: Any) -> bool:
 
 
 def _is_ids(value: Any) -> bool:
-    """Whether it is a tensor [1, n] of token ids, or [B, n]: batches are refused elsewhere, by their size."""
+    """Whether it is a tensor [B, n] of token ids."""
     import torch
 
     return isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)
@@ -102,7 +102,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "stream": _Flag,
     "eos_ids": Annotated[set[int] | frozenset[int], "a set of token ids"],
     # custom_generate
-    "input_ids": Annotated[Any, Predicate(_is_ids), "a tensor [1, n] of token ids"],
+    "input_ids": Annotated[Any, Predicate(_is_ids), "a tensor [B, n] of token ids"],
     "streamer": Annotated[Any, having("put", "end"), "a streamer of transformers"],
     "seed": Annotated[int, "an integer, such as 0"],
     "acceptance": _Name,

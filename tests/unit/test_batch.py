@@ -12,9 +12,10 @@ from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning, Tran
 from specdec.batch import Request, Scheduler
 from specdec.block import Batch, Block
 from specdec.cache import KVCache
-from specdec.cost import roofline
+from specdec.cost import Crowd, roofline
 from specdec.errors import ConfigError
 from specdec.native import library as native
+from specdec.policy import AcceptancePolicy
 from tests import models
 from tests.fakes import Drawing, Reciter, Scripted
 from tests.models import prompt_of, target_of
@@ -57,20 +58,26 @@ def test_prompts_join_as_others_end_and_results_keep_the_order() -> None:
 def test_no_forward_has_more_rows_than_it_may(step_rows: int) -> None:
     """Drafts that find no room wait as they are, and long prompts come in bits."""
     target = counting()
-    engine = Engine(target, drafter=Scripted(sure), max_rows=6, prefill_chunk=50)
-    engine.drafter = Several(sure)
-    prompts = [list(range(place, place + 30)) for place in range(5)]
+    engine = Engine(target, drafter=Several(sure), max_rows=6, prefill_chunk=50)
+    sessions: list[Scripted] = engine.drafter.sessions  # type: ignore[attr-defined]
+    prompts = [list(range(place, place + (30 if place == 1 else 2))) for place in range(5)]
     found = engine.generate_batch(prompts, 20, batch=4, step_rows=step_rows)
     assert [one.token_ids for one in found] == [numbers(prompt, 20) for prompt in prompts]
     assert max(target.forwards) <= step_rows
     assert all(one.stats.acceptance_lengths == [6, 6, 6, 2] for one in found)
+    assert [len(session.rooms) for session in sessions] == [4] * 5  # each draft was proposed once
 
 
 class Several(Scripted):
     """A session of its own for each sequence."""
 
+    def __init__(self, draft: Any) -> None:
+        super().__init__(draft)
+        self.sessions: list[Scripted] = []
+
     def start(self, context: Context) -> Scripted:
-        return Scripted(self.draft).start(context)
+        self.sessions.append(Scripted(self.draft).start(context))
+        return self.sessions[-1]
 
 
 def test_caches_keep_within_their_bytes() -> None:
@@ -183,6 +190,21 @@ def test_drawn_drafts_do_not_depend_on_the_neighbours() -> None:
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert [one.stats.rows for one in found] == [one.stats.rows for one in expected]
     assert len({rows for one in found for rows in one.stats.rows}) > 1
+
+
+def test_rows_are_dearer_in_a_crowd() -> None:
+    """By the curve at the rows of all, in a sequence's share of a plain step; drafting as well."""
+    curve = roofline("cpu")  # a tenth of a plain step for each more row
+    assert curve.steps(0, 3) == pytest.approx([0, 1, 1.1, 1.2])
+    share = 1.7 / 8  # of a forward of eight rows
+    assert curve.plain(0, Crowd(8, 7)) == pytest.approx(share)
+    assert curve.steps(0, 3, Crowd(8, 20)) == pytest.approx([0, 1, 1 + 0.1 / share, 1 + 0.2 / share])
+    policy = AcceptancePolicy(curve)
+    alone = policy.room(24, 0)
+    policy.prices.crowd = Crowd(8, 7)
+    assert 1 < policy.room(24, 0) < alone
+    policy.prices.crowd = None
+    assert policy.room(24, 0) == alone
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler")
