@@ -7,6 +7,7 @@ target accepts are committed there too, and whatever is missing is caught up wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -168,19 +169,20 @@ class DraftModelSession:
         level = [0]
         for width in widths:
             scores = Scores(logits, level)
-            for row in level:
-                path = _path(tokens, parents, row)
-                probabilities = self._sampler.distribution(scores, row, path)  # [V]
+            depth = depths[level[0]]
+            drawn = [self._sampler.distribution(scores, row, _path(tokens, parents, row)) for row in level]  # [V] each
+            children = self._children(drawn, level, depth, width)
+            for row, probabilities, (best, below) in zip(level, drawn, children, strict=True):
                 # A choice that rests on the path alone; one that looked at the drawn child would bias the output.
-                if trust[row] * float(probabilities.max()) < self._config.min_confidence:
+                if trust[row] * best < self._config.min_confidence:
                     continue
                 if self._draws:
                     q[row] = probabilities
-                for token in self._children(probabilities, row, len(path), width):
+                for token, probability in below:
                     tokens.append(token)
                     parents.append(row)
-                    depths.append(len(path) + 1)
-                    trust.append(trust[row] * float(probabilities[token]))
+                    depths.append(depth + 1)
+                    trust.append(trust[row] * probability)
             level = list(range(level[-1] + 1, len(tokens)))
             if not level or depths[-1] == len(widths):
                 break
@@ -204,19 +206,35 @@ class DraftModelSession:
         self._fed = len(tokens)
         return logits
 
-    def _children(self, probabilities: torch.Tensor, row: int, below: int, width: int) -> list[int]:
-        """The likeliest tokens, after noise where tokens are sampled.
+    def _children(
+        self, drawn: list[torch.Tensor], level: list[int], below: int, width: int
+    ) -> list[tuple[float, list[tuple[int, float]]]]:
+        """For each row of a level the largest probability, and its children: tokens with theirs.
 
-        The ``width`` largest of log q + Gumbel noise are draws without replacement, in order (Kool et al. 2019). Where
-        the verifier draws from the target, the noise is the target's own at that position, so that both tend to take
-        the same token; a draft that the verifier holds against its q needs noise that nothing else has seen.
+        They are the likeliest, after noise where tokens are sampled. The ``width`` largest of log q + Gumbel noise are
+        draws without replacement, in order (Kool et al. 2019). Where the verifier draws from the target, the noise is
+        the target's own at that position, so that both tend to take the same token; a draft that the verifier holds
+        against its q needs noise that nothing else has seen. All of a level is read from the device at once.
         """
-        values = probabilities.log()
-        if self._samples:
-            noise, position = self._context.noise, len(self._context.tokens)
-            values += noise.gumbel(position, Noise.DRAFT, row) if self._draws else noise.gumbel(position + below)
-        best, tokens = values.topk(min(width, len(values)))
-        return [token for token, value in zip(tokens.tolist(), best.tolist(), strict=True) if value > -torch.inf]
+        width = min(width, len(drawn[0]))
+        parts: list[torch.Tensor] = []
+        for row, probabilities in zip(level, drawn, strict=True):
+            values = probabilities.log()
+            if self._samples:
+                noise, position = self._context.noise, len(self._context.tokens)
+                values += noise.gumbel(position, Noise.DRAFT, row) if self._draws else noise.gumbel(position + below)
+            best, tokens = values.topk(width)
+            parts += [probabilities.max()[None], best, tokens, probabilities.index_select(0, tokens)]
+        found: list[float] = torch.cat([part.double() for part in parts]).tolist()
+        size = 1 + 3 * width
+        rows = [found[start : start + size] for start in range(0, len(found), size)]
+        return [(row[0], _there(row[1 : 1 + width], row[1 + width : 1 + 2 * width], row[-width:])) for row in rows]
+
+
+def _there(values: list[float], tokens: list[float], probabilities: list[float]) -> list[tuple[int, float]]:
+    """The tokens that have any probability, with it; a token is exact in float64."""
+    found = zip(values, tokens, probabilities, strict=True)
+    return [(int(token), probability) for value, token, probability in found if value > -math.inf]
 
 
 def fitting(widths: Sequence[int], depth: int, room: int) -> list[int]:

@@ -137,6 +137,7 @@ class KangarooSession:
         params = context.sampling
         self._processors = params.processors()
         self._reads_prefix = params.repetition_penalty != 1
+        self._no_ids = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)
         self._sampled = params.temperature > 0 and params.acceptance != "typical"
         self._coupled = self._sampled and params.acceptance == "match"
         self._prices = self._draft_prices()
@@ -162,13 +163,16 @@ class KangarooSession:
         while confident and last < most:
             probabilities = self._probabilities(self._guess(tokens[last], features[-1]), tokens[1:])
             confidence, best = probabilities.max(-1)
-            reached *= self._chance if self._sampled else float(confidence)
-            confident = self._goes_on(float(confidence), reached, len(tokens))
+            first_choice = self._choice(probabilities, best, len(tokens) - 1)
+            # In one copy from the device; a number is exact in float64, too.
+            trust, number = torch.stack((confidence.double(), first_choice.double())).tolist()
+            reached *= self._chance if self._sampled else trust
+            confident = self._goes_on(trust, reached, len(tokens))
             branch = 1 if confident else min(drafter.branch, room - len(tokens))
-            chosen = [
-                drafter.vocabulary.token(number)
-                for number in self._chosen(probabilities, int(best), branch, len(tokens) - 1)
-            ]
+            numbers = [int(number)] if number >= 0 else []
+            if branch > 1:
+                numbers = self._alternatives(probabilities, branch, len(tokens) - 1)
+            chosen = [drafter.vocabulary.token(number) for number in numbers]
             if not chosen:  # weights so large that the adapter says NaN
                 break
             if self._sampled and not self._coupled:
@@ -207,7 +211,7 @@ class KangarooSession:
             self._reached += accepted + (accepted < len(self._drafted))
         self._committed += len(committed)
         if known < len(committed):
-            self._pending.append(features[list(seen.path[known:])])
+            self._pending += [features[row : row + 1] for row in seen.path[known:]]
         self._drafted = []
 
     def _shallow(self, tokens: Sequence[int], parents: Sequence[int], first: int) -> torch.Tensor:
@@ -237,42 +241,50 @@ class KangarooSession:
         if self._processors:
             vocabulary = self._drafter.vocabulary
             prefix = [*self._context.tokens, *path] if self._reads_prefix else []
-            ids: Any = torch.tensor([prefix], dtype=torch.long, device=logits.device)
+            ids: Any = torch.tensor([prefix], dtype=torch.long, device=logits.device) if prefix else self._no_ids
             scores: Any = vocabulary.spread(logits.float(), -torch.inf)[None]  # processors know tokens by their ids
             logits = vocabulary.gather(self._processors(ids, scores)[0])
         return torch.softmax(logits, -1, dtype=torch.float64 if self._sampled else torch.float32)
 
-    def _chosen(self, probabilities: torch.Tensor, best: int, count: int, depth: int) -> list[int]:
-        """Numbers of up to ``count`` tokens, ``depth`` below the root: the likeliest, or draws without replacement.
+    def _choice(self, probabilities: torch.Tensor, best: torch.Tensor, depth: int) -> torch.Tensor:
+        """A token's number, int64 [], ``depth`` below the root: the likeliest, or a draw; -1 where there is none.
 
         In ``match`` the noise is the one that the target's own draw will use, so that the two tend to agree (Daliri et
         al. 2024). In ``reject`` a draw inverts the distribution function, for which one number does.
         """
-        noise, position = self._context.noise, len(self._context.tokens)
         if self._coupled:
-            noises = self._drafter.vocabulary.gather(noise.gumbel(position + depth))
-            return _largest(probabilities.log() + noises, count)
+            return (probabilities.log() + self._noises(depth)).argmax()
         if not self._sampled:
-            return [best] if count == 1 else _largest(probabilities.log(), count)
+            return best
+        sums = probabilities.cumsum(-1)
+        # The first sum that is not below a positive number ends a step up: its token has probability.
+        drawn = sums[-1:] * self._context.noise.uniform(len(self._context.tokens), Noise.DRAFT, depth)
+        return torch.where(sums[-1] > 0, torch.searchsorted(sums, drawn)[0], -1)
+
+    def _noises(self, depth: int) -> torch.Tensor:
+        """[d] the target's own noise where it draws the token."""
+        return self._drafter.vocabulary.gather(self._context.noise.gumbel(len(self._context.tokens) + depth))
+
+    def _alternatives(self, probabilities: torch.Tensor, count: int, depth: int) -> list[int]:
+        """Numbers of up to ``count`` tokens, the first being ``_choice``'s; draws are without replacement."""
+        if self._coupled:
+            return _largest(probabilities.log() + self._noises(depth), count)
+        if not self._sampled:
+            return _largest(probabilities.log(), count)
         chosen: list[int] = []
         while len(chosen) < count:
             if chosen:
                 probabilities = probabilities.clone()
                 probabilities[chosen[-1]] = 0
-            sums = probabilities.cumsum(-1)
-            total = float(sums[-1])
-            if not total > 0:
+            token = int(self._choice(probabilities, probabilities, depth + len(chosen)))
+            if token < 0:
                 break
-            # The first sum that is not below a positive number ends a step up: its token has probability.
-            drawn = total * noise.uniform(position, Noise.DRAFT, depth + len(chosen))
-            chosen.append(int(torch.searchsorted(sums, drawn)))
+            chosen.append(token)
         return chosen
 
 
 def _largest(scores: torch.Tensor, count: int) -> list[int]:
-    """The numbers of the largest finite scores, best first."""
-    if count == 1:
-        return [int(scores.argmax())]
+    """The numbers of the ``count`` largest finite scores, best first."""
     values, tokens = scores.topk(min(count, len(scores)))
     chosen: list[int] = tokens[torch.isfinite(values)].tolist()
     return chosen

@@ -22,7 +22,7 @@ from drafters.vocabulary import DraftVocabulary
 from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
 from specdec.draft import Draft
-from specdec.drafter import Context, DrafterBase, Observation
+from specdec.drafter import Context, DrafterBase, Observation, Question
 from specdec.errors import ConfigError, shown, unknown
 from specdec.target import FINAL, Target
 
@@ -148,7 +148,7 @@ class Medusa(DrafterBase):
 
     def __init__(self, config: MedusaConfig, heads: MedusaHeads, target: Target) -> None:
         super().__init__(config)
-        self._vocabulary = DraftVocabulary(heads.draft_tokens, target)
+        self.vocabulary = DraftVocabulary(heads.draft_tokens, target)
         own = heads.config
         weights = {name: weight.detach() for name, weight in heads.named_parameters()}
         numbers = range(own.heads)
@@ -171,7 +171,7 @@ class Medusa(DrafterBase):
             check_tree(paths, heads=own.heads, ranks=own.ranks)
             self.nodes = nodes_of(paths)
         self._depth = max(node.depth for node in self.nodes)
-        self._ranks = max(node.rank for node in self.nodes) + 1
+        self.ranks = max(node.rank for node in self.nodes) + 1
 
     @classmethod
     def build(cls, config: MedusaConfig, target: Target) -> Medusa:
@@ -189,19 +189,18 @@ class Medusa(DrafterBase):
         return MedusaSession(self, context)
 
     @torch.no_grad()
-    def guesses(self, hidden: torch.Tensor) -> list[list[int]]:
-        """Per head its likeliest tokens, best first, from one hidden state [1, D]."""
+    def guesses(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[heads, ranks] per head the numbers of its likeliest tokens, best first, from one hidden state [1, D]."""
         weight, _ = self._blocks[0]
         states = hidden.to(weight.device, weight.dtype).expand(self._depth, 1, -1)  # [K, 1, D]
         for weight, bias in self._blocks:
             states = states + F.silu(torch.baddbmm(bias[: self._depth], states, weight[: self._depth]))
         rows = states[:, 0]  # [K, D]
         if self._matrices is None:
-            logits = self._vocabulary.head(rows)
+            logits = self.vocabulary.head(rows)
         else:
             logits = torch.stack([F.linear(row, own) for row, own in zip(rows, self._matrices, strict=False)])
-        found: list[list[int]] = logits.topk(self._ranks, -1).indices.tolist()
-        return [[self._vocabulary.token(number) for number in ranks] for ranks in found]
+        return logits.topk(self.ranks, -1).indices
 
 
 class MedusaSession:
@@ -214,6 +213,7 @@ class MedusaSession:
             self._nodes = drafter.nodes[: costs.tree_rows(length, len(drafter.nodes))]
         self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
+        self._guesses: list[list[int]] | None = None  # numbers, where they came with the step
 
     def propose(self, room: int) -> Draft:
         """The tree, less what is deeper than the text may get or does not fit."""
@@ -222,16 +222,27 @@ class MedusaSession:
         tokens, parents = [context.root], [-1]
         if self._seen is None or room < 2 or deepest < 1:
             return Draft(tokens, parents)
-        guesses = self._drafter.guesses(self._seen[self._last : self._last + 1])
+        guesses, vocabulary = self._guesses, self._drafter.vocabulary
+        if guesses is None:
+            guesses = self._drafter.guesses(self._seen[self._last : self._last + 1]).tolist()
         rows = [0]
         for node in self._nodes:
             if len(tokens) == room:
                 break
             rows.append(len(tokens))
             if node.depth <= deepest:  # its parent is no deeper, so it is there
-                tokens.append(guesses[node.depth - 1][node.rank])
+                tokens.append(vocabulary.token(guesses[node.depth - 1][node.rank]))
                 parents.append(rows[node.parent])
         return Draft(tokens, parents)
 
+    def ask(self, question: Question) -> torch.Tensor | None:
+        hidden = question.taps[FINAL]
+        if question.last is None:
+            return None
+        return self._drafter.guesses(hidden.index_select(0, question.last.to(hidden.device)))
+
     def observe(self, seen: Observation) -> None:
-        self._seen, self._last = seen.taps[FINAL], seen.path[-1]
+        self._seen, self._last, self._guesses = seen.taps[FINAL], seen.path[-1], None
+        if seen.answer is not None:
+            size = self._drafter.ranks
+            self._guesses = [list(seen.answer[at : at + size]) for at in range(0, len(seen.answer), size)]

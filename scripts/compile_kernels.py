@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.kernels import tree
+from specdec.kernels import layer, tree
 
 DTYPES = ("bf16", "fp16", "fp32")
 WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)
@@ -52,7 +52,29 @@ def tree_variants(sample: bool) -> Iterator[Variant]:
         yield name, tree._tree, types, constants
 
 
-VARIANTS = (tree_variants,)
+def layer_variants(sample: bool) -> Iterator[Variant]:
+    """Sum and norm, turning and storing heads, and the gate."""
+    for dtype, width in product(DTYPES[::2] if sample else DTYPES, (4096,) if sample else (192, 576, 4096, 8192)):
+        types = dict.fromkeys(("residual", "delta", "weight", "total", "normed"), dtype)
+        wide = triton.next_power_of_2(width)
+        for adds in (False, True):
+            constants: dict[str, Any] = {"WIDTH": width, "WIDE": wide, "ADDS": adds}
+            yield f"add_norm {dtype} width {width}{' adds' if adds else ''}", layer._add_norm, types, constants
+        yield f"gate {dtype}", layer._gate, {"both": dtype, "output": dtype}, {"INNER": 3 * width, "BLOCK": 1024}
+    for dtype, width, normed in product(DTYPES, (128,) if sample else WIDTHS, (False, True)):
+        names = ("heads", "cosines", "sines", "query_weight", "key_weight", "query", "keys", "values")
+        types = {**dict.fromkeys(names, dtype), "places": "i64"}
+        half = triton.next_power_of_2(width // 2)
+        constants = {"QUERIES": 32, "KEYS": 8, "WIDTH": width, "HALF": half, "NORMED": normed}
+        yield (
+            f"turn_and_store {dtype} width {width}{' normed' if normed else ''}",
+            layer._turn_and_store,
+            types,
+            constants,
+        )
+
+
+VARIANTS = (tree_variants, layer_variants)
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int) -> int:

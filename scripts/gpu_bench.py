@@ -23,10 +23,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from scripts.checkout import use_checkout
+
+use_checkout()
+
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from specdec import Engine, TransformersTarget
 from specdec.arguments import DTYPES
 from specdec.attention import BACKENDS
@@ -117,17 +121,18 @@ def plain(engine: Engine, prompt: list[int], new: int, repeats: int, speed: floa
     }
 
 
-def cost(target: TransformersTarget, context: int, rows: list[int], backend: str) -> Figures:
-    """T(rows) after ``context`` tokens, in seconds and in forwards of one row."""
+def cost(target: TransformersTarget, context: int, rows: list[int], backend: str, tree: bool) -> Figures:
+    """T(rows) after ``context`` tokens, in seconds and in forwards of one row; the rows are a chain or a tree."""
     former, target.backend = target.backend, backend
     try:
-        curve = measure(target, rows=sorted({1, *rows}), lengths=[context], seconds=math.inf)
+        curve = measure(target, rows=sorted({1, *rows}), lengths=[context], seconds=math.inf, tree=tree)
     finally:
         target.backend = former
     seconds = dict(zip(curve.rows, curve.seconds[0], strict=True))
     return {
         "context": context,
         "backend": backend,
+        "rows": "tree" if tree else "chain",
         "seconds": seconds,
         "ratio": {count: taken / seconds[1] for count, taken in seconds.items()},
     }
@@ -187,11 +192,12 @@ def bench_shape(report: Report, shape: str, args: argparse.Namespace) -> None:
     for context in args.contexts:
         for backend in args.backends:
             target: Any = engine.target
-            report.run(
-                found,
-                f"rows, {context} tokens, {backend}",
-                lambda t=target, c=context, b=backend: cost(t, c, args.rows, b),
-            )
+            for tree in (False, True):
+                report.run(
+                    found,
+                    f"rows, {context} tokens, {backend}, {'tree' if tree else 'chain'}",
+                    lambda t=target, c=context, b=backend, s=tree: cost(t, c, args.rows, b, s),
+                )
     report.run(found, "oracle", lambda: oracle(engine, prompt, args.max_new_tokens, args.repeats))
     report.run(found, "lookahead", lambda: lookahead(engine, prompt, args.max_new_tokens, args.repeats))
 
@@ -251,7 +257,12 @@ def shape_page(found: Figures) -> Iterable[str]:
     if costs(found):
         counts = list(costs(found)[0]["ratio"])
         body = [
-            [str(p["context"]), p["backend"], f"{1e3 * p['seconds'][1]:.2f}", *(f"{p['ratio'][n]:.2f}" for n in counts)]
+            [
+                str(p["context"]),
+                f"{p['backend']}, {p['rows']}",
+                f"{1e3 * p['seconds'][1]:.2f}",
+                *(f"{p['ratio'][n]:.2f}" for n in counts),
+            ]
             for p in costs(found)
         ]
         yield from sheet(["context", "attention", "T(1), ms", *(f"T({n}) / T(1)" for n in counts)], body)

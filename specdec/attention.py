@@ -27,6 +27,7 @@ import importlib
 import importlib.metadata
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -181,9 +182,7 @@ def _attend(
     if query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16):
         return _folded(query, keys, values, scale, mask)
     grouped = keys.shape[1] != query.shape[1]
-    if not query.is_cuda:
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    with sdpa_kernel(_TORCH_S):
+    with sdpa_kernel(_TORCH_S) if query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 

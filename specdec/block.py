@@ -11,14 +11,17 @@ other sequences.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from specdec import copies
 from specdec.cache import KVCache, Slices, Slots
 from specdec.draft import Draft, ancestors
 
@@ -69,6 +72,12 @@ class Rows(ABC):
     def positions(self) -> torch.Tensor:
         """[1, T] where the rows stand in their texts."""
 
+    def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Some of the rows, ascending, as an index on a device."""
+        if copies.is_apart(device) and rows[-1] - rows[0] == len(rows) - 1:
+            return torch.arange(rows[0], rows[-1] + 1, device=device)  # made there
+        return torch.tensor(rows, device=device)
+
     @abstractmethod
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         """Store one layer's keys and values [1, heads, T, dim] in the slots of the rows."""
@@ -93,6 +102,7 @@ class Block(Rows):
         first: row of the tree that the block starts with; earlier rows are in their slots already.
         device: where the embedding lives.
         backend: attention backend, see :mod:`specdec.attention`.
+        more: arrays, int64 or bool, that somebody needs on the device with the rows; ``sent`` has them there.
     """
 
     def __init__(
@@ -105,6 +115,7 @@ class Block(Rows):
         first: int = 0,
         device: torch.device | None = None,
         backend: str = "auto",
+        more: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> None:
         self.cache = cache
         self.length = cache.length
@@ -118,18 +129,52 @@ class Block(Rows):
         self.deepest = max(self.depths[first:last])
         self.start = self.length + first if parents is None else None
         self.end = self.length + self.deepest + 1
-        self.tokens = torch.tensor([tokens], device=device)  # [1, T]
         self._device = device
+        self.sent: dict[str, torch.Tensor] = {}
+        if copies.is_apart(device):
+            assert device is not None
+            self._more = more or {}
+            self.sent = copies.copy_in(self._arrays(tokens), device)
+            self.tokens = self.sent["tokens"]
+        else:
+            self.tokens = torch.tensor([tokens])  # [1, T]
         self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
 
     @classmethod
-    def of(cls, draft: Draft, cache: KVCache, device: torch.device | None, backend: str = "auto") -> Block:
+    def of(
+        cls,
+        draft: Draft,
+        cache: KVCache,
+        device: torch.device | None,
+        backend: str = "auto",
+        more: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> Block:
         """The block of a whole draft."""
         if draft.is_chain:
-            return cls(cache, draft.tokens, device=device, backend=backend)
-        return cls(cache, draft.tokens, parents=draft.parents, depths=draft.depths, device=device, backend=backend)
+            return cls(cache, draft.tokens, device=device, backend=backend, more=more)
+        parents, depths = draft.parents, draft.depths
+        return cls(cache, draft.tokens, parents=parents, depths=depths, device=device, backend=backend, more=more)
+
+    def _arrays(self, tokens: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+        """All that a forward needs on its device: rows, where they stand, and for a tree what they see."""
+        last = self.first + self.rows
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "tokens": np.array([tokens], dtype=np.int64),
+            "places": self.length + np.array(self.depths[:last], dtype=np.int64),  # of all the tree's rows
+            **self._more,
+        }
+        arrays["positions"] = arrays["places"][None, self.first :]
+        if self.parents is not None:
+            arrays["closure"] = ancestors(self.parents[:last])
+        return arrays
+
+    def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
+        """As for all rows; those that came as ``more["rows"]`` are there already."""
+        if "rows" in self.sent and np.array_equal(self._more["rows"], rows):
+            return self.sent["rows"].to(device)
+        return super().index(rows, device)
 
     @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
@@ -137,6 +182,8 @@ class Block(Rows):
 
     @cached_property
     def positions(self) -> torch.Tensor:
+        if "positions" in self.sent:
+            return self.sent["positions"]
         depths = self.depths[self.first : self.first + self.rows]
         return torch.tensor([[self.length + depth for depth in depths]], device=self._device)
 
@@ -158,6 +205,8 @@ class Block(Rows):
         last = self.first + self.rows
         if self.parents is None:
             closure = torch.ones(last, last, dtype=torch.bool, device=device).tril_()
+        elif "closure" in self.sent:
+            closure = self.sent["closure"].to(device)
         else:
             closure = torch.from_numpy(ancestors(self.parents[:last])).to(device)
         return closure[self.first :, last - keys :]
@@ -205,16 +254,21 @@ class Block(Rows):
             tail = _ranges(length, end, group.size)
             if len(tail) == 1:
                 return Layout(prefix, tail[0], None, causal=self.rows > 1)
-        positions = [*range(edge, common), *range(length, end)]
-        visible = torch.ones(self.rows, len(positions), dtype=torch.bool, device=device)
+        hidden = (edge, max(edge, common))  # committed keys that only some rows see
+        size = hidden[1] - edge + end - length
+        visible = torch.ones(self.rows, size, dtype=torch.bool, device=device)
         own = self.positions.to(device)[0, :, None]
         if window is not None:
-            depths = torch.tensor([*range(edge, common), *(length + d for d in self.depths[:tree])], device=device)
-            visible = own - depths < window
-        visible[:, len(positions) - tree :] &= self.seen(tree, device)
+            if "places" in self.sent:
+                places = self.sent["places"].to(device)
+            else:
+                places = torch.tensor([length + depth for depth in self.depths[:tree]], device=device)
+            visible = own - torch.cat((torch.arange(*hidden, device=device), places)) < window
+        visible[:, size - tree :] &= self.seen(tree, device)
         mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
-        pieces = _ranges(positions[0], end, group.size) if edge == common or common == length else ()
-        tail_slots = pieces[0] if len(pieces) == 1 else group.index(positions)
+        start = edge if edge < common else length
+        pieces = _ranges(start, end, group.size) if edge == common or common == length else ()
+        tail_slots = pieces[0] if len(pieces) == 1 else group.index(hidden, (length, end))
         return Layout(prefix, tail_slots, mask, causal=False)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec import copies
 from specdec.errors import DraftError
 
 __all__ = ["KVCache", "LayerSpec", "Slots"]
@@ -70,13 +71,21 @@ class Slots:
         """Per layer, views [1, heads, count, dim] of keys and values from slot ``first`` on, cut in one go."""
         return self.keys.narrow(3, first, count).unbind(0), self.values.narrow(3, first, count).unbind(0)
 
-    def index(self, positions: Sequence[int]) -> torch.Tensor:
-        """The slots of these positions, as an index tensor on the slots' device."""
-        return torch.tensor([p % self.size for p in positions], device=self.keys.device)
+    def index(self, *ranges: tuple[int, int]) -> torch.Tensor:
+        """The slots of positions [first, last) of these ranges, as an index tensor that the slots' device makes."""
+        parts = [torch.arange(first, last, device=self.keys.device) for first, last in ranges]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).remainder_(self.size)
 
-    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy the rows at ``source`` positions to ``target`` positions, all read before any is written."""
-        here, there = self.index(source), self.index(target)
+    def move(self, source: Sequence[int], first: int) -> None:
+        """Copy the rows at ``source`` positions, ascending, to those from ``first`` on, which is no later."""
+        if copies.is_apart(self.keys.device):
+            # An index would have to be copied to the device. No row is written before it was read, as each moves down.
+            for new, old in enumerate(source, first):
+                for store in (self.keys, self.values):
+                    store.select(3, new % self.size).copy_(store.select(3, old % self.size))
+            return
+        here = torch.tensor([p % self.size for p in source])
+        there = self.index((first, first + len(source)))
         for tensor in (self.keys, self.values):
             tensor.index_copy_(3, there, tensor.index_select(3, here))
 
@@ -153,7 +162,7 @@ class KVCache:
             self.keys[layer].narrow(2, first, rows).copy_(keys)
             self.values[layer].narrow(2, first, rows).copy_(values)
         else:
-            slots = self.group_of[layer].index(range(start, start + rows))
+            slots = self.group_of[layer].index((start, start + rows))
             self.keys[layer].index_copy_(2, slots, keys)
             self.values[layer].index_copy_(2, slots, values)
 
@@ -170,9 +179,8 @@ class KVCache:
         moved = next((place for place, row in enumerate(path) if place != row), len(path))
         if moved < len(path):
             source = [self.length + row for row in path[moved:]]
-            target = range(self.length + moved, self.length + len(path))
             for group in self.groups:
-                group.move(source, target)
+                group.move(source, self.length + moved)
         self.length += len(path)
 
     def take(self, former: KVCache, count: int) -> bool:
@@ -191,7 +199,7 @@ class KVCache:
                 for own, other in both:
                     own.narrow(3, 0, count).copy_(other.narrow(3, 0, count))
                 continue
-            here, there = (slots.index(range(first, count)) for slots in (mine, theirs))
+            here, there = (slots.index((first, count)) for slots in (mine, theirs))
             for own, other in both:  # masked slots are read too, and what is in them must be numbers
                 own.zero_().index_copy_(3, here, other.index_select(3, there))
         self.length = count

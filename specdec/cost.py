@@ -22,6 +22,8 @@ import numpy as np
 import torch
 
 from specdec.block import Block
+from specdec.copies import wait
+from specdec.draft import Draft
 from specdec.errors import ConfigError, SpecdecWarning, shown
 from specdec.files import cache_folder, parse_json, write_json
 from specdec.machine import processor
@@ -281,8 +283,9 @@ def measure(
     seconds: float = 60.0,
     progress: Callable[[float], None] | None = None,
     clock: Callable[[], float] = perf_counter,
+    tree: bool = False,
 ) -> CostCurve:
-    """Time forwards of chains of random tokens, after texts whose keys and values are zeros.
+    """Time forwards of chains of random tokens, or of binary trees, after texts whose keys and values are zeros.
 
     ``seconds`` bounds the whole but for one forward of each length: repeats are given up first, then the largest
     forwards, then the longest texts; what was not measured is extrapolated. ``progress`` gets the share that is done,
@@ -297,11 +300,15 @@ def measure(
     found: list[list[float]] = []
 
     def take(count: int) -> float:
-        block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
-        _wait(target.device)
+        if tree:
+            draft = Draft(tokens[:count], [-1, *((row - 1) // 2 for row in range(1, count))])
+            block = Block.of(draft, cache, target.device, target.backend)
+        else:
+            block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
+        wait(target.device)
         start = clock()
         target.forward(block)
-        _wait(target.device)
+        wait(target.device)
         return clock() - start
 
     with target.active():
@@ -355,8 +362,3 @@ def _times(
                 take(count)
                 best[number] = min(best[number], take(count))
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -14,17 +14,24 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec import copies
 from specdec.block import Block
 from specdec.cost import CostCurve, Crowd
 from specdec.draft import Draft, Entry
-from specdec.drafter import Context, Drafter, Observation, proposal, session_of
+from specdec.drafter import AskingSession, Context, Drafter, Observation, Question, proposal, session_of
 from specdec.errors import DraftError
+from specdec.parallel.target import ParallelTarget
 from specdec.policy import RowPolicy
 from specdec.prefix import KeptText, PrefixCache
 from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
-from specdec.sampling import Sampler, SamplingParams
+from specdec.sampling import Sampler, SamplingParams, Scores
 from specdec.target import Target, TargetOutput
 from specdec.text import TextStream
+from specdec.verify import last_row, match, verifier_for, walk_arrays
 
 __all__ = ["Decoding", "Setup", "Turn", "cache_sizes"]
 
@@ -121,6 +128,9 @@ class Decoding:
             policy=self._policy,
         )
         self._session = session_of(self._drafter, self._context)
+        # Of several processes none decides by itself what its rows say.
+        self._apart = copies.is_apart(target.head_device) and not isinstance(target, ParallelTarget)
+        self._asks = self._apart and isinstance(self._session, AskingSession)
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
         self.steps: list[Step] = []
@@ -166,6 +176,9 @@ class Decoding:
             turn = self.chunk()
             output = self._run(turn)
             self.absorb(turn, output, perf_counter() - turn.made)
+        began = perf_counter()
+        copies.wait(self._target.head_device)
+        self.stats.seconds.prefill += perf_counter() - began
 
     def step(self) -> Step:
         """One draft, one target forward, at least one token."""
@@ -209,14 +222,22 @@ class Decoding:
             draft = Draft.chain(self.tokens[-1:])
         self._check(draft, room)
         made = perf_counter()
-        block = Block.of(draft, self._cache, self._target.device, self._target.backend)
-        return Turn(block, draft, draft.scored_rows(), made - began, made)
+        rows = draft.scored_rows()
+        sent = self._arrays(draft, rows) if self._apart else None
+        block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
+        return Turn(block, draft, rows, made - began, made)
+
+    def _arrays(self, draft: Draft, rows: Sequence[int] | None) -> dict[str, npt.NDArray[Any]]:
+        """What a step on a device needs there beside its rows; it goes in the same copy."""
+        arrays = walk_arrays(draft, Scores(torch.empty(0), rows).place) if self._asks else {}
+        return arrays if rows is None else {**arrays, "rows": np.array(rows, dtype=np.int64)}
 
     def conclude(self, turn: Turn, output: TargetOutput, seconds: float) -> Step:
         """Verify a draft that was run, in so many seconds, and commit what of it is the text."""
         draft, began, length = turn.draft, perf_counter(), self._cache.length
         assert draft is not None
-        verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest)
+        known, answer = self._copy_out(turn.block, draft, output) if self._apart else (None, None)
+        verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest, known)
         verdict = verdict.cut(self._cut(verdict.tokens))
         if self._top is not None:
             self._logprobs += scores.logprobs(verdict.path, verdict.tokens, self._top)
@@ -228,7 +249,7 @@ class Decoding:
             self._kept.keep(output.taps, verdict.path)
         committed = perf_counter()
         if self._tells and self.finish_reason is None:
-            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps))
+            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps, answer))
         step = Step(len(self.steps), verdict.tokens, len(draft), self._drafter.name)
         self.steps.append(step)
         self.stats.acceptance_lengths.append(len(verdict.tokens))
@@ -243,6 +264,39 @@ class Decoding:
             self._policy.prices.crowd = self._crowd
             self._policy.learn(draft, verdict.path, length, drafting, turn.drafting + seconds + observed - began)
         return step
+
+    def _copy_out(self, block: Block, draft: Draft, output: TargetOutput) -> tuple[Scores | None, list[int] | None]:
+        """Decide all rows on the device, and copy from it, at once, what verification and the drafter will read.
+
+        Returns the scores that know it, and the drafter's answer; None where rows must be taken one by one.
+        """
+        sampler = self.sampler
+        if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
+            return None, None
+        if output.peaks is not None and not (self._asks or sampler.sample or sampler.processors):
+            return None, None  # one copy does for all sequences of a batch
+        scores = output.scores(draft.scored_rows())
+        depths = [draft.depths[row] for row in (range(len(draft)) if scores.rows is None else scores.rows)]
+        decided = sampler.decide(scores, depths)
+        if decided is None:
+            return None, None
+        best, own = decided
+        device = own.device
+        wanted: list[torch.Tensor] = []
+        if isinstance(self._session, AskingSession):
+            rows = (
+                block.tokens[0],
+                block.sent["parent_places"],
+                block.sent["eligible"],
+                block.seen(len(draft), device),
+            )
+            last = last_row(own, *(tensor.to(device) for tensor in rows))
+            asked = self._session.ask(Question(scores, output.taps, last))
+            wanted = [] if asked is None else [asked.to(device)]
+        greedy = best is own
+        found = copies.copy_out([*decided[greedy:], *wanted])
+        scores.decided(found[0], found[0 if greedy else 1])
+        return scores, found[-1] if wanted else None
 
     def result(self) -> Generation:
         """The generation as it stands."""

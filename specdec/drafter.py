@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -23,12 +23,14 @@ from specdec.sampling import Noise, SamplingParams, Scores
 from specdec.target import Target
 
 __all__ = [
+    "AskingSession",
     "Context",
     "DraftSession",
     "Drafter",
     "DrafterBase",
     "DrafterWrapper",
     "Observation",
+    "Question",
     "proposal",
     "session_of",
 ]
@@ -82,6 +84,7 @@ class Observation:
         tokens: the tokens emitted, bonus last; for a chunk its own tokens. They stand in ``Context.tokens`` already.
         scores: logits of the draft's scored rows; None for a chunk.
         taps: the drafter's ``taps``: layer -> [T, D], all rows of the block.
+        answer: what the session's ``ask`` gave, copied from the device; None where it was not asked.
     """
 
     draft: Draft | None
@@ -89,11 +92,35 @@ class Observation:
     tokens: Sequence[int]
     scores: Scores | None = None
     taps: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    answer: Sequence[int] | None = None
 
     def argmax(self, row: int) -> int:
         """The target's greedy token after a scored row of the draft."""
         assert self.scores is not None
         return self.scores.argmax(row)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """A step on a device, before anything of it was copied to the host.
+
+    Attributes:
+        scores: logits of the draft's scored rows.
+        taps: the drafter's ``taps``.
+        last: int64 [1] on the device, the accepted row with which the path will end; None where the host decides.
+    """
+
+    scores: Scores
+    taps: Mapping[int, torch.Tensor]
+    last: torch.Tensor | None
+
+
+@runtime_checkable
+class AskingSession(Protocol):
+    """A session that reads numbers of every step, and has them come with the step's one copy from the device."""
+
+    def ask(self, question: Question) -> torch.Tensor | None:
+        """int64, what ``Observation.answer`` is to hold; only asked on accelerators, so ``observe`` may be without."""
 
 
 class DraftSession(Protocol):

@@ -208,14 +208,16 @@ class TransformersTarget:
             return TargetOutput(None, hidden, found)
         chosen = normed if FINAL in taps else hidden
         if rows is not None:
-            chosen = chosen[list(rows)]
+            chosen = chosen.index_select(0, block.index(rows, chosen.device))
         return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)
 
-    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
-        return verify(output.scores(draft.scored_rows()), draft, sampler)
+    def verify(
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+    ) -> tuple[Verdict, Scores]:
+        return verify(output.scores(draft.scored_rows()) if scores is None else scores, draft, sampler)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.joints.logits(self.runner.head(self.joints.hidden(hidden)))

@@ -39,7 +39,11 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Seconds:
-    """Wall-clock seconds by phase. On a GPU ``target`` is the launch, and waiting for it counts as ``verify``."""
+    """Wall-clock seconds by phase.
+
+    On a GPU the prefill is waited for. A step is waited for once, where its numbers are read: ``target`` is the time to
+    launch the forward, and what the device still needs then is part of ``verify``.
+    """
 
     prefill: float = 0.0
     draft: float = 0.0

@@ -64,18 +64,31 @@ class Rotary:
     def look_up(self, block: Rows, hidden: torch.Tensor) -> Table:
         """For each row, [T, d]: cosines, sines, and sines with their first half negated."""
         if not self._fixed:
-            return self._table(hidden, block.positions)
+            return self._table(hidden, block.positions.to(hidden.device))
+        table = self._whole(block, hidden)
+        if block.start is not None:
+            cos, sin, signed_sin = (values.narrow(0, block.start, block.rows) for values in table)
+        else:
+            places = block.positions[0].to(hidden.device)
+            cos, sin, signed_sin = (values.index_select(0, places) for values in table)
+        return cos, sin, signed_sin
+
+    def turns(self, block: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Cosines and sines [positions, d], and int64 [T] where in them the rows are: nothing is gathered."""
+        places = block.positions[0].to(hidden.device)
+        if self._fixed:
+            cos, sin, _ = self._whole(block, hidden)
+            return cos, sin, places
+        cos, sin = self.compute(hidden, places[None])
+        return cos.contiguous(), sin.contiguous(), torch.arange(block.rows, device=hidden.device)
+
+    def _whole(self, block: Rows, hidden: torch.Tensor) -> Table:
+        """The tables, long enough for the block."""
         key = (hidden.device, hidden.dtype)
         if key not in self._tables or len(self._tables[key][0]) < block.end:
             size = max(1024, 1 << block.end.bit_length())
             self._tables[key] = self._table(hidden, torch.arange(size, device=hidden.device)[None])
-        table = self._tables[key]
-        if block.start is not None:
-            cos, sin, signed_sin = (values.narrow(0, block.start, block.rows) for values in table)
-        else:
-            places = block.positions[0]
-            cos, sin, signed_sin = (values.index_select(0, places) for values in table)
-        return cos, sin, signed_sin
+        return self._tables[key]
 
     def compute(
         self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None

@@ -21,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specdec import copies
 from specdec.errors import ConfigError, NumericalError, shown
 from specdec.grammar import Grammar, States
 from specdec.params import ACCEPTANCES, SamplingParams
@@ -32,6 +33,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _BLOCK = 1 << 15  # numbers of noise that are made at once, for as many positions as that is
+_UNSOUND = -1  # in the place of a token where logits are no distribution
 _AHEAD = 16  # positions, at most: their keys are made one by one, and a text may end soon
 
 
@@ -82,7 +84,11 @@ class Noise:
 
     def _gumbel(self, keys: Sequence[int]) -> torch.Tensor:
         """[K, V] float64 for K keys."""
-        x = self._steps + torch.tensor([_signed(key) for key in keys], device=self._steps.device)[:, None]
+        signed = [_signed(key) for key in keys]
+        if copies.is_apart(self._steps.device):  # a number among a kernel's arguments is no copy to the device
+            x = torch.stack([self._steps + key for key in signed])
+        else:
+            x = self._steps + torch.tensor(signed)[:, None]
         shifted = torch.empty_like(x)
         for shift, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
             torch.bitwise_right_shift(x, shift, out=shifted)  # keeps the sign; the mask makes it a shift of bits
@@ -133,6 +139,7 @@ class Scores:
     shared: tuple[Peaks, int] | None = None
     _place: dict[int, int] = field(default_factory=dict)
     _best: list[int] = field(default_factory=list)
+    _own: list[int] = field(default_factory=list)
 
     def of(self, row: int) -> torch.Tensor:
         """[V] raw logits of a draft row."""
@@ -158,11 +165,34 @@ class Scores:
             if not all(map(math.isfinite, values)):
                 raise _no_distribution(self.logits)
             self._best.extend(tokens)
-        return self._best[self.place(row)]
+        best = self._best[self.place(row)]
+        if best == _UNSOUND:
+            raise _no_distribution(self.logits)
+        return best
+
+    def own(self, row: int) -> int | None:
+        """The target's own token after a row, where all rows' were drawn at once (``Sampler.decide``); else None.
+
+        Raises:
+            NumericalError: the row's logits are no distribution.
+        """
+        token = self._own[self.place(row)] if self._own else None
+        if token == _UNSOUND:
+            raise _no_distribution(self.of(row))
+        return token
+
+    def decided(self, best: Sequence[int], own: Sequence[int]) -> None:
+        """Keep what was copied from the device: the largest logit's token per row, and the target's own."""
+        self._best.extend(best)
+        self._own.extend(own)
+
+    def top(self, count: int) -> torch.Tensor:
+        """[R, k] of each scored row the tokens with the ``count`` largest raw logits, the largest first."""
+        return self.logits.topk(min(count, self.logits.shape[-1]), -1).indices
 
     def likeliest(self, count: int) -> list[list[int]]:
         """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
-        best: list[list[int]] = self.logits.topk(min(count, self.logits.shape[-1]), -1).indices.tolist()
+        best: list[list[int]] = self.top(count).tolist()
         return best
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
@@ -188,6 +218,12 @@ def _no_distribution(logits: torch.Tensor) -> NumericalError:
         f"the logits are no distribution: {nan} of {size} are NaN, the largest is {float(logits.max())}; "
         "check the weights, use float32 or bfloat16 instead of float16, or look at the logits processors"
     )
+
+
+def _tokens(logits: torch.Tensor) -> torch.Tensor:
+    """[R] int64, the largest of [R, V]."""
+    values, tokens = logits.max(-1)
+    return torch.where(values.abs() < math.inf, tokens, _UNSOUND)
 
 
 def _check_scores(processor: Any, scores: Any, shape: Sequence[int]) -> None:
@@ -238,8 +274,32 @@ class Sampler:
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
 
+    def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
+
+        ``depths`` are the rows'. None where processors look at each row's own prefix, so that rows must be taken one
+        by one. A row whose logits are no distribution has a number that is no token.
+        """
+        if not self._all_free:
+            return None
+        best = own = _tokens(scores.logits)
+        if self.processors or self.sample:
+            logits: Any = scores.logits
+            if logits.dtype not in (torch.float32, torch.float64):
+                logits = logits.float()
+            for processor in self.processors:
+                logits = processor(self._prefix[:, :0], logits)
+            if self.sample:
+                noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}
+                logits = torch.stack([noise[depth] for depth in depths]) + logits
+            own = _tokens(logits)
+        return best, own
+
     def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
+        own = scores.own(row)
+        if own is not None:
+            return own
         if not self.processors and not self.sample:
             return scores.argmax(row)
         logits = self.processed(scores, row, path)

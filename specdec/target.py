@@ -79,8 +79,13 @@ class Target(Protocol):
         ``rows``: those whose logits are wanted; None for all, empty for none.
         """
 
-    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
-        """Judge a draft by what its forward gave; ``likeliest`` is the drafter's."""
+    def verify(
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+    ) -> tuple[Verdict, Scores]:
+        """Judge a draft by what its forward gave; ``likeliest`` is the drafter's.
+
+        ``scores`` are the output's, where something was copied from the device already.
+        """
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""

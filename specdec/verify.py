@@ -19,14 +19,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from specdec.draft import Draft
 from specdec.errors import DraftError
 from specdec.sampling import Noise, Sampler, SamplingParams, Scores
 
-__all__ = ["Verdict", "Verifier", "match", "reject", "typical", "verifier_for", "verify"]
+__all__ = ["Verdict", "Verifier", "last_row", "match", "reject", "typical", "verifier_for", "verify", "walk_arrays"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,42 @@ def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
             return Verdict(path, tokens)
         path.append(child)
         row = child
+
+
+def walk_arrays(draft: Draft, place: Callable[[int], int]) -> dict[str, npt.NDArray[Any]]:
+    """What :func:`last_row` needs: per row, where its parent's logits are, and whether it may be accepted.
+
+    ``place`` says where a scored row stands among the logits. Of equal siblings the first counts, as in ``match``.
+    """
+    places, eligible, seen = [0], [True], set[tuple[int, int]]()
+    unscored = draft.probes.difference(draft.read)
+    for row in range(1, len(draft)):
+        parent = draft.parents[row]
+        known = (parent, draft.tokens[row])
+        fit = row not in draft.probes and parent not in unscored and known not in seen
+        if fit:
+            seen.add(known)
+        places.append(place(parent) if fit else 0)
+        eligible.append(fit)
+    return {"parent_places": np.array(places, dtype=np.int64), "eligible": np.array(eligible, dtype=np.bool_)}
+
+
+def last_row(
+    own: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, eligible: torch.Tensor, closure: torch.Tensor
+) -> torch.Tensor:
+    """int64 [1], the row with which ``match`` ends its path, without a copy to the host.
+
+    Args:
+        own: [R] the target's own token after each scored row.
+        tokens: [T] the draft's.
+        places, eligible: of :func:`walk_arrays`, [T].
+        closure: [T, T] bool, whether row i sees row j.
+    """
+    wrong = (own.index_select(0, places) != tokens) | ~eligible
+    wrong[:1] = False
+    accepted = ~(closure & wrong).any(-1)
+    # The path is the longest accepted one, and its rows are those that its end sees.
+    return (accepted * closure.sum(-1)).argmax(-1, keepdim=True)
 
 
 def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:

@@ -84,9 +84,11 @@ class Reciter:
             logits[place, self.rule(self.text(part, row - first))] = 10
         return TargetOutput(logits, hidden)
 
-    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
+    def verify(
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+    ) -> tuple[Verdict, Scores]:
         assert output.logits is not None
-        return verify(output.scores(draft.scored_rows()), draft, sampler)
+        return verify(output.scores(draft.scored_rows()) if scores is None else scores, draft, sampler)
 
     def text(self, block: Block, row: int) -> list[int]:
         slots = [int(token) for token in block.cache.keys[0][0, 0, :, 0].nan_to_num()]

@@ -189,9 +189,12 @@ class ShardedTarget(ParallelTarget):
     def _block(self, draft: Draft, cache: SharedCache) -> Block:
         return Block.of(draft, cache.own, self.device, self.backend)
 
-    def verify(self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int) -> tuple[Verdict, Scores]:
+    def verify(
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+    ) -> tuple[Verdict, Scores]:
         """Judge a draft with all ranks; the taps of ``output`` are those of the whole draft from then on."""
         assert isinstance(output, ShareOutput)
+        assert scores is None  # of one rank's rows
         self._refuse(draft, sampler)
         cache, ranks = output.cache, self.ranks
         if not cache.greeted:

@@ -26,7 +26,7 @@ from specdec.runners.known import KnownLayer, Snapshot, is_known_norm, stacked
 from specdec.runners.linear import DenseLinear
 from specdec.runners.runner import Layer, LayerRunner
 
-__all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer"]
+__all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer", "stack_linears"]
 
 
 class ModuleLayer:
@@ -84,11 +84,7 @@ class FusedLayer:
     def __init__(self, layer: KnownLayer, files: FilePages | None) -> None:
         self._number, self._scale, self._head_dim = layer.number, layer.scale, layer.head_dim
         self._query_heads, self._turned = layer.query_heads, layer.query_heads + layer.key_heads
-        self._kernels = [DenseLinear(*stacked(group)) for group in layer.linears]
-        if files is not None:
-            for group, kernel in zip(layer.linears, self._kernels, strict=True):
-                if len(group) > 1:
-                    files.release(_share([place.module for place in group], kernel))
+        self._kernels = stack_linears(layer, files)
         self._first_norm, self._second_norm = map(FusedNorm, layer.norms)
         self._head_norm = layer.head_norm()
 
@@ -107,6 +103,19 @@ class FusedLayer:
         residual = out.add(mixed.transpose(1, 2).reshape(rows, -1), residual)
         gate, up = gate_up(self._second_norm(residual)).chunk(2, -1)
         return down.add(F.silu(gate).mul_(up), residual)
+
+
+def stack_linears(layer: KnownLayer, files: FilePages | None) -> list[DenseLinear]:
+    """A layer's four products: for queries, keys and values; after attention; for gate and up; and down.
+
+    With ``files`` the model is ours: its linears become views of the stacked weights, so that none is held twice.
+    """
+    products = [DenseLinear(*stacked(group)) for group in layer.linears]
+    if files is not None:
+        for group, product in zip(layer.linears, products, strict=True):
+            if len(group) > 1:
+                files.release(_share([place.module for place in group], product))
+    return products
 
 
 def _share(linears: Sequence[Any], kernel: DenseLinear) -> list[torch.Tensor]:

@@ -10,20 +10,23 @@ second time.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from specdec.errors import ConfigError, SpecdecWarning, TargetError, unknown
+from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line, unknown
 from specdec.pages import FilePages
 from specdec.rotary import Rotary
 from specdec.runners import EXECUTIONS
+from specdec.runners.cuda import CudaLayer, CudaRunner
 from specdec.runners.known import KnownHead, KnownLayer, UnknownModule
 from specdec.runners.layers import FusedLayer, LayerByLayer, ModuleLayer
 from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
@@ -126,8 +129,12 @@ class RunnerMaker:
             )
         layers: list[Any] = [self.module_layer(number) for number in range(len(self.layers))]
         modules: list[nn.Module] = []
+        files = FilePages() if self.owned else None
+        if name == "fused" and (kernels := self._kernels()) is not None:
+            known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
+            modules = [module for layer in known for module in layer.module.modules()]
+            return CudaRunner([CudaLayer(layer, files, kernels) for layer in known], **self._parts(modules))
         if name == "fused":
-            files = FilePages() if self.owned else None
             for layer in self.known:
                 if isinstance(layer, KnownLayer):
                     layers[layer.number] = FusedLayer(layer, files)
@@ -136,16 +143,25 @@ class RunnerMaker:
 
     def of_layers(self, name: str, layers: list[Any], modules: list[nn.Module]) -> LayerByLayer:
         """A runner of these layers."""
-        return LayerByLayer(
-            name,
-            layers,
-            embedding=self.model.get_input_embeddings(),
-            norm=self.norm,
-            head=self.model.get_output_embeddings(),
-            rotary=self.rotary,
-            holders=self._holders,
-            modules=modules,
-        )
+        return LayerByLayer(name, layers, **self._parts(modules))
+
+    def _parts(self, modules: list[nn.Module]) -> dict[str, Any]:
+        return {
+            "embedding": self.model.get_input_embeddings(),
+            "norm": self.norm,
+            "head": self.model.get_output_embeddings(),
+            "rotary": self.rotary,
+            "holders": self._holders,
+            "modules": modules,
+        }
+
+    def _kernels(self) -> ModuleType | None:
+        """Triton's kernels, where all layers are known, on one CUDA device and in no more than full precision."""
+        weights = list(self.layers.parameters())
+        fits = all(weight.is_cuda and weight.dtype != torch.float64 for weight in weights)
+        if not fits or any(isinstance(layer, UnknownModule) for layer in self.known):
+            return None
+        return layer_kernels() if len({weight.device for weight in weights}) == 1 else None
 
     def module_layer(self, number: int, kind: type[ModuleLayer] = ModuleLayer, **arguments: Any) -> ModuleLayer:
         """A layer that is run by its own module."""
@@ -160,6 +176,24 @@ class RunnerMaker:
                     ModuleRef(owner, name).put(copy.deepcopy(child))
         self.model.tie_weights()
         self.__dict__.pop("known", None)  # it names the modules of before
+
+
+@cache
+def layer_kernels() -> ModuleType | None:
+    """The Triton kernels of layers, tried once; None, with a warning, where they are missing or fail."""
+    try:
+        kernels = importlib.import_module("specdec.kernels.layer")
+        rows = torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda")
+        kernels.gate(kernels.add_norm(rows, rows, rows[0], 1e-6)[1])
+    except Exception as error:  # the compiler's, the driver's and the linker's share no class but this
+        warnings.warn(
+            f"Triton's kernels for layers are not used, and torch's operations do their work, more slowly: "
+            f"{type(error).__name__}: {first_line(error)}",
+            SpecdecWarning,
+            stacklevel=2,
+        )
+        return None
+    return kernels
 
 
 def choose_runner(

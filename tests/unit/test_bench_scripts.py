@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -16,6 +18,7 @@ import torch
 from specdec.bench.oracle import OraclePoint
 from specdec.bench.plan import Plan, label_of
 from specdec.bench.shapes import random_model, weight_bytes
+from specdec.registry import drafter_names
 from tests.models import new_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -143,7 +146,8 @@ def run_quick(script: ModuleType, tmp_path: Path, *arguments: str) -> tuple[dict
 def test_gpu_benchmark_runs_every_part(gpu_bench: ModuleType, tmp_path: Path) -> None:
     values, page = run_quick(gpu_bench, tmp_path)
     found = values["shapes"]["toy"]
-    rows = [f"rows, {context} tokens, {backend}" for context in (32, 64) for backend in ("auto", "sdpa", "split")]
+    shapes = [f"{backend}, {shape}" for backend in ("auto", "sdpa", "split") for shape in ("chain", "tree")]
+    rows = [f"rows, {context} tokens, {shape}" for context in (32, 64) for shape in shapes]
     assert list(found) == ["model", "plain", *rows, "oracle", "lookahead"]
     assert not [name for name, part in found.items() if "error" in part]
     assert values["complete"]
@@ -151,7 +155,7 @@ def test_gpu_benchmark_runs_every_part(gpu_bench: ModuleType, tmp_path: Path) ->
     assert all(f"| {goal} |" in page for goal in gpu_bench.GOALS)
     assert "Lookahead (15, 5, 15): " in page
     assert "the text is the same" in page
-    assert page.count("\n| 64 |") == 3
+    assert page.count("\n| 64 |") == 6
     assert values["command"].startswith("python scripts/gpu_bench.py --shapes=toy")
 
 
@@ -167,8 +171,8 @@ def test_gpu_benchmark_outlives_a_part_that_fails(
 
     monkeypatch.setattr(gpu_bench, "measure", sometimes)
     values, page = run_quick(gpu_bench, tmp_path)
-    assert values["shapes"]["toy"]["rows, 32 tokens, split"] == {"error": "RuntimeError: no kernel for this"}
-    assert "- rows, 32 tokens, split failed: RuntimeError: no kernel for this" in page
+    assert values["shapes"]["toy"]["rows, 32 tokens, split, tree"] == {"error": "RuntimeError: no kernel for this"}
+    assert "- rows, 32 tokens, split, tree failed: RuntimeError: no kernel for this" in page
     assert "speedup" in values["shapes"]["toy"]["lookahead"]
     assert values["complete"]
 
@@ -183,7 +187,7 @@ def test_gpu_benchmark_that_is_cut_short_keeps_what_it_has(
     with pytest.raises(KeyboardInterrupt):
         run_quick(gpu_bench, tmp_path)
     values = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert "ratio" in values["shapes"]["toy"]["rows, 64 tokens, split"]
+    assert "ratio" in values["shapes"]["toy"]["rows, 64 tokens, split, tree"]
     assert "oracle" not in values["shapes"]["toy"]
     assert "This run is not finished." in (tmp_path / "new" / "report.md").read_text()
 
@@ -241,6 +245,26 @@ def test_oracle_s_figure_has_a_line_per_depth() -> None:
     ]
     (axes,) = load("bench_engine").draw_oracle(points, "title", "caption").axes
     assert [line.get_label() for line in axes.lines] == ["nothing lost", "depth 4", "depth 8"]
+
+
+def test_a_machine_without_a_package_is_told_which_wheels_to_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = importlib.import_module("scripts.checkout")
+    assert checkout.lacking({"dependencies": ["torch>=2.9", "numpy>=2.0"]}) == []
+    found = checkout.lacking({"dependencies": ["torch>=99", "no-such-package>=1"]})
+    assert found == [f"torch>=99 (here: {torch.__version__})", "no-such-package>=1"]
+    monkeypatch.setattr(checkout, "lacking", lambda project: found)
+    with pytest.raises(SystemExit, match=r"(?s)lacks packages.*no-such-package>=1.*pip download --no-deps"):
+        checkout.use_checkout()
+
+
+def test_drafters_of_a_checkout_that_is_not_installed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = importlib.import_module("scripts.checkout")
+    expected = drafter_names()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(checkout, "entry_points", lambda group: ())
+    checkout.use_checkout()
+    added = list(importlib.metadata.distributions(path=[sys.path[-1]]))
+    assert sorted(e.name for e in added[0].entry_points if e.group == "specdec.drafters") == expected
 
 
 # -- Batches -----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def test_what_was_written_stays() -> None:
         expected = [float(place + 1000 * layer) for place in range(200)]
         assert cache.keys[layer][0, 1, :200, 3].tolist() == expected
         assert (-cache.values[layer][0, 1, :200, 2]).tolist() == expected
-    slots = cache.group_of[1].index(range(161, 200))
+    slots = cache.group_of[1].index((161, 200))
     assert cache.keys[1][0, 1, slots, 3].tolist() == [float(1000 + place) for place in range(161, 200)]
     assert sizes[0] == [8, 8]
     assert sizes[-1] == [256, 44]

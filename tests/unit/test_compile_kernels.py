@@ -28,11 +28,11 @@ def compile_kernels(*arguments: str) -> list[str]:
 
 def test_a_sample_compiles_for_sm_90() -> None:
     lines = compile_kernels("--sample", "--arch", "90")
-    assert len(lines) >= 6
+    assert len(lines) >= 18
     assert all("ok" in line for line in lines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_every_variant_compiles(arch: str) -> None:
-    assert len(compile_kernels("--arch", arch)) >= 250
+    assert len(compile_kernels("--arch", arch)) >= 330

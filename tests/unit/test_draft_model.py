@@ -152,7 +152,7 @@ def test_children_are_drawn_without_replacement_from_q() -> None:
     draws = 3000
     counts: dict[tuple[int, ...], int] = {}
     for row in range(draws):
-        pair = tuple(session._children(q, row, 0, 2))
+        pair = tuple(token for token, _ in session._children([q], [row], 0, 2)[0][1])
         counts[pair] = counts.get(pair, 0) + 1
     for (a, b), seen in counts.items():
         expected = float(q[a] * q[b] / (1 - q[a]))

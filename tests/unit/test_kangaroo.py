@@ -180,7 +180,8 @@ def test_draws_without_replacement_follow_q(shallow_target: TransformersTarget, 
         session = object.__new__(KangarooSession)
         session._sampled, session._coupled = True, False
         session._context = SimpleNamespace(tokens=[1] * 7, noise=Noise(seed, 5, q.device), sampling=params)  # type: ignore[assignment]
-        pair = tuple(session._chosen(q, 1, 2, depth))
+        pair = tuple(session._alternatives(q, 2, depth))
+        assert int(session._choice(q, q.argmax(), depth)) == pair[0]
         counts[pair] = counts.get(pair, 0) + 1
     expected = {(a, b): float(q[a] * q[b] / (1 - q[a])) * size for a in (1, 2, 4) for b in (1, 2, 4) if a != b}
     assert counts.keys() == expected.keys()
@@ -192,7 +193,8 @@ def test_draws_end_where_probability_ends() -> None:
     session = object.__new__(KangarooSession)
     session._sampled, session._coupled = True, False
     session._context = SimpleNamespace(tokens=[1], noise=Noise(0, 3, q.device))  # type: ignore[assignment]
-    assert session._chosen(q, 1, 3, 0) == [1]
+    assert session._alternatives(q, 3, 0) == [1]
+    assert int(session._choice(q * 0, q.argmax(), 0)) == -1
 
 
 def test_alternatives_of_the_last_guess_are_siblings(

@@ -162,9 +162,9 @@ def test_native_layers_keep_every_bit(family: str, dtype: torch.dtype) -> None:
     assert torch.equal(one.logits, two.logits)
     assert mine.length == fresh.length
     for layer, group in enumerate(mine.group_of):
-        positions = range(max(0, mine.length - (group.window or mine.length)), mine.length)
+        slots = group.index((max(0, mine.length - (group.window or mine.length)), mine.length))
         for own, other in ((mine.keys, fresh.keys), (mine.values, fresh.values)):
-            assert torch.equal(own[layer][:, :, group.index(positions)], other[layer][:, :, group.index(positions)])
+            assert torch.equal(own[layer][:, :, slots], other[layer][:, :, slots])
 
 
 def test_samples_are_those_of_the_seed() -> None:

@@ -73,7 +73,7 @@ def test_rejected_rows_overwrite_dead_keys_only(rows: int) -> None:
         marks = torch.arange(cache.length, cache.length + rows, dtype=torch.float64)
         cache.write(0, *(marks[None, None, :, None].expand(1, 2, -1, 8) for _ in range(2)), cache.length)
         seen = range(max(0, cache.length - WINDOW + 1), cache.length + rows)
-        slots = cache.groups[0].index(seen)
+        slots = cache.groups[0].index((seen.start, seen.stop))
         assert cache.keys[0][0, 0, slots, 0].tolist() == list(seen)
         cache.commit(range(1 + round_ % rows))  # the rest is rejected, and written over
 
@@ -88,7 +88,7 @@ def test_commit_gathers_rows_that_lie_apart() -> None:
         expected += [100 * round_ + row for row in ([0, 2, 3, 5] if round_ % 2 else [0, 5])]
         seen = range(max(0, cache.length - WINDOW + 1), cache.length)
         for tensor in (cache.keys[0], cache.values[0]):
-            assert tensor[0, 1, cache.groups[0].index(seen), 3].tolist() == expected[seen.start :]
+            assert tensor[0, 1, cache.groups[0].index((seen.start, seen.stop)), 3].tolist() == expected[seen.start :]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "split", "auto"])

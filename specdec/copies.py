@@ -1,0 +1,72 @@
+"""Copies between host and device: one into the device before a forward, one out after it, as each costs a launch more.
+
+A copy in is asynchronous, from pinned memory. A copy out waits for the device, so a step makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["copy_in", "copy_out", "fill", "is_apart", "pack", "views", "wait"]
+
+_ALIGN = 16  # bytes; every view may be read as any dtype
+_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool}
+
+
+def is_apart(device: torch.device | None) -> bool:
+    """Whether a device has memory of its own, so that every copy to it or from it costs a launch, or a wait."""
+    return device is not None and device.type != "cpu"
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given, so that a clock that is read next tells the truth."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Arrays (int64 or bool) on a device, by one copy: views on one buffer, in shape and dtype."""
+    host = torch.empty(pack(arrays)[1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    fill(host.numpy(), arrays)
+    return views(host.to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, int], int]:
+    """Where each array begins in the buffer, and the bytes of all."""
+    places, size = {}, 0
+    for name, array in arrays.items():
+        places[name] = size
+        size += -(-array.nbytes // _ALIGN) * _ALIGN
+    return places, size
+
+
+def fill(buffer: npt.NDArray[np.uint8], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write the arrays to their places."""
+    for name, start in pack(arrays)[0].items():
+        flat = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+        buffer[start : start + len(flat)] = flat
+
+
+def views(buffer: torch.Tensor, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+    """The parts of a filled buffer [bytes], as tensors of the arrays' shapes and dtypes."""
+    places, _ = pack(arrays)
+    return {
+        name: buffer[places[name] : places[name] + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+        for name, array in arrays.items()
+    }
+
+
+def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The integers of tensors of one device, each flattened, by one copy; waits until they are there."""
+    flat = [tensor.reshape(-1).long() for tensor in tensors]
+    numbers: list[int] = torch.cat(flat).tolist()
+    found, start = [], 0
+    for part in flat:
+        found.append(numbers[start : start + len(part)])
+        start += len(part)
+    return found

@@ -1,0 +1,314 @@
+"""Steps on CUDA devices that are not there: fake tensors, which refuse to meet across devices, and have no numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+
+from drafters.adapter import Adapter
+from drafters.medusa_heads import MedusaHeads
+from specdec import Draft, Engine, SamplingParams, TransformersTarget, attention, copies, cost, model
+from specdec.block import Block
+from specdec.cache import LayerSpec
+from specdec.joints import Joints
+from specdec.registry import drafter_names
+from specdec.runners import known, plan
+from tests import models
+from tests.models import FAMILIES, prompt_of, settings_of
+from tests.tiers import matrix
+
+BACKENDS = ("auto", "sdpa", "split", "aten")
+TREE = Draft((3, 4, 5, 6, 7), (-1, 0, 0, 2, 1), probes=frozenset({4}))
+DRAFTS = {"root": Draft.chain([3]), "chain": Draft.chain([3, 4, 5]), "tree": TREE}
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=4)
+
+
+class Numbers(TorchFunctionMode):
+    """A number that Python reads of a fake tensor is nought: the likeliest token, and no confidence."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("item", "__int__", "__index__"):
+            return 0
+        if name in ("__float__", "__bool__"):
+            return 1.0 if name == "__float__" else False
+        if name == "tolist":
+            return _noughts(args[0].shape)
+        # Torch without CUDA cannot index what claims to be there, while the operations that this means can.
+        if name == "__getitem__" and args[0].is_cuda:
+            return _part(args[0], args[1])
+        if name == "tensor":
+            kind = {key: value for key, value in (kwargs or {}).items() if key in ("dtype", "device")}
+            return torch.zeros(np.shape(args[0]), **kind)
+        if name == "__invert__":
+            return torch.logical_not(args[0])
+        if name == "rms_norm":
+            same(args[0], args[2] if len(args) > 2 else None)
+            return args[0].clone()
+        if name == "copy_" and args[0].is_cuda:  # the one operation that may join devices
+            return _copied(args[0], args[1])
+        if name == "__setitem__" and args[0].is_cuda:
+            return _copied(_part(args[0], args[1]), args[2])
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "not linked" not in str(error) or not name.endswith("_") or name.endswith("__"):
+                raise
+            return _copied(args[0], getattr(args[0], name[:-1])(*args[1:], **(kwargs or {})))
+
+
+def _copied(there: torch.Tensor, value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        assert torch.broadcast_shapes(there.shape, value.shape) == there.shape
+    return there
+
+
+def _tuple(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _part(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """``tensor[index]``."""
+    dim, parts = 0, _tuple(index)
+    for place, at in enumerate(parts):
+        if at is None:
+            tensor, dim = tensor.unsqueeze(dim), dim + 1
+        elif at is Ellipsis:
+            dim = tensor.ndim - sum(part is not None for part in parts[place + 1 :])
+        elif isinstance(at, slice):
+            assert at.step is None
+            first, last, _ = at.indices(tensor.shape[dim])
+            tensor, dim = tensor.narrow(dim, first, max(0, last - first)), dim + 1
+        elif isinstance(at, int):
+            tensor = tensor.select(dim, at)
+        else:
+            rows = at if isinstance(at, torch.Tensor) else torch.tensor(at, device=tensor.device)
+            if rows.dtype == torch.bool:  # all of them, as nobody knows
+                rows = torch.arange(len(rows), device=rows.device)
+            tensor, dim = torch.ops.aten.index(tensor, [None] * dim + [rows]), dim + rows.ndim
+    return tensor
+
+
+def _noughts(shape: Sequence[int]) -> Any:
+    return [_noughts(shape[1:]) for _ in range(shape[0])] if shape else 0
+
+
+def same(*tensors: Any) -> torch.device:
+    """The one device of what a kernel is given."""
+    devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    assert len(devices) == 1, devices
+    return devices.pop()
+
+
+def tree_kernel(query: Any, keys: Any, values: Any, tail: Any, mask: Any, scale: float, prior: Any = None) -> Any:
+    same(query, keys, values, tail, mask, *(prior or ()))
+    rows = query.shape[2]
+    size = len(tail) if isinstance(tail, torch.Tensor) else tail[1] - tail[0]
+    assert mask is None or mask.shape == (rows, size)
+    return query.new_empty(1, query.shape[1], rows, values.shape[-1])
+
+
+def _add_norm(residual: Any, delta: Any, weight: Any, epsilon: float) -> Any:
+    same(residual, delta, weight)
+    return residual.clone(), residual.clone()
+
+
+def _turned(heads: Any, cos: Any, sin: Any, at: Any, norms: Any, keys: Any, values: Any, first: int, count: int) -> Any:
+    same(heads, cos, sin, at, *(norms or ())[:2], keys, values)
+    assert at.shape == (len(heads),)
+    return heads.new_empty(1, count, len(heads), keys.shape[-1])
+
+
+def _gated(both: Any) -> Any:
+    return both.new_empty(len(both), both.shape[1] // 2)
+
+
+LAYER = SimpleNamespace(add_norm=_add_norm, turn_and_store=_turned, gate=_gated)
+
+
+def copy_in(arrays: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    return copies.views(torch.empty(copies.pack(arrays)[1], dtype=torch.uint8, device=device), arrays)
+
+
+def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    same(*tensors)
+    return [[0] * tensor.numel() for tensor in tensors]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """While it is there tensors are fake, and what only a GPU could do is done by what looks at shapes and devices."""
+    callspec = getattr(request.node, "callspec", None)
+    real = models.target_of("llama" if callspec is None else callspec.params["family"])
+    # Read off numbers, of which there are none here.
+    monkeypatch.setattr(
+        TransformersTarget, "_read_joints", lambda self, *_: {real.name: real.joints}.get(self.name, Joints())
+    )
+    monkeypatch.setattr(copies, "copy_in", copy_in)
+    monkeypatch.setattr(copies, "copy_out", copy_out)
+    monkeypatch.setattr(attention, "_has_flash", lambda device: True)
+    monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: tree_kernel)
+    monkeypatch.setattr(plan, "layer_kernels", lambda: LAYER)
+    monkeypatch.setattr(plan.RunnerMaker, "unpack", lambda maker: None)
+    monkeypatch.setattr(model, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB))
+    checks = SimpleNamespace(check_modules=lambda _: None, differs=lambda: None)
+    monkeypatch.setattr(model, "Reference", lambda *_: checks)
+    monkeypatch.setattr(known, "why_special", why_special)
+    monkeypatch.setattr(cost, "processor", lambda device: "none")
+    for module in (cost, copies):
+        monkeypatch.setattr(module, "wait", lambda device: None)
+    with FakeTensorMode(allow_non_fake_inputs=True), Numbers():
+        yield
+
+
+@contextmanager
+def windows_of(family: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The windows that the family's masks show, which have no numbers here."""
+
+    def windows(target: Any, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:
+        return [replace(spec, window=window) for spec, window in zip(specs, models.WINDOWS[family], strict=True)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersTarget, "_with_windows", windows)
+        yield
+
+
+def move(module: nn.Module, device: str, dtype: torch.dtype) -> None:
+    """Fake parameters and buffers in the places of what a module has."""
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                part._parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=device), False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+def why_special(module: nn.Module) -> str | None:
+    """A fake weight is not special, as it otherwise would be."""
+    return "has hooks" if hasattr(module, "_hf_hook") else None
+
+
+def target_on(
+    family: str,
+    dtype: torch.dtype,
+    backend: str,
+    execution: str,
+    patch: pytest.MonkeyPatch,
+    *,
+    devices: int = 1,
+    first: str = "cuda:0",
+) -> TransformersTarget:
+    """The family's model on cuda:0, its layers but the first, last norm and head on the last device."""
+    with unset_fake_temporarily():
+        made: Any = copy.deepcopy(models.model_of(family, torch.float32))
+    move(made, first, dtype)
+    if devices > 1:
+        decoder = made.get_decoder()
+        layers = decoder.layers
+        norm = next(child for name, child in decoder.named_children() if name in ("norm", "final_layer_norm"))
+        for module in (*layers[1:], norm, made.get_output_embeddings()):
+            move(module, "cuda:1", dtype)
+            add_hook_to_module(module, AlignDevicesHook(execution_device="cuda:1"))
+    with windows_of(family, patch):
+        return TransformersTarget(made, attention=backend, execution=execution, owned=True)
+
+
+def run(target: TransformersTarget) -> None:
+    """A chunk of the prompt, then drafts of every shape, each committed along a path that is no prefix of it."""
+    with target.active():
+        cache = target.new_cache(capacity=60, rows=24)
+        for _ in range(3):
+            target.forward(Block(cache, [1] * 12, device=target.device, backend=target.backend), rows=())
+            cache.commit(range(12))
+        for draft in DRAFTS.values():
+            rows = draft.scored_rows()
+            block = Block.of(draft, cache, target.device, target.backend)
+            output = target.forward(block, rows=rows, taps={1, 3, model.FINAL})
+            assert output.logits is not None
+            assert output.logits.device == target.head_device
+            assert output.logits.shape == (len(draft if rows is None else rows), target.vocab_size)
+            cache.commit([0, 2, 3] if draft is TREE else range(len(draft)))
+
+
+CASES = [
+    pytest.param(family, dtype, backend, devices, marks=() if quick else pytest.mark.slow)
+    for devices in (1, 2)
+    for number, family in enumerate(FAMILIES)
+    for place, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32))
+    for other, backend in enumerate(BACKENDS)
+    for quick in [place == 0 and other == (0 if devices == 1 else number % 4)]
+    if not (backend == "aten" and dtype == torch.float32)
+]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("family", "dtype", "backend", "devices"), CASES)
+def test_rows_of_every_kind(
+    family: str, dtype: torch.dtype, backend: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for execution in ("transformers", "auto"):
+        run(target_on(family, dtype, backend, execution, monkeypatch, devices=devices))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "family", "devices"), matrix(drafter_names(), ["llama", "mistral", "gemma2"], [1, 2])
+)
+def test_every_drafter(
+    drafter: str, family: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    settings = [dict(options) for options in settings_of(drafter, models.target_of(family), tmp_path)]
+    loaded: dict[str, Any] = {}
+    for options in settings:
+        if "adapter" in options:
+            loaded[options["adapter"]] = Adapter.from_pretrained(options["adapter"])
+        elif "heads" in options:
+            loaded[options["heads"]] = MedusaHeads.from_pretrained(options["heads"])
+    for kind in (Adapter, MedusaHeads):
+        monkeypatch.setattr(kind, "from_pretrained", lambda folder: loaded[str(folder)])
+        monkeypatch.setattr(kind, "to", lambda self, device, dtype: move(self, device, dtype) or self)
+    request.getfixturevalue("fake")
+    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=devices)
+    stranger = partial(target_on, "llama", torch.bfloat16, "auto", "auto", monkeypatch)
+    monkeypatch.setattr(TransformersTarget, "from_pretrained", lambda path, dtype, device: stranger(first=str(device)))
+    for options in settings:
+        if drafter in ("kangaroo", "medusa"):
+            options["check_target"] = False
+        for sampling in (None, SAMPLED):
+            engine = Engine(target, None, options, max_rows=24, prefill_chunk=16)
+            assert engine.generate(prompt_of(20), 12, sampling).finish_reason == "length"
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_batches(family: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and drafts of several texts in one forward; on one device through the kernels of layers."""
+    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=devices)
+    engine = Engine(target, None, "token_recycling", max_rows=24, prefill_chunk=16)
+    prompts = [prompt_of(size) for size in (20, 5, 40)]
+    for sampling in (None, SAMPLED):
+        found = engine.generate_batch(prompts, 6, sampling, batch=2)
+        assert [one.finish_reason for one in found] == ["length"] * 3, [one.error for one in found]
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_mix_of_devices_is_noticed() -> None:
+    """Else the tests above would show nothing."""
+    with pytest.raises((RuntimeError, AssertionError), match="device"):
+        torch.empty(2, device="cuda:0") + torch.empty(2, device="cuda:1")

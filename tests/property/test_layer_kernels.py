@@ -1,0 +1,104 @@
+"""The Triton kernels between a layer's products, under Triton's interpreter, against torch's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specdec import Draft, Engine, SamplingParams, TransformersTarget
+from specdec.block import Batch, Block
+from specdec.rotary import rotate, signed
+from specdec.runners import plan
+from specdec.runners.cuda import CudaRunner
+from tests.models import new_model, prompt_of
+
+pytest.importorskip("triton", reason="Triton is not installed")
+kernels = pytest.importorskip("specdec.kernels.layer")
+
+
+@pytest.mark.parametrize("width", [20, 64])
+@pytest.mark.parametrize("adds", [False, True])
+def test_sum_and_norm(adds: bool, width: int) -> None:
+    residual, delta, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
+    total, normed = kernels.add_norm(residual, delta if adds else None, weight, 1e-5)
+    expected = residual + delta if adds else residual
+    assert torch.equal(total, expected)
+    assert torch.allclose(normed, F.rms_norm(expected, (width,), weight, 1e-5), rtol=1e-6, atol=1e-6)
+
+
+def test_gate() -> None:
+    both = torch.randn(3, 2 * 700)
+    first, second = both.chunk(2, -1)
+    assert torch.allclose(kernels.gate(both), F.silu(first) * second, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [4, 10])  # the latter goes round the ring
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("width", [8, 12])
+def test_turn_and_store(width: int, normed: bool, first: int) -> None:
+    rows, queries, key_heads, slots = 4, 4, 2, 12
+    heads = torch.randn(rows, (queries + 2 * key_heads) * width)
+    angles = torch.rand(40, width // 2).repeat(1, 2)
+    places = torch.tensor([7, 8, 8, 39])
+    keys, values = torch.zeros(2, 1, key_heads, slots, width)
+    norms = (torch.randn(width), torch.randn(width), 1e-6) if normed else None
+    query = kernels.turn_and_store(heads, angles.cos(), angles.sin(), places, norms, keys, values, first, queries)
+    q, k, v = heads.view(rows, -1, width).transpose(0, 1).split((queries, key_heads, key_heads))
+    if norms is not None:
+        q, k = (F.rms_norm(x, (width,), weight, 1e-6) for x, weight in ((q, norms[0]), (k, norms[1])))
+    cos, sin = angles.cos()[places], signed(angles.sin()[places])
+    there = [(first + row) % slots for row in range(rows)]
+    assert torch.allclose(query[0], rotate(q, cos, sin), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(keys[0][:, there], rotate(k, cos, sin), rtol=1e-5, atol=1e-6)
+    assert torch.equal(values[0][:, there], v)
+    assert int((keys != 0).any(-1).sum()) == rows * key_heads
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused runners are those of a CUDA device."""
+    monkeypatch.setattr(plan.RunnerMaker, "_kernels", lambda maker: kernels)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_model_is_itself(family: str, target_of: Callable[..., TransformersTarget]) -> None:
+    """The self-check at load holds it against the model; entries and taps; and the text of a few steps."""
+    target = TransformersTarget(new_model(family, torch.float32), execution="fused", owned=True)
+    assert isinstance(target.runner, CudaRunner)
+    plain = target_of(family, torch.float32)
+    draft = Draft((3, 4, 5, 6), (-1, 0, 0, 2))
+    outputs = []
+    for one in (target, plain):
+        with one.active():
+            cache = one.new_cache(capacity=20, rows=8)
+            outputs.append(one.forward(Block.of(draft, cache, one.device), taps={0, 1, 2, 3}))
+    for layer in range(4):
+        assert torch.allclose(outputs[0].taps[layer], outputs[1].taps[layer], rtol=1e-3, atol=1e-4)
+    for sampling in (None, SamplingParams(temperature=0.8, seed=1)):
+        texts = [
+            Engine(one, None, "prompt_lookup").generate(prompt_of(9), 4, sampling).token_ids for one in (target, plain)
+        ]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_rows_of_several_sequences_are_those_of_each() -> None:
+    """Two texts of other lengths, so that the rows stand elsewhere in each."""
+    target = TransformersTarget(new_model("mistral", torch.float32), execution="fused", owned=True)
+    assert isinstance(target.runner, CudaRunner)
+    draft, found = Draft((3, 4, 5, 6), (-1, 0, 0, 2)), []
+    for together in (False, True):
+        with target.active():
+            caches = [target.new_cache(capacity=20, rows=8) for _ in range(2)]
+            for cache, text in zip(caches, ([7, 8, 9], [7]), strict=True):
+                target.forward(Block(cache, text), rows=())
+                cache.commit(range(len(text)))
+            blocks = [Block.of(draft, cache, target.device) for cache in caches]
+            outputs = [target.forward(rows) for rows in ([Batch(blocks)] if together else blocks)]
+        found.append(torch.cat([output.hidden for output in outputs]))
+    assert torch.allclose(*found, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(found[0][:4], found[0][4:], rtol=1e-3, atol=1e-4)

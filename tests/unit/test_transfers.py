@@ -1,0 +1,226 @@
+"""What a step copies between host and device, counted on a CPU that is treated as a device of its own.
+
+The numbers are real, so the same texts show that a step that copies once decides what a step on the host decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+from specdec import Draft, Engine, SamplingParams, copies
+from specdec.draft import ancestors
+from specdec.errors import NumericalError
+from specdec.results import Step
+from specdec.sampling import Sampler, Scores
+from specdec.verify import last_row, match, walk_arrays
+from tests.models import prompt_of, settings_of, target_of
+from tests.property.trees import parent_lists
+
+READS = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy", "cpu", "nonzero", "equal")
+MAKES = ("tensor", "as_tensor", "from_numpy", "asarray")
+PROMPT, NEW = prompt_of(20), 30
+ONCE = ("none", "prompt_lookup", "lookahead", "token_recycling", "medusa", "suffix_automaton")
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=12, seed=4)
+
+
+class Transfers(TorchFunctionMode):
+    """Counts what would be a copy: numbers that Python reads, and tensors that are made of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.inside = False  # a copy that was counted as such
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if not self.inside:
+            if name in READS:
+                self.counts["out"] += 1
+            elif name in MAKES or (name == "__getitem__" and _lists(args[1])):
+                self.counts["in"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _lists(index: Any) -> bool:
+    return any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
+    """While it is there, every device is apart."""
+    mode = Transfers()
+
+    def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            mode.counts[kind] += 1
+            mode.inside = True
+            try:
+                return function(*arguments)
+            finally:
+                mode.inside = False
+
+        return call
+
+    monkeypatch.setattr(copies, "is_apart", lambda device: True)
+    monkeypatch.setattr(copies, "copy_in", counted("in", copies.copy_in))
+    monkeypatch.setattr(copies, "copy_out", counted("out", copies.copy_out))
+    return mode
+
+
+def steps_of(engine: Engine, sampling: SamplingParams | None, mode: Transfers | None) -> tuple[list[int], list[Any]]:
+    """The text, and what each step copied."""
+    found: list[Any] = []
+
+    def noted(step: Step) -> None:
+        assert mode is not None
+        found.append((step, dict(mode.counts)))
+        mode.counts.clear()
+
+    if mode is None:
+        return engine.generate(PROMPT, NEW, sampling).token_ids, []
+    decoding = engine.start(PROMPT, NEW, sampling)
+    with mode, engine.target.active():
+        decoding.prefill()
+        mode.counts.clear()
+        while decoding.finish_reason is None:
+            noted(decoding.step())
+    return decoding.result().token_ids, found
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("drafter", ONCE)
+def test_one_copy_in_and_one_out(
+    drafter: str, family: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    target = target_of(family)
+    engines = [Engine(target, None, options, max_rows=24) for options in settings_of(drafter, target, tmp_path)]
+    expected = [steps_of(engine, sampling, None)[0] for engine in engines]
+    mode = request.getfixturevalue("transfers")
+    accepted = 0
+    for engine, text in zip(engines, expected, strict=True):
+        got, steps = steps_of(engine, sampling, mode)
+        assert got == text
+        accepted += sum(step.accepted for step, _ in steps)
+        # The first step may learn what it needs: a position's table, Medusa's first guesses.
+        assert all(counts == {"in": 1, "out": 1} for _, counts in steps[1:]), [c for _, c in steps]
+        assert steps[0][1]["out"] <= 2
+    assert accepted or drafter == "none" or sampling is not None
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED])
+@pytest.mark.parametrize("drafter", ["none", "token_recycling", "medusa", "kangaroo"])
+def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
+    drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    target, prompts = target_of("mistral"), [prompt_of(size) for size in (20, 7, 13)]
+    options = settings_of(drafter, target, tmp_path)[-1]  # with a draft vocabulary, where there is one
+    engine = Engine(target, None, options, max_rows=24)
+    expected = [engine.generate(prompt, 12, sampling).token_ids for prompt in prompts]
+    mode = request.getfixturevalue("transfers")
+    with mode:
+        found = engine.generate_batch(prompts, 12, sampling, batch=2)
+    assert [one.token_ids for one in found] == expected
+
+
+class Alternating:
+    """A grammar whose states are its matchers: after an even token comes an odd one."""
+
+    def __init__(self, odd: bool = False) -> None:
+        self.odd = odd
+
+    def start(self, prompt: Sequence[int]) -> Alternating:
+        return Alternating()
+
+    def advance(self, token: int) -> Alternating | None:
+        return Alternating(not self.odd) if token % 2 == self.odd else None
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        wrong = torch.arange(scores.shape[-1]) % 2 != self.odd
+        return scores.masked_fill(wrong, -torch.inf)
+
+
+def test_a_grammar_is_asked_row_by_row(request: pytest.FixtureRequest) -> None:
+    """No row is decided without its state."""
+    engine = Engine(target_of("llama"), None, "token_recycling", max_rows=24)
+    expected = engine.generate(PROMPT, 12, logits_processor=[Alternating()]).token_ids
+    request.getfixturevalue("transfers")
+    assert engine.generate(PROMPT, 12, logits_processor=[Alternating()]).token_ids == expected
+    assert all(token % 2 == place % 2 for place, token in enumerate(expected))
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED])
+@pytest.mark.parametrize("drafter", ["kangaroo", "draft_model"])
+def test_models_that_draft_copy_a_bounded_number_of_times(
+    drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Per row of the draft one copy in and one out at T = 0; rejection reads a few numbers more of each."""
+    target = target_of("llama")
+    engines = [Engine(target, None, options, max_rows=24) for options in settings_of(drafter, target, tmp_path)]
+    expected = [steps_of(engine, sampling, None)[0] for engine in engines]
+    mode = request.getfixturevalue("transfers")
+    for engine, text in zip(engines, expected, strict=True):
+        got, steps = steps_of(engine, sampling, mode)
+        assert got == text
+        for step, counts in steps[1:]:
+            assert counts["in"] <= 1 + step.rows
+            assert counts["out"] <= (1 + 2 * step.rows if sampling is None else 3 + 8 * step.rows), counts
+
+
+@given(parents=parent_lists(12), data=st.data())
+@settings(max_examples=60)
+def test_the_device_walks_as_the_host_does(parents: list[int], data: st.DataObject) -> None:
+    """Few tokens, so that siblings are equal and paths get long; some rows are probes, some of them read."""
+    size = len(parents)
+    tokens = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    probes = frozenset(data.draw(st.sets(st.integers(1, size)))) & frozenset(range(1, size))
+    read = sorted(data.draw(st.sets(st.sampled_from(sorted(probes))))) if probes else []
+    draft = Draft(tokens, parents, probes=probes, read=read)
+    rows = draft.scored_rows()
+    logits = torch.tensor(data.draw(st.lists(st.permutations([0.0, 1.0, 2.0]), min_size=size, max_size=size)))
+    scores = Scores(logits if rows is None else logits[rows], rows)
+    sampler = Sampler(SamplingParams(), [1], 3, torch.device("cpu"))
+    decided = sampler.decide(scores, [0] * len(scores.logits))
+    assert decided is not None
+    arrays = {name: torch.from_numpy(array) for name, array in walk_arrays(draft, scores.place).items()}
+    closure = torch.from_numpy(ancestors(parents))
+    last = last_row(decided[1], torch.tensor(tokens), arrays["parent_places"], arrays["eligible"], closure)
+    assert last.tolist() == match(draft, scores, sampler).path[-1:]
+
+
+def test_arrays_arrive_as_they_were() -> None:
+    arrays = {
+        "a": np.arange(3),
+        "b": np.array([[True, False]]),
+        "c": np.zeros((0, 2), dtype=np.int64),
+        "d": np.eye(5) > 0,
+    }
+    found = copies.copy_in(arrays, torch.device("cpu"))
+    for name, array in arrays.items():
+        assert found[name].shape == array.shape
+        assert np.array_equal(found[name].numpy(), array)
+    assert copies.copy_out([torch.tensor([[1, 2]]), torch.tensor([True])]) == [[1, 2], [1]]
+
+
+def test_a_number_that_is_none_is_refused(request: pytest.FixtureRequest) -> None:
+    target = target_of("llama")
+    request.getfixturevalue("transfers")
+    for sampling in (SamplingParams(), SAMPLED):
+        sampler = Sampler(sampling, [1, 2], 3, target.device)
+        scores = Scores(torch.tensor([[0.0, torch.nan, 1.0], [1.0, 2.0, 3.0]]))
+        decided = sampler.decide(scores, [0, 1])
+        assert decided is not None
+        scores.decided(*copies.copy_out(decided))
+        assert sampler.token(scores, 1, [0]) in (0, 1, 2)
+        with pytest.raises(NumericalError, match="logits are no distribution"):
+            sampler.token(scores, 0, [])
