@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import re
 import shutil
 import stat
@@ -24,7 +25,20 @@ from typing import Any
 from specdec.errors import SpecdecWarning
 from specdec.files import cache_folder, digest_of
 
-__all__ = ["PAIR", "PANEL", "CBlock", "CLayer", "CProduct", "CRows", "CShape", "CSlots", "Kind", "compiler", "library"]
+__all__ = [
+    "PAIR",
+    "PANEL",
+    "CBlock",
+    "CLayer",
+    "CProduct",
+    "CRows",
+    "CShape",
+    "CSlots",
+    "Kind",
+    "compiler",
+    "install",
+    "library",
+]
 
 PANEL, PAIR = 32, 64
 """Outputs that lie together in a weight, and to a multiple of which it is padded, as in ``layers.c``."""
@@ -38,6 +52,7 @@ class Kind(IntEnum):
 
 _SOURCE = Path(__file__).with_name("layers.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+_INSTALLED = Path(__file__).with_name("installed")
 _SECONDS = 120  # a compiler that takes longer is not going to come back
 
 
@@ -114,8 +129,11 @@ def library() -> Any:
 
     It runs as this user, so nothing is loaded that somebody else may have put there or changed. It is kept in a folder,
     and in files, that belong to the user and are closed to all others, under its content's hash. Where there can be no
-    such folder, it is compiled into a temporary one, and a SpecdecWarning says why.
+    such folder, it is compiled into a temporary one, and a SpecdecWarning says why. One that was built into this
+    package for this machine (``python -m specdec.native``) goes first, as it is no less the package's than its source.
     """
+    if (installed := _installed()) is not None:
+        return installed
     found = compiler()
     if found is None:
         return None
@@ -131,6 +149,50 @@ def library() -> Any:
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(f"no native layers, so decoding is slower: {error}", SpecdecWarning, stacklevel=2)
         return None
+
+
+def install() -> Path:
+    """Build the library into this package, for machines like this one that have no compiler, or no folder of their own.
+
+    Raises:
+        OSError: there is no compiler, or this package's folder cannot be written.
+        subprocess.SubprocessError: the compiler fails.
+    """
+    found = compiler()
+    if found is None:
+        raise OSError("there is no C compiler (cc, gcc or clang) on PATH")
+    _INSTALLED.mkdir(exist_ok=True)
+    note = _machine()
+    path = _build(found, _INSTALLED, note)
+    for file in (path, _INSTALLED / note):
+        file.chmod(0o644)  # other users of this package are to read it
+    return path
+
+
+def _installed() -> Any:
+    """The library that was built into this package for this machine, if there is one; a broken one is told of."""
+    note = _INSTALLED / _machine()
+    if not note.is_file():
+        return None
+    try:
+        path = _path(_INSTALLED, digest := note.read_text(encoding="ascii", errors="replace"))
+        if digest_of(path) != digest:
+            raise OSError(f"{str(path)!r} is not what was compiled; run python -m specdec.native again")
+        return _load(path)
+    except OSError as error:
+        warnings.warn(f"the library in this package is not used: {error}", SpecdecWarning, stacklevel=3)
+        return None
+
+
+def _machine() -> str:
+    """A note's name for this source and processor, which is known without a compiler."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = [f"flags: {platform.processor()}"]
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")  # x86, Arm
+    made_of = "|".join((_SOURCE.read_text(encoding="utf-8"), platform.machine(), *sorted(flags.split()), *_FLAGS))
+    return hashlib.sha256(made_of.encode()).hexdigest()[:16] + ".sha256"
 
 
 def _own_folder(folder: Path) -> Path:

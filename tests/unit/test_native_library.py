@@ -221,3 +221,36 @@ def test_a_library_cut_short_kills_no_process(tmp_path: Path, built: Path) -> No
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{[None] * 8}\n")
+
+
+@needs_compiler
+def test_a_library_built_into_the_package_needs_no_compiler_and_is_held_against_its_hash(
+    fresh: Path, built: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For read-only machines and those without a compiler; one for another processor is not looked at."""
+    place = tmp_path / "installed"
+    monkeypatch.setattr(native, "_INSTALLED", place)
+    monkeypatch.setattr(native, "_build", lambda compiler, folder, note: _copied(built, folder, note))
+    path = native.install()
+    assert (path.stat().st_mode & 0o777, path.parent) == (0o644, place)
+
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    native.library.cache_clear()
+    assert native.library()._name == str(path)
+    assert not (fresh / "native").exists()
+
+    path.write_bytes(path.read_bytes()[:100])
+    native.library.cache_clear()
+    with pytest.warns(SpecdecWarning, match=r"not what was compiled; run python -m specdec\.native again"):
+        assert native.library() is None
+
+    monkeypatch.setattr(native, "_machine", lambda: "another.sha256")
+    native.library.cache_clear()
+    assert native.library() is None
+
+
+def _copied(built: Path, folder: Path, note: str) -> Path:
+    path = folder / f"layers-{digest_of(built)}.so"
+    shutil.copy(built, path)
+    (folder / note).write_text(digest_of(built))
+    return path
