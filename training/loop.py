@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from tqdm import tqdm
 
@@ -120,7 +121,8 @@ def new_accelerator(config: LoopConfig) -> Accelerator:
     """accelerate's view of the devices: one CPU or GPU, or as many as ``accelerate launch`` started."""
     if config.precision != "auto":
         return Accelerator(mixed_precision=config.precision)
-    return Accelerator(mixed_precision="bf16" if half_is_fast(PartialState().device) else "no")
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # what the first one finds holds for all
+    return Accelerator(mixed_precision="bf16" if half_is_fast(state.device) else "no")
 
 
 def train(

@@ -226,12 +226,12 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / ".lock").acquire(timeout=0)
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise ConfigError(f"cannot write to {str(self.path)!r}: {error}; give another --out") from error
-        except Timeout as error:
+        except Timeout as error:  # which is an OSError
             raise ConfigError(
                 f"another run is writing to {str(self.path)!r}; wait for it, stop it, or choose another --out"
             ) from error
+        except (OSError, ValueError, NotImplementedError) as error:
+            raise ConfigError(f"cannot write to {str(self.path)!r}: {error}; give another --out") from error
         with lock:
             with self.on_disk("the answers"):
                 drop_unfinished(self.answers)

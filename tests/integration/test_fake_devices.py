@@ -96,7 +96,7 @@ def _part(tensor: torch.Tensor, index: Any) -> torch.Tensor:
         elif isinstance(at, int):
             tensor = tensor.select(dim, at)
         else:
-            rows = at if isinstance(at, torch.Tensor) else torch.tensor(at, device=tensor.device)
+            rows = at if isinstance(at, torch.Tensor) else torch.empty(len(at), dtype=torch.long, device=tensor.device)
             if rows.dtype == torch.bool:  # all of them, as nobody knows
                 rows = torch.arange(len(rows), device=rows.device)
             tensor, dim = torch.ops.aten.index(tensor, [None] * dim + [rows]), dim + rows.ndim
