@@ -15,9 +15,9 @@ from specdec.native.library import library
 ROOT = Path(__file__).parents[2]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/models_table.py"), run_name="models_table")
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
-# Multiples everywhere; sinks and windows; latent attention; windows that the mask alone knows; one refused for what its
-# layers are given, one for recurrent layers, one for attention that the block does not reach.
-QUICK = ("granite", "gpt_oss", "youtu", "phimoe", "gemma4_text", "mamba2", "stablelm")
+# Multiples everywhere; sinks and windows; latent attention; windows that the mask alone knows; refused for what layers
+# are given, for rotary positions, for recurrent layers, and for attention that the block does not reach.
+QUICK = ("granite", "gpt_oss", "youtu", "phimoe", "gemma4_text", "deepseek_v2", "mamba2", "stablelm")
 EXACT = [row.split("`")[1] for row in PAGE if re.match(r"\| `.*` \| transformers", row)]
 SAMPLE = sorted({*QUICK, "llama", *SCRIPT["kinds"]()[::5], *EXACT[::3]})
 
