@@ -169,7 +169,7 @@ def write_gguf(engine: Engine, path: Path) -> None:
         tensor = state[key]
         if turned:
             tensor = tensor.view(turned, 2, dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
-        values = tensor.float().contiguous().numpy()
+        values = tensor.detach().float().contiguous().numpy()
         chosen = GGMLQuantizationType[_TYPES[kind] if values.ndim == 2 else "F32"]
         writer.add_tensor(name, quantize(values, chosen), raw_dtype=chosen)
 
