@@ -18,7 +18,7 @@ from specdec.config import RunConfig
 from specdec.conversations import read_records
 from specdec.engine import Engine, Prompt
 from specdec.errors import CheckpointError, ConfigError
-from specdec.files import drop_unfinished, whole_lines, write_text
+from specdec.files import resume, write_text
 from specdec.results import Generation
 
 __all__ = ["answer", "check_out", "read_prompts"]
@@ -66,7 +66,7 @@ def answer(engine: Engine, prompts: list[Prompt], out: Path, run: RunConfig, *, 
     options = {name: getattr(run, name) for name in ("model", "dtype", "drafter", "max_new_tokens", "stop")}
     header = {**options, **asdict(run.sampling), "prompts": len(prompts), "asked": asked}
     try:
-        done = {line["index"]: line for line in _begin(partial, header)}
+        done = {line["index"]: line for line in resume(partial, header, lambda line: _check_line(line, len(prompts)))}
         left = [index for index in range(len(prompts)) if index not in done]
         with partial.open("a", encoding="utf-8") as file:
 
@@ -94,22 +94,8 @@ def answer(engine: Engine, prompts: list[Prompt], out: Path, run: RunConfig, *, 
     return sum(line["finish_reason"] == "error" for line in done.values())
 
 
-def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of the same run's unfinished file, less one that a kill cut short; a new file gets its header.
-
-    Raises:
-        ConfigError: it is another run's.
-    """
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    drop_unfinished(partial)
-    lines = [json.loads(line) for line in whole_lines(partial)]
-    if not lines:
-        write_text(partial, json.dumps(header) + "\n")
-        return []
-    if (before := lines[0]) != header:
-        key = next(key for key in sorted({*before, *header}) if before.get(key) != header.get(key))
-        raise ConfigError(
-            f"{str(partial)!r} is of a run with {key} {before.get(key)!r}, this one has {header.get(key)!r}; give the "
-            "same options to go on with it, another --out, or delete it"
-        )
-    return lines[1:]
+def _check_line(line: Mapping[str, Any], prompts: int) -> None:
+    """ValueError for a line of an unfinished file that is no answer to one of so many prompts."""
+    index = line.get("index")
+    if type(index) is not int or not 0 <= index < prompts or "finish_reason" not in line:
+        raise ValueError(f"it holds no answer to one of {prompts} prompts")

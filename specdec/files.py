@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "read_object",
     "read_text",
     "replacing",
+    "resume",
     "whole_lines",
     "write_json",
     "write_text",
@@ -133,3 +134,41 @@ def drop_unfinished(path: Path) -> None:
 def _whole(path: Path) -> bytes:
     data = path.read_bytes() if path.is_file() else b""
     return data[: data.rfind(b"\n") + 1]
+
+
+def resume(
+    partial: Path, header: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """The lines of the same run's unfinished file, less one that a kill cut short; a new file gets its header.
+
+    ``check`` raises ValueError for a line below the header that is none of such a run's.
+
+    Raises:
+        ConfigError: it is another run's, or a line is none of its.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    drop_unfinished(partial)
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(whole_lines(partial), 1):
+        try:
+            line = parse_json(text)
+            if not isinstance(line, dict):
+                raise ValueError(f"it holds {type(line).__name__}, not an object")
+            if number > 1:
+                check(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"{str(partial)!r}, line {number}: no line of an unfinished run: {error}; delete that line and all "
+                "below it, and the same command goes on from there"
+            ) from error
+        lines.append(line)
+    if not lines:
+        write_text(partial, json.dumps(header) + "\n")
+        return []
+    if (before := lines[0]) != header:
+        key = next(key for key in sorted({*before, *header}) if before.get(key) != header.get(key))
+        raise ConfigError(
+            f"{str(partial)!r} is of a run with {key} {before.get(key)!r}, this one has {header.get(key)!r}; give the "
+            "same options to go on with it, another --out, or delete it"
+        )
+    return lines[1:]

@@ -21,7 +21,7 @@ from specdec.bench.questions import Question, build_prompt, read_questions
 from specdec.conversations import is_text, read_records, turns_of
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, PromptError
-from specdec.files import drop_unfinished, parse_json, read_text, whole_lines, write_text
+from specdec.files import read_text, resume, write_text
 from specdec.sampling import SamplingParams
 from specdec.text import stop_strings
 
@@ -121,7 +121,7 @@ def distill(
     header |= {"stop": stop} if stop else {}
     tokens = 0
     try:
-        done = _begin(partial, header)
+        done = resume(partial, header, _check_line)
         bar = tqdm(
             prompts[len(done) :], initial=len(done), total=len(prompts), unit="prompt", mininterval=1.0, desc=out.name
         )
@@ -196,49 +196,11 @@ def _own_question(engine: Engine, seed: int) -> tuple[str, int]:
     return made.text.strip() if ended else "", len(made.token_ids)
 
 
-def _begin(partial: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of the same run's unfinished file, less one that a kill cut short; a new file gets its header.
-
-    Raises:
-        ConfigError: it is another run's.
-    """
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    drop_unfinished(partial)
-    lines = _lines(partial)
-    if not lines:
-        write_text(partial, json.dumps(header) + "\n")
-        return []
-    if (before := lines[0]) != header:
-        key = next(key for key in sorted({*before, *header}) if before.get(key) != header.get(key))
-        raise ConfigError(
-            f"{str(partial)!r} is of a run with {key} {before.get(key)!r}, this one has {header.get(key)!r}; give the "
-            "same options to go on with it, another --out, or delete it"
-        )
-    return lines[1:]
-
-
-def _lines(partial: Path) -> list[dict[str, Any]]:
-    """What an unfinished file holds: a header, and the answers so far.
-
-    Raises:
-        ConfigError: a line that is none of them.
-    """
-    lines: list[dict[str, Any]] = []
-    for number, text in enumerate(whole_lines(partial), 1):
-        try:
-            line = parse_json(text)
-            if not isinstance(line, dict):
-                raise ValueError(f"it holds {type(line).__name__}, not an object")
-            record = line.get("record") if number > 1 else None
-            if number > 1 and not (turns_of(record) if record is not None else isinstance(line.get("skipped"), str)):
-                raise ValueError("it holds neither a conversation nor why there is none")
-        except ValueError as error:
-            raise ConfigError(
-                f"{str(partial)!r}, line {number}: no answer of `specdec distill-data`: {error}; delete that line and "
-                "all below it, and the same command goes on from there"
-            ) from error
-        lines.append(line)
-    return lines
+def _check_line(line: Mapping[str, Any]) -> None:
+    """ValueError for a line of an unfinished file that is no answer of this command."""
+    record = line.get("record")
+    if not (turns_of(record) if record is not None else isinstance(line.get("skipped"), str)):
+        raise ValueError("it holds neither a conversation nor why there is none")
 
 
 def _finish(partial: Path, out: Path, records: Sequence[Mapping[str, Any]]) -> None:

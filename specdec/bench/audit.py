@@ -183,7 +183,7 @@ def _excuse(about: Mapping[str, Any], sampling: SamplingParams) -> str | None:
         return None
     if about["ours"]:
         return f"acceptance {sampling.acceptance!r} keeps the distribution, not the tokens of a seed"
-    return "its random numbers are its own"
+    return f"its {'random numbers' if sampling.temperature > 0 else 'kernels'} are its own"
 
 
 def _check_complete(records: Sequence[Record], systems: Mapping[str, Any]) -> None:
