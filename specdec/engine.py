@@ -21,6 +21,7 @@ from specdec.drafter import Drafter
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, first_line, shown
 from specdec.model import TransformersTarget
 from specdec.parallel.load import load_parallel
+from specdec.parallel.rows import ShardedTarget
 from specdec.parallel.target import ParallelTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
 from specdec.prefix import PrefixCache
@@ -395,6 +396,8 @@ class Engine:
             self._warn_of_unused(sampling)
         if prefix_cache is not None and isinstance(self.target, ParallelTarget):
             raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
+        if logprobs is not None and isinstance(self.target, ShardedTarget):
+            raise ConfigError("parallel='rows' exchanges tokens and no logits; leave out logprobs, or take 'tensor'")
         stops = stop_strings(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")

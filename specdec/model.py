@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
+from accelerate.utils import align_module_device
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -262,7 +263,7 @@ class TransformersTarget:
         return plain
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters, sorted by transformers' names; repacked ones are brought back one at a time."""
+        """The model's parameters, sorted by transformers' names; repacked and offloaded ones are brought in turn."""
         sources: dict[str, Any] = dict(self.model.named_parameters())
         tied = any(isinstance(module, TiedEmbedding) for module in self.model.modules())
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -272,8 +273,14 @@ class TransformersTarget:
             if isinstance(module, PackedLinear | TiedEmbedding):
                 sources |= {f"{name}.{kind}": module for kind in kinds if getattr(module, kind, None) is not None}
         for name in sorted(sources):
-            source = sources[name]
-            yield name, source if isinstance(source, torch.Tensor) else getattr(source, name.rsplit(".", 1)[-1])
+            source, (owner, _, kind) = sources[name], name.rpartition(".")
+            if not isinstance(source, torch.Tensor):
+                yield name, getattr(source, kind)
+            elif source.is_meta:
+                with align_module_device(module := self.model.get_submodule(owner)):
+                    yield name, getattr(module, kind)
+            else:
+                yield name, source
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What runs, and why: section -> name -> value."""

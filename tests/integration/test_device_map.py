@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
 import torch
 
 from specdec import Engine, SamplingParams, TransformersTarget
-from tests.models import greedy, new_model, prompt_of, target_of
+from specdec.registry import drafter_names
+from tests.models import greedy, new_model, prompt_of, settings_of, target_of
 
 PROMPT = prompt_of(11)
 NEW = 24
-SAMPLING = SamplingParams(temperature=1.0, seed=3, top_k=12)
+SAMPLING = SamplingParams(temperature=1.0, seed=3, top_k=12, acceptance="match")
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "model.rotary_emb")
 
 
@@ -24,9 +27,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(target: TransformersTarget) -> None:
+def check(target: TransformersTarget, drafters: Iterable[Any] = ("none", "prompt_lookup", "lookahead")) -> None:
     plain = Engine(target_of("llama")).generate(PROMPT, NEW, SAMPLING).token_ids
-    for drafter in ("none", "prompt_lookup", "lookahead"):
+    for drafter in drafters:
         engine = Engine(target, None, drafter)
         assert engine.generate(PROMPT, NEW).token_ids == greedy("llama", PROMPT, NEW)
         assert engine.generate(PROMPT, NEW, SAMPLING).token_ids == plain
@@ -50,6 +53,16 @@ def test_layers_on_disk(saved: Path, tmp_path: Path, offloaded: tuple[str, ...])
     assert any(parameter.is_meta for parameter in model.parameters())
     check(target)
     assert any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("drafter", drafter_names())
+def test_every_drafter_over_split_layers(drafter: str, tmp_path: Path) -> None:
+    places = dict.fromkeys((*PARTS, "lm_head"), "cpu") | {"model.layers.0": "disk", "lm_head": "disk"}
+    model = accelerate.dispatch_model(
+        new_model("llama"), places, main_device="cpu", offload_dir=str(tmp_path / "weights"), force_hooks=True
+    )
+    target = TransformersTarget(model)
+    check(target, settings_of(drafter, target_of("llama"), tmp_path))
 
 
 def test_everything_on_disk(tmp_path: Path) -> None:

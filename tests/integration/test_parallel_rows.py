@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from specdec import Draft, Drafter, Engine, Generation, SamplingParams
+from specdec import Draft, Drafter, Engine, Generation, PrefixCache, SamplingParams
 from specdec.errors import ConfigError, NumericalError, ParallelError
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.rows import ShardedTarget
@@ -187,12 +187,20 @@ def test_rounding_decides_alike_everywhere() -> None:
         ("lookahead", {"sampling": SamplingParams(acceptance="reject", temperature=1)}, "reject"),
         (lambda rank: Drawing(torch.full((32, 32), 1 / 32)), {"sampling": SAMPLING}, "probabilities (q)"),
         ("lookahead", {"logits_processor": [type("Own", (LogitsProcessor,), {})()]}, "processor Own may keep a state"),
+        ("lookahead", {"logprobs": 2}, "leave out logprobs"),
+        ("lookahead", {"prefix_cache": PrefixCache()}, "leave out parallel="),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(drafter: Any, options: dict[str, Any], message: str) -> None:
     for error in Together("llama", 2).run(drafter, lambda engine: engine.generate(PROMPT, NEW, **options)):
         assert isinstance(error, ConfigError)
         assert message in str(error)
+
+
+def test_batches_are_refused() -> None:
+    for error in Together("llama", 2).run("lookahead", lambda engine: engine.generate_batch([PROMPT, PROMPT], NEW)):
+        assert isinstance(error, ConfigError)
+        assert "one prompt at a time" in str(error)
 
 
 def test_early_exits_are_refused(tmp_path: Path) -> None:
