@@ -242,7 +242,7 @@ class RunFolder:
                 drop_unfinished(self.answers)
             yield
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, *records: Record) -> None:
         """Add records for good.
 
         Raises:

@@ -158,7 +158,7 @@ class Runner:
             self.folder.write_manifest(_plain(self.manifest))
             for repeat, asked, system in self.todo:
                 self._on_system(system.label, len(asked))
-                self.folder.append(self._answer(repeat, asked, system))
+                self.folder.append(*self._answer(repeat, asked, system))
             if self._measure_cost and "cost" not in self.manifest:
                 self.manifest["cost"] = self._cost()
             self.manifest["runs"][-1]["ended"] = time.time()
