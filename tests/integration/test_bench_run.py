@@ -269,6 +269,20 @@ def test_shares_of_the_clock_add_up_and_a_prompt_s_begins_when_it_is_taken(
     assert [output.times for output in outputs] == [[2, 4, 6, 8], [2, 4, 6, 8], [1, 2, 3, 4]]
 
 
+def test_a_rival_does_not_look_at_its_padding(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask of each row is as long as its prompt, and the prompt stands under it."""
+    system: Any = make(drafters=["none"], systems=["transformers"]).systems[-1]
+    generate, prompts, seen = system._model.generate, [[5, 6], [7, 8, 9, 10], [11]], []
+
+    def noted(ids: torch.Tensor, *, attention_mask: torch.Tensor, **options: Any) -> Any:
+        seen.extend(row[mask.bool()].tolist() for row, mask in zip(ids, attention_mask, strict=True))
+        return generate(ids, attention_mask=attention_mask, **options)
+
+    monkeypatch.setattr(system._model, "generate", noted)
+    assert [len(output.token_ids) for output in system.answer_batch(prompts, 2, 2)] == [2, 2, 2]
+    assert seen == prompts
+
+
 def test_a_text_that_ends_early_is_cut_from_its_batch(
     make: Make, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
