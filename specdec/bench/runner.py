@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,8 +235,9 @@ class Runner:
     def _turn(self, prompt: list[int], output: Output, memory: int | None, *, trace: bool) -> Turn:
         tokenizer: Any = self.engine.tokenizer
         text = tokenizer.decode(output.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        times = [round(time, 6) for time in output.times]
         return Turn(
-            **asdict(output),
+            **asdict(replace(output, times=times)),
             prompt_ids=prompt,
             text=text,
             retokenized=len(tokenizer(text.strip())["input_ids"]),

@@ -279,6 +279,7 @@ class TransformersSystem:
         padding, clock = min(eos, default=0), _Clock(len(prompts))
         padded = [[padding] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        ids, attention_mask = torch.tensor(padded, device=device), torch.tensor(mask, device=device)
         arguments: dict[str, Any] = {
             "max_new_tokens": min(budget, self._target.context_length - width),
             "do_sample": plan.temperature > 0,
@@ -292,7 +293,6 @@ class TransformersSystem:
         torch.manual_seed(plan.seed)
         synchronize(device)
         began = perf_counter()
-        ids, attention_mask = torch.tensor(padded, device=device), torch.tensor(mask, device=device)
         out = self._model.generate(ids, attention_mask=attention_mask, streamer=clock, **arguments, **self.arguments())
         synchronize(device)
         ended = perf_counter()
