@@ -235,7 +235,7 @@ class Runner:
     def _turn(self, prompt: list[int], output: Output, memory: int | None, *, trace: bool) -> Turn:
         tokenizer: Any = self.engine.tokenizer
         text = tokenizer.decode(output.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        times = [round(time, 6) for time in output.times]
+        times = [round(seconds, 6) for seconds in output.times]
         return Turn(
             **asdict(replace(output, times=times)),
             prompt_ids=prompt,
