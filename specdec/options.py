@@ -26,7 +26,7 @@ def option(
         help: one sentence; the default is put behind it.
         panel: heading under which the help stands.
         metavar: what stands for the value in the help.
-        commas: on the command line, one text with commas stands for a list.
+        commas: on the command line, one text with commas stands for a list, of names or of numbers.
     """
     about = {"help": help, "panel": panel, "metavar": metavar, "commas": commas}
     if callable(default):
@@ -70,13 +70,13 @@ def with_options(
         @functools.wraps(command)
         def with_given(**arguments: Any) -> None:
             values: dict[str, Any] = {}
-            for name, (groups, one, _) in known.items():
+            for name, (groups, one, hint) in known.items():
                 value = arguments.pop(name)
                 if value is None or value == []:
                     continue
                 group = functools.reduce(lambda outer, inner: outer.setdefault(inner, {}), groups, values)
                 commas = one.metadata["commas"]
-                group[name] = [part.strip() for part in value.split(",") if part.strip()] if commas else value
+                group[name] = _parts(value, get_args(hint)) if commas else value
             place, settings = arguments.pop("config", None), arguments.pop("settings", None)
             command(Given(file=place, settings=settings or (), values=values), **arguments)
 
@@ -101,6 +101,18 @@ def _options(
             yield groups, one, hint
 
 
+def _parts(text: str, kinds: tuple[Any, ...]) -> list[str | int]:
+    """What stands between the commas, as numbers where those are wanted; a part that is none is refused later."""
+
+    def read(part: str) -> str | int:
+        try:
+            return int(part) if int in kinds else part
+        except ValueError:
+            return part
+
+    return [read(part.strip()) for part in text.split(",") if part.strip()]
+
+
 def _annotation(one: Any, hint: Any) -> Any:
     """What typer reads: a type that a command line can give, or nothing, and the help with the default in it."""
     import typer
@@ -108,7 +120,8 @@ def _annotation(one: Any, hint: Any) -> Any:
     about = one.metadata
     kinds = get_args(hint) or (hint,)
     several = any(get_origin(kind) is list for kind in (hint, *kinds)) and not about["commas"]
-    kind: Any = list[str] if several else next((kind for kind in (bool, int, float) if kind in kinds), str)
+    single = str if about["commas"] else next((kind for kind in (bool, int, float) if kind in kinds), str)
+    kind: Any = list[str] if several else single
     tells = all(one.default is not nothing for nothing in (MISSING, None, False))
     text = f"{about['help'].removesuffix('.')} (default {one.default})." if tells else about["help"]
     names = ["--" + one.name.replace("_", "-")] if kind is bool else []

@@ -62,13 +62,15 @@ def bench(
     run, found = _run(plan, folder, command)
     from specdec.bench.metrics import measure
     from specdec.bench.report import write_report
-    from specdec.bench.tables import metrics_table, print_verdicts
+    from specdec.bench.tables import batch_table, metrics_table, print_verdicts
 
     _print_failures(run)
     metrics = measure(run.records(), list(run.manifest()["systems"]))
     report = write_report(run, found, metrics)
     console = Console()
-    console.print(metrics_table(metrics, found))
+    console.print(metrics_table(metrics.one_by_one(), found))
+    if len(plan.sizes) > 1:
+        console.print(batch_table(metrics, found))
     print_verdicts(found, console, only_different=True)
     typer.echo(f"report: {report}")
     if not found.passed:
@@ -137,18 +139,19 @@ def _run(plan: Plan, folder: Path, command: str, *, cost: bool = True) -> tuple[
     progress = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
     task = progress.add_task("")
 
-    def on_system(label: str, answer: bool) -> None:
-        progress.update(task, description=label, advance=int(answer))
+    def on_system(label: str, answers: int) -> None:
+        progress.update(task, description=label, advance=answers)
 
     runner = Runner(plan, folder, command=command, on_system=on_system, cost=cost)
     if runner.follows:
         runner.follow()
         raise typer.Exit
-    progress.update(task, total=len(runner.todo))
+    left = sum(len(asked) for _, asked, _ in runner.todo)
+    progress.update(task, total=left)
     for name, reason in runner.manifest["left_out"].items():
         errors.print(f"left out {name}: {reason}", style="dim", soft_wrap=True, markup=False)
     if runner.resumed:
-        errors.print(f"going on with {folder}: {runner.resumed} answers are there, {len(runner.todo)} to do")
+        errors.print(f"going on with {folder}: {runner.resumed} answers are there, {left} to do")
     with progress:
         run = runner.run()
     return run, audit_records(run.records(), run.manifest()["systems"], runner.target, plan.sampling())

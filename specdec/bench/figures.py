@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.bench.metrics import DEPTH, OVERALL, Metrics, Row
-from specdec.bench.plan import BASELINE
+from specdec.bench.plan import BASELINE, at_once
 from specdec.errors import ConfigError, pip_line
 
 if TYPE_CHECKING:
@@ -59,9 +59,12 @@ def new_figure(width: float, height: float) -> Figure:
 
 def draw_figures(metrics: Metrics, manifest: Mapping[str, Any], caption: str) -> dict[str, Figure]:
     """Name -> figure; one that the run has no figures for is left out."""
-    overall = {system: groups[OVERALL] for system, groups in metrics.rows.items() if groups[OVERALL].answered}
+    batches = {system: groups[OVERALL] for system, groups in metrics.rows.items() if groups[OVERALL].answered}
+    metrics = metrics.one_by_one()
+    overall = {system: row for system, row in batches.items() if system in metrics.rows}
     styles = _styles(list(metrics.rows))
     drawn = {
+        "batch": _batch(batches, styles),
         "speedup": _speedup(metrics, styles),
         "ctar": _ctar(overall, styles),
         "acceptance": _histogram(overall, styles),
@@ -144,6 +147,27 @@ def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
         axes.set_yticks(range(len(systems)), systems)
         axes.grid(axis="x", color="#E5E5E5", lw=0.7)
     panels[0].set_ylim(len(systems) - 0.5, -0.5)
+    return figure
+
+
+def _batch(rows: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | None:
+    """Speedup over batch size, a line per system; one that answers one at a time is a mark."""
+    lines: dict[str, dict[int, float]] = {}
+    for label, row in rows.items():
+        system, size = at_once(label)
+        if row.speedup is not None:
+            lines.setdefault(system, {})[size] = row.speedup.value
+    sizes = sorted({size for points in lines.values() for size in points})
+    if len(sizes) < 2:
+        return None
+    figure = new_figure(7.6, 4.2)
+    axes = figure.subplots()
+    for system, points in lines.items():
+        axes.plot(list(points), list(points.values()), lw=1.6, ms=5, label=system, clip_on=False, **styles[system])
+    axes.axhline(1, color=_PLAIN, lw=1, zorder=0)
+    scale_to_rows(axes, sizes)
+    tidy(axes, "Speedup over batch size", "questions at once", "tokens/s, plain decoding one by one = 1")
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
     return figure
 
 

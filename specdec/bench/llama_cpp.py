@@ -97,6 +97,7 @@ class LlamaCpp:
         filled = perf_counter()
         text, end = list(prompt), len(prompt) + budget
         steps: list[int] = []
+        times: list[float] = []
         while not steps or (len(text) < end and text[-1] not in self._target.eos_ids):
             drafts = _continuation(text, self.options["lookup"])
             answers = self._forward([text[-1], *drafts], len(text) - 1)
@@ -105,6 +106,7 @@ class LlamaCpp:
             ends = next((n + 1 for n, token in enumerate(new) if token in self._target.eos_ids), len(new))
             text += new[:ends]
             steps.append(ends)
+            times.append(perf_counter() - began)
             if accepted < len(drafts):
                 self._lib.llama_memory_seq_rm(memory, 0, len(text) - 1, -1)
         ended = perf_counter()
@@ -113,6 +115,7 @@ class LlamaCpp:
             steps,
             seconds={"wall": ended - began, "prefill": filled - began},
             finish_reason="eos" if text[-1] in self._target.eos_ids else "length",
+            times=times,
         )
 
     def _forward(self, tokens: list[int], first: int, *, wanted: bool = True) -> list[int]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.bench.plan import BASELINE
+from specdec.bench.plan import BASELINE, at_once, with_batch
 from specdec.bench.questions import QuestionId, group_of
-from specdec.bench.records import Record, repeats_of
+from specdec.bench.records import Record, Turn, repeats_of
 
 __all__ = [
     "DEPTH",
@@ -62,9 +63,14 @@ class Row:
         rows_per_step: None where the system does not tell.
         tokens_per_second: by wall clock, prefill included; ``decode_tokens_per_second``: without it.
         prefill_tokens_per_second: of the prompts, as far as they were run.
-        speedup, decode_speedup: by plain decoding of the same engine; ``speedup_rival``: by transformers' greedy.
+        speedup, decode_speedup: by plain decoding of the same engine, one question at a time; ``speedup_rival``: by
+            transformers' greedy with as many at once.
         shares: of the wall clock: prefill, draft, target, verify, host.
         step_seconds: mean time of a decoding step.
+        host_seconds: of it, what is outside of the target's forwards: drafting, verification, commits and the loop. (On
+            a GPU that includes waiting for the device.)
+        first_seconds, between_seconds: median and 95th percentile of the time to a turn's first token, from when its
+            prompt was taken, and of that between two tokens, a step's tokens sharing the time since the step before.
         peak_memory: bytes of a GPU, largest of all answers.
         repeats: share of tokens inside an 8-token n-gram that the output had before; loops flatter all that copies.
         spec_bench: Spec-Bench's own figures: mean of per-question speeds, the baseline's tokens counted by tokenizing
@@ -88,6 +94,9 @@ class Row:
     speedup_rival: Interval | None = None
     shares: dict[str, float] = field(default_factory=dict)
     step_seconds: float | None = None
+    host_seconds: float | None = None
+    first_seconds: list[float] = field(default_factory=list)
+    between_seconds: list[float] = field(default_factory=list)
     peak_memory: int | None = None
     repeats: float | None = None
     spec_bench: dict[str, float] = field(default_factory=dict)
@@ -99,6 +108,10 @@ class Metrics:
 
     groups: list[str]
     rows: dict[str, dict[str, Row]]
+
+    def one_by_one(self) -> Metrics:
+        """Those of the systems that answer one question at a time."""
+        return Metrics(self.groups, {label: rows for label, rows in self.rows.items() if at_once(label)[1] == 1})
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -143,11 +156,11 @@ def measure(records: Sequence[Record], systems: Sequence[str], rival: str = RIVA
     groups = list(dict.fromkeys(group_of(record.category) for record in records))
     rows: dict[str, dict[str, Row]] = {}
     for system in systems:
-        rows[system] = {}
+        rows[system], peer = {}, with_batch(rival, at_once(system)[1])
         for group in [*groups, OVERALL]:
             ids = dict.fromkeys(r.question_id for r in records if group in (OVERALL, group_of(r.category)))
             failed = sum(r.system == system and r.question_id in ids and r.error is not None for r in records)
-            rows[system][group] = _row(answers, system, list(ids), rival, failed)
+            rows[system][group] = _row(answers, system, list(ids), peer, failed)
     return Metrics(groups, rows)
 
 
@@ -168,6 +181,9 @@ def _row(answers: Answers, system: str, ids: Sequence[QuestionId], rival: str, f
     prefill = sum(_median(repeats, "prefill") for repeats in mine)
     row.prefill_tokens_per_second = prompts / prefill if prefill > 0 else None
     row.step_seconds = decode / row.steps if row.steps else None
+    if row.steps and any("target" in turn.seconds for turn in mine[0][0].turns):
+        row.host_seconds = (decode - sum(_median(repeats, "target") for repeats in mine)) / row.steps
+    _time_tokens(row, [turn for repeats in mine for record in repeats for turn in record.turns if turn.times])
     row.speedup = _speedup(answers, system, BASELINE, ids, prefill=True)
     row.decode_speedup = _speedup(answers, system, BASELINE, ids, prefill=False)
     row.speedup_rival = _speedup(answers, system, rival, ids, prefill=True)
@@ -192,6 +208,19 @@ def _count_steps(row: Row, first: Sequence[Record]) -> None:
     rows = [count for turn in turns for count in turn.rows]
     row.rows_per_step = sum(rows) / len(rows) if rows else None
     row.repeats = sum(repeat_share(t.token_ids) * len(t.token_ids) for t in turns) / max(row.tokens, 1)
+
+
+def _time_tokens(row: Row, turns: Sequence[Turn]) -> None:
+    first = [turn.times[0] for turn in turns]
+    steps = [
+        (later - before, count)
+        for turn in turns
+        for (before, later), count in zip(pairwise(turn.times), turn.accept_lengths[1:], strict=False)
+    ]
+    between = [seconds / count for seconds, count in steps for _ in range(count)]
+    row.first_seconds, row.between_seconds = (
+        np.percentile(seconds, [50, 95]).tolist() if seconds else [] for seconds in (first, between)
+    )
 
 
 def _median(repeats: Sequence[Record], phase: str) -> float:

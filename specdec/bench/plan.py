@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from specdec.bench.questions import FORMATS
 from specdec.config import ModelOptions, check_parallel, check_policy, check_positive, parallel_option, policy_option
 from specdec.errors import ConfigError, unknown
 from specdec.options import option
 from specdec.params import SamplingParams
+from specdec.values import fitting
 
-__all__ = ["ALL", "BASELINE", "Plan", "label_of"]
+__all__ = ["ALL", "BASELINE", "Plan", "at_once", "label_of", "with_batch"]
 
 BASELINE = "none"
 ALL = "all"
 
 Spec = str | dict[str, Any]
 """A name, or a mapping with ``name``, ``label`` and options."""
+
+Sizes = Annotated[list[Annotated[int, Ge(1)]], "a list of sizes of at least 1, such as 1,2,4,8"]
 
 _sampling_option = functools.partial(option, panel="Sampling")
 
@@ -45,6 +51,9 @@ class Plan(ModelOptions):
     )
     categories: list[str] = option(list, "Only questions of these.", metavar="A,B,C", commas=True)
     limit: int | None = option(None, "Only so many questions, evenly from all categories.")
+    batch: Sizes = option(
+        lambda: [1], "How many questions at once, size by size; 1 is always one of them.", metavar="1,2,4", commas=True
+    )
     max_new_tokens: int = option(96, "Most new tokens of each turn.")
     repeats: int = option(2, "How often each question is answered by each system.")
     format: str = option("auto", "How turns become a prompt: auto, plain, chat or vicuna.")
@@ -65,13 +74,25 @@ class Plan(ModelOptions):
         check_policy(self.policy)
         if check_parallel(self.parallel) == "tensor":
             raise ConfigError("a bench takes parallel 'rows' or 'off': the audit and the rivals run on rank 0 alone")
+        fitting("batch", self.batch, Sizes)
+        for what, given in (("parallel", self.parallel != "off"), ("keep-prefix", self.keep_prefix)):
+            if given and self.sizes != [1]:
+                raise ConfigError(f"batch is {self.batch}, and --{what} is for one question at a time; leave out one")
         if ALL in self.drafters and len([spec for spec in self.drafters if not isinstance(spec, dict)]) > 1:
             raise ConfigError(f"drafters are {self.drafters}; {ALL!r} stands alone, or beside mappings with options")
         labels = [label_of(spec) for spec in [*self.drafters, *self.systems]]
+        odd = next((label for label in labels if at_once(label) != (label, 1)), None)
+        if odd is not None:
+            raise ConfigError(f"a system is called {odd!r}, and @ stands before a batch's size; give it another label")
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
             raise ConfigError(f"two systems are called {twice[0]!r}; give one of them a label of its own")
         self.sampling()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the batches, the smallest first, which is 1."""
+        return sorted({1, *self.batch})
 
     @classmethod
     def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -103,3 +124,14 @@ def label_of(spec: Spec) -> str:
     if not isinstance(label, str):
         raise ConfigError(f"{spec!r} has no name; write a name, or a mapping with name, label and options")
     return label
+
+
+def with_batch(label: str, size: int) -> str:
+    """What a system is called where it answers so many questions at once: ``auto``, ``auto@2``, ``auto@4``."""
+    return label if size == 1 else f"{label}@{size}"
+
+
+def at_once(label: str) -> tuple[str, int]:
+    """The other way round: the system, and how many questions at once."""
+    found = re.fullmatch(r"(.+)@(\d{1,9})", label, re.DOTALL)
+    return (found[1], int(found[2])) if found else (label, 1)

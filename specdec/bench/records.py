@@ -33,7 +33,10 @@ class Turn:
         accept_lengths: tokens of each step, the bonus token counted.
         rows: rows of each target forward; empty where the system does not tell.
         seconds: ``wall`` (all of it), ``prefill`` (up to the first step, or to the first token for systems that do not
-            tell), and the phases ``draft``, ``target``, ``verify``, ``other`` where they are known.
+            tell), and the phases ``draft``, ``target``, ``verify``, ``other`` where they are known. Of several answers
+            at once each has its share of the clock, so that the shares add up.
+        times: when each step's tokens were there, in seconds since the prompt was taken; empty where the system does
+            not tell.
         reused: tokens of the prompt that were not run, as the turn before had been; see `keep_prefix` of a plan.
         retokenized: tokens that the tokenizer makes of ``text``; Spec-Bench counts the baseline's so.
         peak_memory: bytes of a GPU's memory; None elsewhere.
@@ -51,6 +54,7 @@ class Turn:
     peak_memory: int | None = None
     reused: int = 0
     pieces: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +116,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "QuestionId": lambda value: type(value) in (int, str),
     "list[int]": lambda value: _numbers(value, int),
     "list[str]": lambda value: _numbers(value, str),
+    "list[float]": lambda value: type(value) is list and all(map(_is_seconds, value)),
     "list[Turn]": lambda value: _numbers(value, dict),
     "dict[str, float]": lambda value: type(value) is dict and all(map(_is_seconds, value.values())) and "wall" in value,
 }
@@ -237,15 +242,15 @@ class RunFolder:
                 drop_unfinished(self.answers)
             yield
 
-    def append(self, record: Record) -> None:
-        """Add a record for good.
+    def append(self, *records: Record) -> None:
+        """Add records for good.
 
         Raises:
             ConfigError: the disk refuses; a line that it took half of is dropped when the run goes on.
         """
-        line = json.dumps(asdict(record), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+        lines = [json.dumps(asdict(record), ensure_ascii=False, separators=(",", ":")) for record in records]
         with self.on_disk("an answer"), self.answers.open("ab") as file:
-            file.write(line + b"\n")
+            file.write("".join(line + "\n" for line in lines).encode("utf-8", "replace"))
             file.flush()
             os.fsync(file.fileno())
 

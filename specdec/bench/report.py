@@ -13,16 +13,20 @@ from specdec.bench.audit import Audit
 from specdec.bench.environment import caption
 from specdec.bench.figures import draw_figures, require_bench_extra
 from specdec.bench.metrics import DEPTH, OVERALL, Metrics
-from specdec.bench.plan import BASELINE
+from specdec.bench.plan import BASELINE, at_once
 from specdec.bench.records import Record, RunFolder
 from specdec.bench.spec_bench import write_answers
-from specdec.bench.tables import figures_of
+from specdec.bench.tables import batch_figures, figures_of
 from specdec.bench.trace import traces
 from specdec.files import replacing, write_json, write_text
 
 __all__ = ["caption_of", "markdown", "write_report"]
 
 _FIGURES = {
+    "batch": (
+        "Speedup over batch size",
+        "Tokens per second of all questions, prefill included, by those of plain decoding one by one.",
+    ),
     "speedup": (
         "Speed against plain decoding",
         "Wall clock, prefill included, of the same tokens on the same stack. Bars: 95 % bootstrap over questions.",
@@ -56,7 +60,8 @@ def write_report(folder: RunFolder, audit: Audit, metrics: Metrics) -> Path:
     with folder.on_disk("the report"):
         write_json(folder.path / "metrics.json", metrics.to_json())
         write_json(folder.path / "audit.json", audit.to_json())
-        write_answers(records, folder.path / "spec_bench", manifest["model"]["name"])
+        alone = [record for record in records if at_once(record.system)[1] == 1]
+        write_answers(alone, folder.path / "spec_bench", manifest["model"]["name"])
         write_text(folder.path / "report.md", markdown(metrics, manifest, audit))
         write_text(path, _page(metrics, manifest, audit, records, _images(folder, metrics, manifest)))
     return path
@@ -77,14 +82,20 @@ def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str
     shown = ("tokens/step", "rows/step", "tokens/s", "prefill tokens/s", "x plain (95 %)", "x transformers", "repeats")
     lines = [f"| system | {' | '.join(shown)} | text |", f"|---|{'--:|' * len(shown)}---|"]
     names = {name: f"`{name}`" + (" (lossy)" if manifest["systems"][name]["lossy"] else "") for name in metrics.rows}
-    for system, groups in metrics.rows.items():
+    alone = metrics.one_by_one().rows
+    for system, groups in alone.items():
         figures = figures_of(groups[OVERALL])
         cells = [names[system], *(figures[column] for column in shown), str(audit.systems[system])]
         lines.append("| " + " | ".join(cells) + " |")
+    titles, rows = _batches(metrics, audit)
+    if rows:
+        lines += ["", f"| {' | '.join(titles)} |", f"|---|{'--:|' * (len(titles) - 2)}---|"]
+        lines += [f"| {' | '.join([names[system], *cells])} |" for system, *cells in rows]
+        lines += ["", *(f"{name}: left out, as {why}." for name, why in manifest["left_out"].items() if "@" in name)]
     if len(metrics.groups) > 1:
         titles = ["decoding x plain", *metrics.groups, "mean of the kinds"]
         lines += ["", f"| {' | '.join(titles)} |", f"|---|{'--:|' * (len(titles) - 1)}"]
-        for system, groups in metrics.rows.items():
+        for system, groups in alone.items():
             speeds = [row.decode_speedup.value for name in metrics.groups if (row := groups[name]).decode_speedup]
             cells = [figures_of(groups[name])["decoding x plain"] for name in metrics.groups]
             mean = f"{statistics.mean(speeds):.2f}" if len(speeds) == len(metrics.groups) else ""
@@ -92,6 +103,15 @@ def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str
     command = manifest["runs"][0]["command"]
     lines += ["", caption_of(manifest) + (f" | `{command}`" if command else ""), ""]
     return "\n".join(lines)
+
+
+def _batches(metrics: Metrics, audit: Audit) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of the table of throughput and latency; no rows where nobody answered several at once."""
+    if len(metrics.rows) == len(metrics.one_by_one().rows):
+        return [], []
+    rows = {system: batch_figures(groups[OVERALL]) for system, groups in metrics.rows.items()}
+    titles = ["system", *next(iter(rows.values())), "text"]
+    return titles, [[system, *row.values(), str(audit.systems[system])] for system, row in rows.items()]
 
 
 def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any]) -> dict[str, bytes]:
@@ -129,18 +149,22 @@ def _page(
         if name in images
     ]
     errors = [record for record in records if record.error is not None]
+    batch_titles, batch_rows = _batches(metrics, audit)
+    alone = metrics.one_by_one()
     return environment.get_template("report.html.j2").render(
         caption=caption_of(manifest),
         command=manifest["runs"][0]["command"],
         manifest=json.dumps(manifest, indent=2),
         left_out=manifest["left_out"],
-        tables=[_table(metrics, manifest, group) for group in [OVERALL, *metrics.groups]],
-        positions=_positions(metrics),
+        tables=[_table(alone, manifest, group) for group in [OVERALL, *metrics.groups]],
+        batch_titles=batch_titles,
+        batch_rows=batch_rows,
+        positions=_positions(alone),
         verdicts=[(system, str(verdict), bool(verdict.bugs)) for system, verdict in audit.systems.items()],
         divergences=[str(found) for verdict in audit.systems.values() for found in verdict.divergences][:50],
         passed=audit.passed,
         figures=figures,
-        traces=traces(records, list(metrics.rows)),
+        traces=traces(records, list(alone.rows)),
         errors=errors[:50],
         failed=len(errors),
         total=len(records),

@@ -1,4 +1,8 @@
-"""Runner: every system on every question, in turn, repeat by repeat; killed and started again, it goes on."""
+"""Runner: every system on every question, in turn, repeat by repeat; killed and started again, it goes on.
+
+A system that answers several questions at once gets a lot of them: several times the largest batch, so that a batch is
+full for most of the lot. The others are asked the lot's questions one by one.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,17 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from specdec.bench.environment import MemoryMeter, describe_environment, describe_model
 from specdec.bench.plan import Plan
-from specdec.bench.questions import Question, build_prompt, find_questions, group_of, read_questions, select
+from specdec.bench.questions import Question, QuestionId, build_prompt, find_questions, group_of, read_questions, select
 from specdec.bench.records import Record, RunFolder, Turn
-from specdec.bench.systems import Output, System, check_specs, make_systems
+from specdec.bench.systems import Batched, Contestant, Output, check_specs, make_systems
 from specdec.cost import measure
 from specdec.engine import Engine
 from specdec.errors import ConfigError, ParallelError
@@ -29,7 +34,11 @@ __all__ = ["Runner"]
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 # Options that two parts of one run may have of their own: it may grow when it goes on.
-_FREE = ("model", "questions", "drafters", "systems", "categories", "limit", "repeats")
+_FREE = ("model", "questions", "drafters", "systems", "categories", "limit", "repeats", "batch")
+_ROUNDS = 4  # how many times the largest batch goes into a lot, at least
+
+Entry = tuple[int, list[Question], Contestant]
+"""A repeat, what is asked together, and who is asked."""
 
 
 class Runner:
@@ -40,7 +49,7 @@ class Runner:
         out: the run's folder.
         command: the command line, for the manifest.
         engine: loaded from the plan if None.
-        on_system: told the label before each answer is begun, and whether the answer counts (a warm-up does not).
+        on_system: told the label before answers are begun, and how many of them count (of a warm-up none does).
         cost: measure the cost of a forward by its rows at the end.
 
     Raises:
@@ -54,12 +63,17 @@ class Runner:
         *,
         command: str = "",
         engine: Engine | None = None,
-        on_system: Callable[[str, bool], None] = lambda label, answer: None,
+        on_system: Callable[[str, int], None] = lambda label, answers: None,
         cost: bool = True,
     ) -> None:
         path = find_questions(plan.questions)
         self._all = read_questions(path)
         self.questions = select(self._all, plan.categories, plan.limit)
+        if plan.sizes[-1] > len(self.questions):
+            raise ConfigError(
+                f"a batch of {plan.sizes[-1]} is never full with {len(self.questions)} questions; lower --batch, or "
+                "ask more questions"
+            )
         self.plan, self.folder = plan, RunFolder(out)
         self._on_system, self._measure_cost = on_system, cost
         check_specs(plan)  # before a large model is loaded for nothing, and so is what the folder holds
@@ -90,9 +104,13 @@ class Runner:
         self.manifest["questions"]["groups"] = dict(Counter(group_of(q.category) for q in self.questions))
         if old is not None:
             self._join(old)
-        schedule = self._schedule()
-        self.todo = [entry for entry in schedule if (entry[1].id, entry[2].label, entry[0]) not in done]
-        self.resumed = len(schedule) - len(self.todo)
+        self.todo: list[Entry] = []
+        self.resumed = 0
+        for repeat, asked, system in self._schedule():
+            if all((question.id, system.label, repeat) in done for question in asked):
+                self.resumed += len(asked)
+            else:
+                self.todo.append((repeat, asked, system))
 
     def _join(self, old: dict[str, Any]) -> None:
         """Go on with the run in the folder, if it is this one."""
@@ -115,14 +133,17 @@ class Runner:
         if "cost" in old:
             new["cost"] = old["cost"]
 
-    def _schedule(self) -> list[tuple[int, Question, System]]:
-        """Repeat by repeat, question by question, and each time another system goes first."""
-        entries = []
+    def _schedule(self) -> list[Entry]:
+        """Repeat by repeat, lot by lot, and each time another system goes first."""
+        largest, count = self.plan.sizes[-1], len(self.questions)
+        lots = count if largest == 1 else max(1, count // (_ROUNDS * largest))
+        entries: list[Entry] = []
         for repeat in range(self.plan.repeats):
-            for place, question in enumerate(self.questions):
-                turn = (place + repeat) % len(self.systems)
+            for place in range(lots):
+                lot, turn = self.questions[place::lots], (place + repeat) % len(self.systems)
                 for system in [*self.systems[turn:], *self.systems[:turn]]:
-                    entries.append((repeat, question, system))
+                    together = [lot] if isinstance(system, Batched) else [[question] for question in lot]
+                    entries += [(repeat, asked, system) for asked in together]
         return entries
 
     def run(self) -> RunFolder:
@@ -135,9 +156,9 @@ class Runner:
             if self.todo:
                 self._warm_up()
             self.folder.write_manifest(_plain(self.manifest))
-            for repeat, question, system in self.todo:
-                self._on_system(system.label, True)
-                self.folder.append(self._answer(repeat, question, system))
+            for repeat, asked, system in self.todo:
+                self._on_system(system.label, len(asked))
+                self.folder.append(*self._answer(repeat, asked, system))
             if self._measure_cost and "cost" not in self.manifest:
                 self.manifest["cost"] = self._cost()
             self.manifest["runs"][-1]["ended"] = time.time()
@@ -149,17 +170,16 @@ class Runner:
         self.systems = [system for system in self.systems if system.ours]
         if self.todo:
             self._warm_up()
-        for repeat, question, system in self.todo:
+        for repeat, asked, system in self.todo:
             if system.ours:
-                self._answer(repeat, question, system)
+                self._answer(repeat, asked, system)
 
     def _warm_up(self) -> None:
         """One uncounted answer of each system; one that fails will do so again where it is recorded."""
         for system in self.systems:
-            self._on_system(f"{system.label} (warm-up)", False)
+            self._on_system(f"{system.label} (warm-up)", 0)
             try:
-                ids = self.engine.encode(build_prompt(self.questions[0], (), self.plan.format, self.engine.tokenizer))
-                system.warm_up(ids, min(32, self.plan.max_new_tokens))
+                system.warm_up(self._prompt(self.questions[0], ()), min(32, self.plan.max_new_tokens))
             except ParallelError:
                 raise
             except Exception:
@@ -167,37 +187,57 @@ class Runner:
             known = self.manifest["systems"][system.label]
             known["comparable"] = known["comparable"] and system.comparable
 
-    def _answer(self, repeat: int, question: Question, system: System) -> Record:
-        turns: list[Turn] = []
-        error = None
-        try:
-            system.reset()
-            for _ in question.turns:
-                said = [turn.text.strip() if question.format != "plain" else turn.text for turn in turns]
-                prompt = build_prompt(question, said, self.plan.format, self.engine.tokenizer)
-                ids = self.engine.encode(prompt)
+    def _answer(self, repeat: int, asked: Sequence[Question], system: Contestant) -> list[Record]:
+        """What a system answers: all first turns, then all second ones, each after the own answer to the first."""
+        turns: dict[QuestionId, list[Turn]] = {question.id: [] for question in asked}
+        errors: dict[QuestionId, str] = {}
+        trace = repeat == 0 and not isinstance(system, Batched)
+        for number in range(max(len(question.turns) for question in asked)):
+            prompts: dict[QuestionId, list[int]] = {}
+            outputs: dict[QuestionId, Output | Exception] = {}
+            for question in asked:
+                if number < len(question.turns) and question.id not in errors:
+                    with _failing(errors, question.id):
+                        prompts[question.id] = self._prompt(question, turns[question.id])
+            with _failing(errors, *prompts):
+                if number == 0:
+                    system.reset()
                 self._memory.reset()
-                output = system.answer(ids, self.plan.max_new_tokens)
-                turns.append(self._turn(ids, output, self._memory.read(), trace=repeat == 0))
-        except ParallelError:
-            raise
-        except Exception as failure:  # one question must not end the run; KeyboardInterrupt is no Exception
-            error, turns = f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:2000], []
-        return Record(
-            question_id=question.id,
-            category=question.category,
-            system=system.label,
-            repeat=repeat,
-            turns=turns,
-            error=error,
-            time=time.time(),
-        )
+                outputs = dict(zip(prompts, self._outputs(system, list(prompts.values())), strict=True))
+            memory = self._memory.read()
+            for known, output in outputs.items():
+                with _failing(errors, known):
+                    if isinstance(output, Exception):
+                        raise output
+                    turns[known].append(self._turn(prompts[known], output, memory, trace=trace))
+        return [
+            Record(
+                question_id=question.id,
+                category=question.category,
+                system=system.label,
+                repeat=repeat,
+                turns=[] if question.id in errors else turns[question.id],
+                error=errors.get(question.id),
+                time=time.time(),
+            )
+            for question in asked
+        ]
+
+    def _prompt(self, question: Question, turns: Sequence[Turn]) -> list[int]:
+        said = [turn.text.strip() if question.format != "plain" else turn.text for turn in turns]
+        return self.engine.encode(build_prompt(question, said, self.plan.format, self.engine.tokenizer))
+
+    def _outputs(self, system: Contestant, prompts: Sequence[list[int]]) -> Sequence[Output | Exception]:
+        if isinstance(system, Batched):
+            return system.answer_all(prompts, self.plan.max_new_tokens)
+        return [system.answer(prompt, self.plan.max_new_tokens) for prompt in prompts]
 
     def _turn(self, prompt: list[int], output: Output, memory: int | None, *, trace: bool) -> Turn:
         tokenizer: Any = self.engine.tokenizer
         text = tokenizer.decode(output.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        times = [round(seconds, 6) for seconds in output.times]
         return Turn(
-            **asdict(output),
+            **asdict(replace(output, times=times)),
             prompt_ids=prompt,
             text=text,
             retokenized=len(tokenizer(text.strip())["input_ids"]),
@@ -215,6 +255,18 @@ class Runner:
         return {"context": curve.lengths[0], "seconds": dict(zip(map(str, curve.rows), curve.seconds[0], strict=True))}
 
 
+@contextmanager
+def _failing(errors: dict[QuestionId, str], *questions: QuestionId) -> Iterator[None]:
+    """What fails within is those questions' error, and does not end the run; KeyboardInterrupt is no Exception."""
+    try:
+        yield
+    except ParallelError:
+        raise
+    except Exception as failure:
+        told = f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:2000]
+        errors |= dict.fromkeys(questions, told)
+
+
 def _pieces(tokenizer: Any, output: Output) -> list[str]:
     """Text of each step; half a character waits for the step that completes it."""
     pieces: list[str] = []
@@ -230,7 +282,7 @@ def _pieces(tokenizer: Any, output: Output) -> list[str]:
     return pieces
 
 
-def _describe(system: System) -> dict[str, Any]:
+def _describe(system: Contestant) -> dict[str, Any]:
     known = {name: getattr(system, name) for name in ("ours", "lossy", "comparable")}
     return {**known, "options": dict(system.options)}
 

@@ -1,14 +1,16 @@
 """Systems: what answers questions. Drafters in our engine, and rivals through their own public interface.
 
 Others add a system by declaring ``name = "module:Class"`` under the entry point group ``specdec.bench_systems``; the
-class has ``build(label, engine, plan, options)``, and its instances are a :class:`System`.
+class has ``build(label, engine, plan, options)``, and its instances are a :class:`System`, or a :class:`Batching`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar, Protocol
@@ -16,8 +18,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from specdec.batch import Request, Scheduler
 from specdec.bench.environment import synchronize
-from specdec.bench.plan import ALL, BASELINE, Plan, label_of
+from specdec.bench.plan import ALL, BASELINE, Plan, label_of, with_batch
+from specdec.decoding import Decoding
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterWrapper, DraftSession, Observation
 from specdec.engine import Engine
@@ -27,7 +31,18 @@ from specdec.prefix import PrefixCache
 from specdec.pretrained import load_model
 from specdec.registry import drafter_names, make_drafter, parse_drafter
 
-__all__ = ["GROUP", "Drafted", "Output", "System", "TransformersSystem", "check_specs", "make_systems"]
+__all__ = [
+    "GROUP",
+    "Batched",
+    "Batching",
+    "Contestant",
+    "Drafted",
+    "Output",
+    "System",
+    "TransformersSystem",
+    "check_specs",
+    "make_systems",
+]
 
 GROUP = "specdec.bench_systems"
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -36,7 +51,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 @dataclass(slots=True)
 class Output:
     """An answer: its tokens, how many each step gave, rows of each forward (if known), and seconds by phase; ``reused``
-    tokens of the prompt were not run, as the turn before had been.
+    tokens of the prompt were not run, as the turn before had been. ``seconds`` and ``times`` as a recorded Turn's.
     """
 
     token_ids: list[int]
@@ -45,6 +60,7 @@ class Output:
     seconds: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""
     reused: int = 0
+    times: list[float] = field(default_factory=list)
 
 
 class System(Protocol):
@@ -72,6 +88,41 @@ class System(Protocol):
 
     def answer(self, prompt: list[int], budget: int) -> Output:
         """Answer a prompt with at most ``budget`` tokens."""
+
+
+class Batching(System, Protocol):
+    """A system that can answer several prompts at once."""
+
+    def answer_batch(self, prompts: Sequence[list[int]], budget: int, batch: int) -> list[Output | Exception]:
+        """Answer all prompts, so many at once; a prompt that fails does so alone."""
+
+
+class Batched:
+    """A system that answers ``batch`` prompts at once."""
+
+    def __init__(self, system: Batching, batch: int) -> None:
+        self._system, self._batch = system, batch
+        self.label, self.options = with_batch(system.label, batch), system.options
+        self.ours, self.lossy = system.ours, system.lossy
+
+    @property
+    def comparable(self) -> bool:
+        return self._system.comparable
+
+    def warm_up(self, prompt: list[int], budget: int) -> None:
+        self._system.warm_up(prompt, budget)
+        self.answer_all([prompt] * self._batch, budget)
+
+    def reset(self) -> None:
+        self._system.reset()
+
+    def answer_all(self, prompts: Sequence[list[int]], budget: int) -> list[Output | Exception]:
+        """Answer all prompts; each has its share of the clock."""
+        return self._system.answer_batch(prompts, budget, self._batch)
+
+
+Contestant = System | Batched
+"""Who takes part in a run."""
 
 
 class Drafted:
@@ -105,6 +156,7 @@ class Drafted:
 
     def answer(self, prompt: list[int], budget: int) -> Output:
         target = self._engine.target
+        times: list[float] = []
         synchronize(target.device)
         began = perf_counter()
         decoding = self._engine.start(prompt, budget, self._plan.sampling(), prefix_cache=self._prefix)
@@ -114,17 +166,57 @@ class Drafted:
             filled = perf_counter()
             while decoding.finish_reason is None:
                 decoding.step()
+                times.append(perf_counter() - began)
             synchronize(target.device)
         ended = perf_counter()
-        stats = decoding.stats
-        return Output(
-            decoding.tokens[len(prompt) :],
-            stats.acceptance_lengths,
-            stats.rows,
-            {**asdict(stats.seconds), "wall": ended - began, "prefill": filled - began},
-            decoding.finish_reason or "",
-            stats.reused_tokens,
-        )
+        output = _output(decoding, times)
+        output.seconds |= {"wall": ended - began, "prefill": filled - began}
+        return output
+
+    def answer_batch(self, prompts: Sequence[list[int]], budget: int, batch: int) -> list[Output | Exception]:
+        """As a service would: the next prompt is taken when one is done. What no sequence spent by itself is shared
+        out by what each spent.
+        """
+        target, sampling = self._engine.target, self._plan.sampling()
+        taken: list[float] = []
+        times: list[list[float]] = [[] for _ in prompts]
+        found: dict[int, Output | Exception] = {}
+
+        def requests() -> Iterator[Request]:
+            for prompt in prompts:
+                taken.append(perf_counter())
+                yield Request(prompt, budget, {"sampling": sampling})
+
+        synchronize(target.device)
+        began = perf_counter()
+        with target.active():
+            for event in chain.from_iterable(Scheduler(self._engine, requests(), batch=batch).run()):
+                times[event.index].append(perf_counter() - taken[event.index])
+                if event.error is not None:
+                    found[event.index] = event.error
+                elif event.last and event.decoding is not None:
+                    found[event.index] = _output(event.decoding, times[event.index])
+            synchronize(target.device)
+        wall = perf_counter() - began
+        done = [output for output in found.values() if isinstance(output, Output)]
+        spent = sum(sum(output.seconds.values()) for output in done)
+        for output in done:
+            output.seconds["wall"] = wall * sum(output.seconds.values()) / spent
+        return [found[place] for place in range(len(prompts))]
+
+
+def _output(decoding: Decoding, times: list[float]) -> Output:
+    """What a decoding gave, and the seconds that it spent by itself."""
+    stats = decoding.stats
+    return Output(
+        decoding.tokens[stats.prompt_tokens :],
+        stats.acceptance_lengths,
+        stats.rows,
+        asdict(stats.seconds),
+        decoding.finish_reason or "",
+        stats.reused_tokens,
+        times,
+    )
 
 
 class _Watched(DrafterWrapper):
@@ -178,34 +270,43 @@ class TransformersSystem:
         pass
 
     def answer(self, prompt: list[int], budget: int) -> Output:
-        plan, device = self._plan, self._target.device
-        ids = torch.tensor([prompt], device=device)
-        clock = _Clock()
+        return self._generate([prompt], budget)[0]
+
+    def _generate(self, prompts: Sequence[list[int]], budget: int) -> list[Output]:
+        """Answer all prompts at once, padded on the left."""
+        plan, device, eos = self._plan, self._target.device, self._target.eos_ids
+        width = max(map(len, prompts))
+        padding, clock = min(eos, default=0), _Clock(len(prompts))
+        padded = [[padding] * (width - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        ids, attention_mask = torch.tensor(padded, device=device), torch.tensor(mask, device=device)
         arguments: dict[str, Any] = {
-            "max_new_tokens": min(budget, self._target.context_length - len(prompt)),
+            "max_new_tokens": min(budget, self._target.context_length - width),
             "do_sample": plan.temperature > 0,
             "num_beams": 1,
             "repetition_penalty": 1.0,  # a checkpoint may bring its own, and ours does not take it either
-            "eos_token_id": sorted(self._target.eos_ids) or None,
-            "pad_token_id": min(self._target.eos_ids, default=0),
+            "eos_token_id": sorted(eos) or None,
+            "pad_token_id": padding,
         }
         if plan.temperature > 0:
             arguments |= {"temperature": plan.temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(plan.seed)
         synchronize(device)
         began = perf_counter()
-        out = self._model.generate(
-            ids, attention_mask=torch.ones_like(ids), streamer=clock, **arguments, **self.arguments()
-        )
+        out = self._model.generate(ids, attention_mask=attention_mask, streamer=clock, **arguments, **self.arguments())
         synchronize(device)
         ended = perf_counter()
-        tokens: list[int] = out[0, len(prompt) :].tolist()
-        return Output(
-            tokens,
-            _fit(clock.counts[1:], len(tokens)),
-            seconds={"wall": ended - began, "prefill": [*clock.times, ended][1] - began},
-            finish_reason="eos" if tokens and tokens[-1] in self._target.eos_ids else "length",
-        )
+        # All rows run to the end of the longest text, and so have the same share of the clock.
+        seconds = {"wall": ended - began, "prefill": [*clock.times, ended][1] - began}
+        shares = {phase: spent / len(prompts) for phase, spent in seconds.items()}
+        times = [time - began for time in clock.times[1:]]
+        outputs = []
+        for row in out[:, width:].tolist():
+            ends = next((place for place, token in enumerate(row, 1) if token in eos), len(row))
+            counts = _fit(clock.counts[1:], ends)
+            reason = "eos" if ends and row[ends - 1] in eos else "length"
+            outputs.append(Output(row[:ends], counts, [], dict(shares), reason, times=times[: len(counts)]))
+        return outputs
 
 
 def _fit(counts: Sequence[int], total: int) -> list[int]:
@@ -218,18 +319,29 @@ def _fit(counts: Sequence[int], total: int) -> list[int]:
 
 
 class _Clock(BaseStreamer):
-    """A streamer that notes how many tokens it gets, and when: the prompt first, then those of each step."""
+    """A streamer that notes how many tokens each text gets, and when: the prompt first, then those of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, texts: int) -> None:
+        self._texts = texts
         self.counts: list[int] = []
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.counts.append(value.numel())
+        self.counts.append(value.numel() // self._texts)
         self.times.append(perf_counter())
 
     def end(self) -> None:
         pass
+
+
+class TransformersBatches(TransformersSystem):
+    """Transformers' ``generate``, which takes a batch as a whole: the next one when all its texts have ended."""
+
+    def answer_batch(self, prompts: Sequence[list[int]], budget: int, batch: int) -> list[Output | Exception]:
+        found: list[Output | Exception] = []
+        for start in range(0, len(prompts), batch):
+            found += self._generate(prompts[start : start + batch], budget)
+        return found
 
 
 class TransformersLookup(TransformersSystem):
@@ -267,14 +379,14 @@ class TransformersAssisted(TransformersSystem):
 
 
 _BUILT_IN: Mapping[str, Any] = {
-    "transformers": TransformersSystem,
+    "transformers": TransformersBatches,
     "transformers_lookup": TransformersLookup,
     "transformers_assisted": TransformersAssisted,
 }
 
 
-def make_systems(plan: Plan, engine: Engine) -> tuple[list[System], dict[str, str]]:
-    """The systems of a plan, plain decoding first, and what ``all`` left out, with the reason.
+def make_systems(plan: Plan, engine: Engine) -> tuple[list[Contestant], dict[str, str]]:
+    """The systems of a plan, plain decoding first, and what was left out, with the reason.
 
     Raises:
         ConfigError: an unknown drafter, system or option.
@@ -295,13 +407,24 @@ def make_systems(plan: Plan, engine: Engine) -> tuple[list[System], dict[str, st
     if BASELINE not in map(label_of, specs):
         specs.append(BASELINE)
     specs.sort(key=lambda spec: label_of(spec) != BASELINE)
-    systems: list[System] = [Drafted(label_of(spec), engine, _bare(spec), plan) for spec in specs]
+    makers: list[Callable[[], Any]] = [partial(Drafted, label_of(spec), engine, _bare(spec), plan) for spec in specs]
+    for spec in plan.systems:
+        options = _bare(spec)
+        makers.append(partial(_system_type(options.pop("name")).build, label_of(spec), engine, plan, options))
+    systems: list[Contestant] = []
+    larger = plan.sizes[1:]
+    for make in makers:
+        system = make()
+        systems.append(system)
+        if hasattr(system, "answer_batch"):
+            # What a drafter has learned at one size must not help it at another.
+            systems += [Batched(make() if plan.persistent else system, size) for size in larger]
+        elif larger:
+            which = " and ".join(with_batch(system.label, size) for size in larger)
+            left_out[which] = f"{system.label} answers one prompt at a time"
     baseline = systems[0].options.get("name")
     if baseline != BASELINE:
         raise ConfigError(f"{BASELINE!r} labels the drafter {baseline!r}; that label is plain decoding's")
-    for spec in plan.systems:
-        options = _bare(spec)
-        systems.append(_system_type(options.pop("name")).build(label_of(spec), engine, plan, options))
     return systems, left_out
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specdec.bench.audit import Audit
+from specdec.bench.audit import Audit, Verdict
 from specdec.bench.compare import Comparison
 from specdec.bench.metrics import OVERALL, Interval, Metrics, Row
 
-__all__ = ["comparison_table", "figures_of", "metrics_table", "print_verdicts"]
+__all__ = ["batch_figures", "batch_table", "comparison_table", "figures_of", "metrics_table", "print_verdicts"]
 
 
 def figures_of(row: Row) -> dict[str, str]:
@@ -33,6 +35,21 @@ def figures_of(row: Row) -> dict[str, str]:
     }
 
 
+def batch_figures(row: Row) -> dict[str, str]:
+    """A row's throughput and latency as text, with what a reader sees above them; empty where there is none."""
+    figures = figures_of(row)
+    return {
+        **{name: figures[name] for name in ("tokens/s", "x plain (95 %)", "x transformers", "tokens/step")},
+        "first token ms, p95": _milliseconds(row.first_seconds),
+        "between ms, p95": _milliseconds(row.between_seconds),
+        "host us": "" if row.host_seconds is None else f"{1e6 * row.host_seconds:.0f}",
+    }
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return ", ".join(f"{1e3 * one:.3g}" if one < 0.1 else f"{1e3 * one:.0f}" for one in seconds)
+
+
 def _number(value: Interval | float | None, digits: int = 2) -> str:
     if isinstance(value, Interval):
         value = value.value
@@ -46,16 +63,37 @@ def _span(value: Interval | None) -> str:
 def metrics_table(metrics: Metrics, found: Audit) -> Table:
     """A row per system, over all questions; it fits 80 columns."""
     shown = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers")
+    table = _table(("tokens\n/step", "rows\n/step", "tokens\n/s", "x plain\n(95 %)", "x trans-\nformers"))
+    for system, groups in metrics.rows.items():
+        figures = figures_of(groups[OVERALL])
+        table.add_row(escape(system), *(figures[name] for name in shown), _brief(found.systems[system]))
+    return table
+
+
+def batch_table(metrics: Metrics, found: Audit) -> Table:
+    """Throughput and latency over all questions, a row per system and size of the batch; it fits 80 columns."""
+    times = ("first token ms, p95", "between ms, p95", "host us")
+    table = _table(("tokens\n/s", "x plain", "first token\nms, p95", "between\nms, p95", "host\nus"))
+    for system, groups in metrics.rows.items():
+        row = groups[OVERALL]
+        figures, verdict = batch_figures(row), _brief(found.systems[system])
+        speeds = (figures["tokens/s"], _number(row.speedup))
+        table.add_row(escape(system), *speeds, *(figures[name] for name in times), verdict)
+    return table
+
+
+def _table(titles: Sequence[str]) -> Table:
+    """An empty table of figures by system, and whether its texts are plain decoding's."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("system", no_wrap=True)
-    for title in ("tokens\n/step", "rows\n/step", "tokens\n/s", "x plain\n(95 %)", "x trans-\nformers"):
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("text", no_wrap=True)
-    for system, groups in metrics.rows.items():
-        figures, verdict = figures_of(groups[OVERALL]), found.systems[system]
-        text = f"[bold red]{verdict.brief}[/]" if verdict.bugs else verdict.brief
-        table.add_row(escape(system), *(figures[name] for name in shown), text)
     return table
+
+
+def _brief(verdict: Verdict) -> str:
+    return f"[bold red]{verdict.brief}[/]" if verdict.bugs else verdict.brief
 
 
 def print_verdicts(found: Audit, console: Console, *, only_different: bool = False) -> None:

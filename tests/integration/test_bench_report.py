@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import io
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from specdec import Engine, cli
 from specdec.bench.audit import audit
@@ -22,6 +24,7 @@ from specdec.bench.plan import Plan
 from specdec.bench.records import RunFolder
 from specdec.bench.report import write_report
 from specdec.bench.runner import Runner
+from specdec.bench.tables import batch_table
 from specdec.model import TransformersTarget
 from specdec.sampling import SamplingParams
 
@@ -78,6 +81,39 @@ def test_markdown_table_has_a_row_per_system_and_how_it_was_made(run: RunFolder)
     assert all(row.count("|") == 10 for row in rows)
     for part in ("torch 2", "transformers 5", "specdec bench <x>", "T=0", "24 new tokens"):
         assert part in text
+
+
+def test_report_of_batches(tiny_engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text(PROMPTS)
+    plan = Plan(
+        questions=str(tmp_path / "mine.txt"), drafters=["none"], systems=["transformers", "transformers_lookup"],
+        batch=[2], max_new_tokens=4, repeats=1,
+    )  # fmt: skip
+    folder = Runner(plan, tmp_path / "run", engine=tiny_engine, cost=False).run()
+    systems, target = folder.manifest()["systems"], tiny_engine.target
+    assert isinstance(target, TransformersTarget)
+    found, metrics = (
+        audit(folder.records(), systems, target, SamplingParams()),
+        measure(folder.records(), list(systems)),
+    )
+    page = write_report(folder, found, metrics).read_text()
+    labels = ["none", "none@2", "transformers", "transformers@2", "transformers_lookup"]
+    alone = [label for label in labels if "@" not in label]
+    reason = "transformers_lookup answers one prompt at a time"
+    tables = (folder.path / "report.md").read_text().split("\n\n")
+    one, several = ([line.split("`")[1] for line in table.splitlines()[2:]] for table in tables[:2])
+    assert (one, several) == (alone, labels)
+    assert all("identical" in line for line in tables[1].splitlines()[2:])
+    assert f"transformers_lookup@2: left out, as {reason}." in tables
+    assert page.count("<td>none@2</td>") == 2  # among the batches and in the audit
+    assert f"transformers_lookup@2: {reason}" in page
+    assert 'id="figure-batch"' in page
+    assert not list((folder.path / "spec_bench").rglob("*2*"))
+    out = Console(width=80, record=True, file=io.StringIO())
+    out.print(batch_table(metrics, found))
+    rows = out.export_text().splitlines()[-len(labels) :]
+    assert [row.split()[0] for row in rows] == labels
+    assert all(row.endswith("same") for row in map(str.rstrip, rows))
 
 
 def test_page_needs_nothing_else_and_escapes_the_text(run: RunFolder) -> None:
@@ -180,6 +216,13 @@ def test_audit_alone_leaves_nothing_behind(
         (["bench", "--questions", "absent.jsonl"], "there is no question file 'absent.jsonl'"),
         (["bench", "--drafters", "lokahead"], "unknown drafter 'lokahead'; did you mean 'lookahead'?"),
         (["bench", "--systems", "vlm"], "unknown system 'vlm'"),
+        (["bench", "--batch", "0"], "bench.batch is [0], of type list; it must be a list of sizes of at least 1"),
+        (
+            ["bench", "--batch", "1,x"],
+            "bench.batch is [1, 'x'], of type list; it must be a list of sizes of at least 1",
+        ),
+        (["bench", "--batch", f"2,{10**9}"], "a batch of 1000000000 is never full with 42 questions; lower --batch"),
+        (["bench", "--set", "batch=4"], "bench.batch is 4, of type int; it must be a list of sizes of at least 1"),
         (["bench", "--categories", "tabels"], "unknown category 'tabels'; did you mean 'tables'?"),
         (["audit", "absent"], "'absent' holds no run"),
         (["audit", "absent", "--limit", "3"], "--limit is an option of a new run"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specdec import Engine
+from specdec.batch import forward_together
 from specdec.bench.audit import Audit, audit, rounding_bound
 from specdec.bench.plan import Plan
 from specdec.bench.records import Record, RunFolder, Turn
@@ -45,7 +46,7 @@ Make = Callable[..., Runner]
 def make(tiny_engine: Engine, questions: str, tmp_path: Path) -> Make:
     """``make(repeats=2, ...)``: a runner in the test's folder, on the embedded model in float64."""
 
-    def make_runner(on_system: Callable[[str, bool], None] = lambda label, answer: None, **options: Any) -> Runner:
+    def make_runner(on_system: Callable[[str, int], None] = lambda label, answers: None, **options: Any) -> Runner:
         values: dict[str, Any] = {"questions": questions, "drafters": DRAFTERS, "systems": [], "max_new_tokens": 12}
         plan = Plan(**{**values, "repeats": 1, **options})
         return Runner(plan, tmp_path / "run", engine=tiny_engine, on_system=on_system, cost=False)
@@ -124,11 +125,11 @@ class Killed(BaseException):
     pass
 
 
-def kill_after(count: int) -> Callable[[str, bool], None]:
+def kill_after(count: int) -> Callable[[str, int], None]:
     left = [count]
 
-    def on_system(label: str, answer: bool) -> None:
-        left[0] -= answer
+    def on_system(label: str, answers: int) -> None:
+        left[0] -= answers
         if left[0] < 0:
             raise Killed
 
@@ -204,6 +205,157 @@ def test_a_broken_line_in_the_middle_is_named(make: Make) -> None:
     folder.answers.write_text(lines[0][:50] + "\n" + lines[1] + "\n")
     with pytest.raises(ConfigError, match="line 1: no answer record"):
         folder.records()
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+SYSTEMS = ["transformers", "transformers_lookup"]
+LABELS = ["none", "none@2", "prompt_lookup", "prompt_lookup@2", "transformers", "transformers@2", "transformers_lookup"]
+
+
+def texts(folder: RunFolder) -> dict[str, dict[int | str, list[list[int]]]]:
+    """System -> question -> the tokens of its turns."""
+    found: dict[str, dict[int | str, list[list[int]]]] = {}
+    for record in folder.records():
+        found.setdefault(record.system, {})[record.question_id] = [turn.token_ids for turn in record.turns]
+    return found
+
+
+def test_several_at_once_write_what_one_by_one_writes(
+    make: Make, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+
+    def forward(target: Any, turns: Sequence[Any], taps: Any) -> Any:
+        widths.append(len(turns))
+        return forward_together(target, turns, taps)
+
+    monkeypatch.setattr("specdec.batch.forward_together", forward)
+    runner = make(batch=[2], drafters=["none", "prompt_lookup"], systems=SYSTEMS)
+    assert [system.label for system in runner.systems] == LABELS
+    assert runner.manifest["left_out"] == {"transformers_lookup@2": "transformers_lookup answers one prompt at a time"}
+    folder = runner.run()
+    assert set(widths) == {1, 2}
+    assert list(map(len, texts(folder).values())) == [2] * 7
+    plain = texts(folder)["none"]
+    assert [len(turns) for turns in plain.values()] == [1, 2]
+    assert all(found == plain for found in texts(folder).values())
+    found = judge(tiny_engine, folder, folder.records())
+    assert {label: str(verdict) for label, verdict in found.systems.items()} == dict.fromkeys(LABELS, "identical")
+    for record in folder.records():
+        for turn in record.turns:
+            assert len(turn.times) == len(turn.accept_lengths)
+            assert turn.times == sorted(turn.times)
+
+
+def test_shares_of_the_clock_add_up_and_a_prompt_s_begins_when_it_is_taken(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that ticks once whenever it is read."""
+    now = [0.0]
+
+    def tick() -> float:
+        now[0] += 1
+        return now[0]
+
+    plan = Plan(systems=[], policy="off")
+    system = Drafted("none", tiny_engine, {"name": "none"}, plan)
+    prompts = [tiny_engine.encode(text) for text in ("import os\nimport", "x = [1, 2, 3, 4]\ny = ", "def f(a):\n")]
+    monkeypatch.setattr("specdec.bench.systems.perf_counter", tick)
+    outputs = [output for output in system.answer_batch(prompts, 4, 2) if isinstance(output, Output)]
+    assert len(outputs) == 3
+    assert sum(output.seconds["wall"] for output in outputs) == pytest.approx(now[0] - 1)
+    # Taken on ticks 2 and 3; each of their four steps ticks; then the third one is taken, and has its steps alone.
+    assert [output.times for output in outputs] == [[2, 4, 6, 8], [2, 4, 6, 8], [1, 2, 3, 4]]
+
+
+def test_a_rival_does_not_look_at_its_padding(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask of each row is as long as its prompt, and the prompt stands under it."""
+    system: Any = make(drafters=["none"], systems=["transformers"]).systems[-1]
+    generate, prompts, seen = system._model.generate, [[5, 6], [7, 8, 9, 10], [11]], []
+
+    def noted(ids: torch.Tensor, *, attention_mask: torch.Tensor, **options: Any) -> Any:
+        seen.extend(row[mask.bool()].tolist() for row, mask in zip(ids, attention_mask, strict=True))
+        return generate(ids, attention_mask=attention_mask, **options)
+
+    monkeypatch.setattr(system._model, "generate", noted)
+    assert [len(output.token_ids) for output in system.answer_batch(prompts, 2, 2)] == [2, 2, 2]
+    assert seen == prompts
+
+
+def test_a_text_that_ends_early_is_cut_from_its_batch(
+    make: Make, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = texts(make(drafters=["none"]).run())["none"][1][0]
+    monkeypatch.setattr(tiny_engine.target, "eos_ids", frozenset(first[3:4]))
+    runner = make(drafters=["none"], systems=["transformers"], batch=[2], repeats=2)
+    records = [record for record in runner.run().records() if record.repeat == 1]
+    ended = {r.system: r.turns[0] for r in records if r.question_id == 1}
+    assert list(ended) == ["none@2", "transformers", "transformers@2", "none"]
+    assert {tuple(turn.token_ids) for turn in ended.values()} == {tuple(first[: first.index(first[3]) + 1])}
+    assert {turn.finish_reason for turn in ended.values()} == {"eos"}
+    assert all(len(turn.times) == len(turn.token_ids) for turn in ended.values())
+
+
+def test_a_prompt_that_fails_leaves_its_batch_whole(
+    make: Make, questions: str, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = {"question_id": 3, "category": "long", "turns": ["x = 1\n" * 3000], "format": "plain"}
+    with open(questions, "a") as file:
+        file.write(json.dumps(long) + "\n")
+    whole = texts(make(drafters=["none"]).run())["none"]
+    start = Engine.start
+
+    def failing(self: Engine, prompt: Any, *others: Any, **more: Any) -> Any:
+        if self.encode(prompt) == tiny_engine.encode(QUESTIONS[0]["turns"][0]):
+            raise RuntimeError("no")
+        return start(self, prompt, *others, **more)
+
+    monkeypatch.setattr(Engine, "start", failing)
+    records = {r.question_id: r for r in make(drafters=["none"], batch=[2]).run().records() if r.system == "none@2"}
+    assert [(known, record.error and record.error.split(":")[0]) for known, record in records.items()] == [
+        (1, "RuntimeError"),
+        (2, None),
+        (3, "PromptError"),
+    ]
+    assert [turn.token_ids for turn in records[2].turns] == whole[2]
+
+
+def test_a_killed_run_of_batches_goes_on_lot_by_lot(make: Make, questions: str) -> None:
+    with open(questions, "w") as file:
+        for number in range(16):
+            asked = {"question_id": number, "category": "qa", "turns": [f"import {number}\n"], "format": "plain"}
+            file.write(json.dumps(asked) + "\n")
+    options: dict[str, Any] = {"drafters": ["none"], "max_new_tokens": 3, "batch": [2]}
+    with pytest.raises(Killed):
+        make(kill_after(24), **options).run()
+    folder = RunFolder(make(**options).folder.path)
+    first = folder.answers.read_bytes()
+    assert len(first.splitlines()) == 24  # one lot of eight by both, and the second by the batch, which goes first
+    folder.answers.write_bytes(b"".join(first.splitlines(keepends=True)[:-1]))  # a batch was cut short
+    again = make(**options)
+    assert again.resumed == 16
+    assert [(len(asked), system.label) for _, asked, system in again.todo] == [(8, "none@2"), *[(1, "none")] * 8]
+    again.run()
+    found = texts(folder)
+    assert found["none"] == found["none@2"]
+    assert sorted(found["none"]) == list(range(16))
+    more = make(**{**options, "batch": [2, 4]})  # what is done stays, though lots are larger now
+    assert [(len(asked), system.label) for _, asked, system in more.todo] == [(16, "none@4")]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_drafter_that_is_kept_is_kept_for_one_size(make: Make, persistent: bool) -> None:
+    systems: list[Any] = make(drafters=["prompt_lookup"], batch=[2], persistent=persistent).systems
+    drafters = {
+        id(system._system._engine.drafter if "@" in system.label else system._engine.drafter) for system in systems
+    }
+    assert len(drafters) == (4 if persistent else 2)
+
+
+def test_a_batch_needs_as_many_questions(make: Make) -> None:
+    with pytest.raises(ConfigError, match="a batch of 1000000000 is never full with 2 questions; lower --batch"):
+        make(batch=[10**9])
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

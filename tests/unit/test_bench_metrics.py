@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from specdec.bench.compare import compare_runs
-from specdec.bench.metrics import OVERALL, bootstrap, measure, ratio_interval, repeat_share
+from specdec.bench.figures import draw_figures
+from specdec.bench.metrics import OVERALL, Metrics, bootstrap, measure, ratio_interval, repeat_share
 from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.spec_bench import answer_of, write_answers
 from specdec.errors import ConfigError
@@ -67,6 +68,52 @@ def test_unequal_texts_are_compared_by_tokens_per_second() -> None:
     row = measure(records, ["none", "fast"]).rows["fast"][OVERALL]
     assert row.speedup is not None
     assert row.speedup.value == pytest.approx((8 / 2) / (10 / 10))
+
+
+def test_latency_and_what_is_outside_of_forwards_by_hand() -> None:
+    seconds = {"wall": 6.0, "prefill": 1.0, "target": 3.0}
+    turns = [turn([1, 2, 1], 6.0, seconds=seconds, times=[first, first + 1.0, first + 3.0]) for first in (2.0, 4.0)]
+    records = [
+        record("none", 1, turns[0]),
+        record("none", 1, turns[1], repeat=1),
+        record("other", 1, turn([1, 1], 2.0)),
+    ]
+    metrics = measure(records, ["none", "other"])
+    row = metrics.rows["none"][OVERALL]
+    assert row.first_seconds == pytest.approx([3.0, 3.9])
+    gaps = [0.5, 0.5, 2.0] * 2  # the second step's two tokens share its second
+    assert row.between_seconds == pytest.approx(np.percentile(gaps, [50, 95]).tolist())
+    assert row.host_seconds == pytest.approx((6 - 1 - 3) / 3)
+    other = metrics.rows["other"][OVERALL]
+    assert (other.first_seconds, other.between_seconds, other.host_seconds) == ([], [], None)
+
+
+def batches() -> Metrics:
+    """Plain decoding is three times as fast with two at once, the rival twice, and another takes one at a time."""
+    walls = {"none": 12.0, "none@2": 4.0, "transformers": 24.0, "transformers@2": 12.0, "alone": 8.0}
+    return measure([record(name, 1, turn([1] * 12, wall)) for name, wall in walls.items()], list(walls))
+
+
+def test_batches_are_held_against_plain_decoding_one_by_one_and_a_rival_of_their_size() -> None:
+    rows = {name: groups[OVERALL] for name, groups in batches().rows.items()}
+    speedups = {name: (row.speedup and row.speedup.value, row.speedup_rival) for name, row in rows.items()}
+    assert {name: (plain, rival and rival.value) for name, (plain, rival) in speedups.items()} == {
+        "none": (1, 2),
+        "none@2": (3, 3),
+        "transformers": (0.5, 1),
+        "transformers@2": (1, 1),
+        "alone": (1.5, 3),
+    }
+
+
+def test_the_figure_of_batches_has_a_line_per_system() -> None:
+    pytest.importorskip("matplotlib")
+    figures = draw_figures(batches(), {}, "caption")
+    (axes,) = figures["batch"].axes
+    points = {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines[:3]}
+    assert points == {"none": ([1, 2], [1, 3]), "transformers": ([1, 2], [0.5, 1]), "alone": ([1], [1.5])}
+    assert [label.get_text() for label in figures["speedup"].axes[0].get_yticklabels()] == ["transformers", "alone"]
+    assert "batch" not in draw_figures(batches().one_by_one(), {}, "caption")
 
 
 def test_prefill_is_apart() -> None:

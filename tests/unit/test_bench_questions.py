@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,10 +157,14 @@ def test_format_of_the_file_holds_unless_another_is_asked_for() -> None:
         ({"drafters": ["all", "none"]}, "'all' stands alone"),
         ({"drafters": [{"window": 3}]}, "has no name"),
         ({"acceptance": "typical", "temperature": 0.5}, "allow_lossy=True"),
+        ({"batch": [1, 0]}, "batch is [1, 0], of type list; it must be a list of sizes of at least 1, such as 1,2,4,8"),
+        ({"batch": [2], "keep_prefix": True}, "batch is [2], and --keep-prefix is for one question at a time"),
+        ({"batch": [2], "parallel": "rows"}, "batch is [2], and --parallel is for one question at a time"),
+        ({"drafters": [{"name": "none", "label": "none@2"}]}, "a system is called 'none@2', and @ stands before"),
     ],
 )
 def test_plan_checks_itself(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         Plan(**options)
 
 

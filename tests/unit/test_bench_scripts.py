@@ -265,21 +265,3 @@ def test_drafters_of_a_checkout_that_is_not_installed_are_found(monkeypatch: pyt
     checkout.use_checkout()
     added = list(importlib.metadata.distributions(path=[sys.path[-1]]))
     assert sorted(e.name for e in added[0].entry_points if e.group == "specdec.drafters") == expected
-
-
-# -- Batches -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_batch_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    figure, out = tmp_path / "batch.png", tmp_path / "figures.json"
-    arguments = "--prompts 3 --prompt-tokens 16 --max-new-tokens 6 --repeats 1 --batch 1,2 --drafters prompt_lookup"
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["bench_batch.py", *arguments.split(), "--figure", str(figure), "--out", str(out)])
-    load("bench_batch").main()
-    systems = json.loads(out.read_text())["systems"]
-    assert list(systems) == ["none", "prompt_lookup", "transformers"]
-    assert {found["tokens"] for sizes in systems.values() for found in sizes.values()} == {18}
-    assert all(found["host_us"] > 0 for found in systems["none"].values())
-    assert figure.stat().st_size > 1000
-    assert "differs" not in capsys.readouterr().out
