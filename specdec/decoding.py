@@ -122,8 +122,8 @@ class Decoding:
         self._session = session_of(self._drafter, self._context)
         # Where the text at a seed depends on the rows that are proposed, as under ``reject``, it must not depend on
         # other sequences, and so the rows must not either.
-        draws = self._drafter.draws and self.sampler.sample
-        self._by_rows = draws and sampling.acceptance != "match"
+        rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self._drafter.draws)
+        self._by_rows = sampling.acceptance == "typical" or (self.sampler.sample and rejects)
         # Of several processes none decides by itself what its rows say.
         self._apart = copies.is_apart(target.head_device) and not isinstance(target, ParallelTarget)
         self._asks = self._apart and isinstance(self._session, AskingSession)

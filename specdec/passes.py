@@ -62,7 +62,7 @@ def run_together(passes: Sequence[Pass]) -> list[Any]:
     while left:
         run = passes[left[0]].run
         group = [place for place in left if passes[place].run == run]
-        left = [place for place in left if passes[place].run != run]
+        left = [place for place in left if place not in group]
         began = perf_counter()
         try:
             found = run([passes[place].brought for place in group])
