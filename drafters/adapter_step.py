@@ -16,7 +16,7 @@ from torch import nn
 
 from drafters.adapter import Adapter, rotations
 from specdec.attention import attend_all
-from specdec.block import Batch, Block
+from specdec.block import Block, rows_of
 from specdec.cache import KVCache, LayerSpec
 from specdec.rotary import rotate, signed
 from specdec.runners.linear import LinearKernel, PackedWeight, linear_kernel
@@ -83,9 +83,9 @@ class AdapterStep:
         sizes = [len(own) for own in features]
         rows = torch.cat([*features])
         if self._layer is not None:
-            batch = Batch([Block(cache, [0] * size) for cache, size in zip(caches, sizes, strict=True)])
+            block = rows_of([Block(cache, [0] * size) for cache, size in zip(caches, sizes, strict=True)])
             cos, sin = zip(*(cache.rotary(size) for cache, size in zip(caches, sizes, strict=True)), strict=True)
-            hidden, _ = self._layer.run(rows, batch, torch.cat(cos), torch.cat(sin), 0, 1, ())
+            hidden, _ = self._layer.run(rows, block, torch.cat(cos), torch.cat(sin), 0, 1, ())
             for cache, size in zip(caches, sizes, strict=True):
                 cache.length += size
             return self._normed(hidden[[end - 1 for end in accumulate(sizes)]], self.norm)

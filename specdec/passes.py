@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specdec.block import Batch, Block
+from specdec.block import Block, rows_of
 from specdec.draft import Entry
 from specdec.errors import DraftError
 from specdec.sampling import Peaks
@@ -156,7 +156,7 @@ def forward_together(
     found: dict[int, torch.Tensor] = {}
     for layer, after in zip(stages, (*stages[1:], exit_layer), strict=True):
         within = [part for part in ranked if _layer(part) <= layer]
-        block = Batch([part.block for part in within]) if len(within) > 1 else within[0].block
+        block = rows_of([part.block for part in within])
         came = [part.entry.hidden for part in within if part.entry is not None and part.entry.layer == layer]
         entry = Entry(layer, torch.cat(came if hidden is None else [hidden, *came])) if came else None
         rows = _wanted(within) if layer == stages[-1] else ()
