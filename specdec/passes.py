@@ -15,7 +15,7 @@ import torch
 
 from specdec.block import Block, rows_of
 from specdec.draft import Entry
-from specdec.errors import DraftError
+from specdec.errors import DraftError, shown
 from specdec.sampling import Peaks
 from specdec.target import Target, TargetOutput
 
@@ -101,6 +101,9 @@ def timed(passes: Passes[T], *, together: bool = True) -> Passes[tuple[T, float]
         except StopIteration as done:
             return done.value, seconds + perf_counter() - began
         seconds += perf_counter() - began
+        if not isinstance(asked, Pass):
+            answer = DraftError(f"a session waits for {shown(asked)}, of type {type(asked).__name__}; yield a Pass")
+            continue
         if together or asked.alike:
             try:
                 answer = yield asked

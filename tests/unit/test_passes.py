@@ -205,6 +205,38 @@ def test_a_pass_that_fails_ends_those_who_waited_for_it() -> None:
     assert [one.finish_reason for one in found] == ["error", "error", "length", "length"]
 
 
+def test_what_is_no_pass_is_named() -> None:
+    class Odd(DoublingSession):
+        def passes(self, room: int) -> Passes[Draft]:
+            yield self._context.root  # type: ignore[misc]
+            return Draft.chain([self._context.root])
+
+    target, drafter = Reciter(lambda text: 5), Doubling()
+    drafter.start = lambda context: Odd(drafter, context)  # type: ignore[method-assign]
+    with pytest.raises(DraftError, match="drafter 'doubling': a session waits for 3, of type int; yield a Pass"):
+        Engine(target, None, drafter).generate([3], 5)
+
+
+def test_an_interrupt_in_a_round_ends_it_and_leaves_nothing_behind() -> None:
+    drafter, done = Doubling(), dict[int, Any]()
+    engine, ask = Engine(Reciter(lambda text: 2 * text[-1] % 100), None, drafter, max_rows=8), drafter.double
+
+    def interrupted(tokens: Sequence[int]) -> list[int]:
+        if 92 in tokens:
+            raise KeyboardInterrupt
+        return ask(tokens)
+
+    drafter.double = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate_batch(
+            [[1], [3], [5]], [3, 12, 12], batch=3, on_done=lambda place, one: done.update({place: one})
+        )
+    assert {place: one.token_ids for place, one in done.items()} == {0: [2, 4, 8]}
+    drafter.double = ask  # type: ignore[method-assign]
+    found = engine.generate_batch([[3], [5]], 6)
+    assert [one.token_ids for one in found] == [[6, 12, 24, 48, 96, 92], [10, 20, 40, 80, 60, 20]]
+
+
 def test_an_answer_for_each() -> None:
     error = ValueError("no")
 
