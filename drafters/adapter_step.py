@@ -1,4 +1,4 @@
-"""An adapter at work: one sequence, a few rows at a time, with keys and values kept.
+"""An adapter at work: a few rows of each sequence at a time, with keys and values kept.
 
 It computes what ``Adapter.forward`` does for a whole text, in half the operations: one product for queries, keys and
 values and one for gate and up, residuals added by the product itself; where the adapter is a whole layer and there is
@@ -7,7 +7,8 @@ a native library, in one call. A draft costs little more than reading weights, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import nn
 
 from drafters.adapter import Adapter, rotations
 from specdec.attention import attend_all
-from specdec.block import Block
+from specdec.block import Block, rows_of
 from specdec.cache import KVCache, LayerSpec
 from specdec.rotary import rotate, signed
 from specdec.runners.linear import LinearKernel, PackedWeight, linear_kernel
@@ -34,6 +35,7 @@ class AdapterStep:
     Attributes:
         config: the adapter's.
         norm: [D] weight of its last norm, which tells dtype and device.
+        alike: whether a sequence's hidden state is the same, bit for bit, whatever sequences are beside it.
     """
 
     def __init__(self, adapter: Adapter, target_norm: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
@@ -56,34 +58,45 @@ class AdapterStep:
             if len(packed) == len(products) and runs_heads_of(size, self.config.intermediate_size):
                 layer = NativeLayer(tuple(packed), norms, (eps, eps, 0.0), self.config.groups, size, size**-0.5)
                 self._layer = NativeLayers([layer])
+        self.alike = self._layer is not None
 
     def absorb(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
         """Cache keys and values of ``features`` [T, D] as the next T positions; returns their queries [H, T, d]."""
-        rows, (heads, key_heads) = len(features), self.config.groups
-        normed = self._normed(features, self._input_norm)
-        states = self._qkv(normed).view(rows, heads + 2 * key_heads, -1).transpose(0, 1)  # [H + 2 Hk, T, d]
+        return self._store(self._qkv(self._normed(features, self._input_norm)), cache)
+
+    def _store(self, states: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
+        """As ``absorb``, of queries, keys and values [T, (H + 2 Hk) d] that are not rotated yet."""
+        rows, (heads, key_heads) = len(states), self.config.groups
+        states = states.view(rows, heads + 2 * key_heads, -1).transpose(0, 1)  # [H + 2 Hk, T, d]
         cos, signed_sin = cache.rotary(rows)
         turned = rotate(states[: heads + key_heads], cos, signed_sin)
         cache.write(0, turned[None, heads:], states[None, heads + key_heads :], cache.length)
         cache.length += rows
         return turned[:heads]
 
-    def step(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
-        """Hidden state [1, D] for the head, after the last of ``features`` [T, D], the next T positions.
+    def step(self, features: Sequence[torch.Tensor], caches: Sequence[AdapterCache]) -> torch.Tensor:
+        """Hidden states [N, D] for the head: of each sequence after the last of its ``features`` [T, D].
 
-        With a single layer, keys and values depend on the features alone, so only the last row needs a query; and as it
-        sees everything, no mask.
+        These are its next T positions. With a single layer, keys and values depend on the features alone, so only the
+        last row needs a query; and as it sees everything, no mask.
         """
+        sizes = [len(own) for own in features]
+        rows = torch.cat([*features])
         if self._layer is not None:
-            block = Block(cache, [0] * len(features))
-            hidden, _ = self._layer.run(features, block, *cache.rotary(len(features)), 0, 1, ())
-            cache.length += len(features)
-            return self._normed(hidden[-1:], self.norm)
-        hidden = features[-1:]
+            block = rows_of([Block(cache, [0] * size) for cache, size in zip(caches, sizes, strict=True)])
+            cos, sin = zip(*(cache.rotary(size) for cache, size in zip(caches, sizes, strict=True)), strict=True)
+            hidden, _ = self._layer.run(rows, block, torch.cat(cos), torch.cat(sin), 0, 1, ())
+            for cache, size in zip(caches, sizes, strict=True):
+                cache.length += size
+            return self._normed(hidden[[end - 1 for end in accumulate(sizes)]], self.norm)
+        hidden = torch.cat([own[-1:] for own in features])
         if self.config.attends:
-            query = self.absorb(features, cache)[None, :, -1:]
-            seen = attend_all(query, *cache.seen())  # [1, H, 1, d]
-            hidden = self._out.add(seen.reshape(1, -1), hidden)
+            states = torch.split(self._qkv(self._normed(rows, self._input_norm)), sizes)
+            seen = [
+                attend_all(self._store(own, cache)[None, :, -1:], *cache.seen()).reshape(1, -1)  # [1, H d]
+                for own, cache in zip(states, caches, strict=True)
+            ]
+            hidden = self._out.add(torch.cat(seen), hidden)
         if self.config.has_mlp:
             gate, up = self._gate_up(self._normed(hidden, self._mlp_norm)).chunk(2, -1)
             hidden = self._down.add(F.silu(gate).mul_(up), hidden)

@@ -19,9 +19,10 @@ from drafters.fingerprint import known_tokenizer
 from specdec.block import Block
 from specdec.config import check_positive
 from specdec.draft import Draft
-from specdec.drafter import Context, DrafterBase, Observation
+from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
 from specdec.model import TransformersTarget
+from specdec.passes import Forward, Pass, Passes
 from specdec.pretrained import embedded_model
 from specdec.sampling import Noise, Sampler, Scores
 from specdec.target import Target
@@ -112,10 +113,10 @@ class DraftModel(DrafterBase):
         return DraftModelSession(self.config, self.model, context)
 
 
-class DraftModelSession:
+class DraftModelSession(BatchedSession):
     def __init__(self, config: DraftModelConfig, model: TransformersTarget, context: Context) -> None:
         self._config = config
-        self._model = model
+        self._model, self._forward = model, Forward(model)
         self._context = context
         text = len(context.tokens) + context.remaining
         self._cache = model.new_cache(capacity=text, rows=max(context.max_rows, min(_CHUNK, text)))
@@ -127,15 +128,15 @@ class DraftModelSession:
         self._draft = Draft.chain([context.root])
         self._fed = 0  # rows of the latest draft that stand in the cache's scratch slots
 
-    def propose(self, room: int) -> Draft:
+    def passes(self, room: int) -> Passes[Draft]:
         context = self._context
         depth = min(self._config.tokens, context.remaining - 1)
         self._fed = 0
         if depth < 1 or room < 2 or len(context.tokens) + depth > self._model.context_length:
             self._draft = Draft.chain([context.root])
         else:
-            with self._model.active():
-                self._draft = self._grow(self._catch_up(), fitting(self._config.widths, depth, room))
+            logits = yield from self._catch_up()
+            self._draft = yield from self._grow(logits, fitting(self._config.widths, depth, room))
         return self._draft
 
     def observe(self, seen: Observation) -> None:
@@ -149,20 +150,21 @@ class DraftModelSession:
 
         self._cache.commit(list(takewhile(ran, seen.path)))
 
-    def _catch_up(self) -> torch.Tensor:
+    def _catch_up(self) -> Passes[torch.Tensor]:
         """[1, V] logits of the root, after the text that the cache lacks; the root's slot is row 0's."""
         cache, tokens = self._cache, self._context.tokens
         while True:
             new = tokens[cache.length : cache.length + min(_CHUNK, cache.rows)]
             last = cache.length + len(new) == len(tokens)
             block = Block(cache, new, device=self._model.device, backend=self._model.backend)
-            logits = self._model.forward(block, rows=[len(new) - 1] if last else ()).logits
+            output = yield self._forward.of(block, [len(new) - 1] if last else ())
             cache.commit(range(len(new) - last))
-            if logits is not None:
+            if last:
                 self._fed = 1
+                logits: torch.Tensor = output.logits
                 return logits
 
-    def _grow(self, logits: torch.Tensor, widths: list[int]) -> Draft:
+    def _grow(self, logits: torch.Tensor, widths: list[int]) -> Passes[Draft]:
         """Level by level; ``logits`` are those of the level's rows, at first the root's."""
         tokens, parents, depths, trust = [self._context.root], [-1], [0], [1.0]
         q: dict[int, torch.Tensor] = {}
@@ -186,11 +188,12 @@ class DraftModelSession:
             level = list(range(level[-1] + 1, len(tokens)))
             if not level or depths[-1] == len(widths):
                 break
-            logits = self._run(tokens, parents, depths, level[0])
+            logits = (yield self._run(tokens, parents, depths, level[0])).logits
+            self._fed = len(tokens)
         return Draft(tokens, parents, q=q)
 
-    def _run(self, tokens: list[int], parents: list[int], depths: list[int], first: int) -> torch.Tensor:
-        """[R, V] logits of rows ``first`` to the last, which go into their scratch slots."""
+    def _run(self, tokens: list[int], parents: list[int], depths: list[int], first: int) -> Pass:
+        """Rows ``first`` to the last through the model, into their scratch slots."""
         chain = depths[-1] == len(tokens) - 1
         block = Block(
             self._cache,
@@ -201,10 +204,7 @@ class DraftModelSession:
             device=self._model.device,
             backend=self._model.backend,
         )
-        logits = self._model.forward(block).logits
-        assert logits is not None
-        self._fed = len(tokens)
-        return logits
+        return self._forward.of(block)
 
     def _children(
         self, drawn: list[torch.Tensor], level: list[int], below: int, width: int

@@ -26,8 +26,9 @@ from drafters.weights import check_fit, weights_folder
 from specdec.block import Block
 from specdec.config import check_positive
 from specdec.draft import Draft, Entry
-from specdec.drafter import Context, DrafterBase, Observation
+from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError, shown
+from specdec.passes import Forward, Pass, Passes
 from specdec.sampling import Noise
 from specdec.target import Target
 
@@ -82,6 +83,7 @@ class Kangaroo(DrafterBase):
         super().__init__(config)
         self.adapter = AdapterStep(adapter, target.norm)
         self.vocabulary = DraftVocabulary(adapter.draft_tokens, target)
+        self.alike = self.adapter.alike and target.alike
         self.exit_layer = adapter.config.exit_layer
         self.eta = adapter.config.eta if config.eta is None else config.eta
         self.gamma = adapter.config.gamma if config.gamma is None else config.gamma
@@ -114,6 +116,11 @@ class Kangaroo(DrafterBase):
     def start(self, context: Context) -> KangarooSession:
         return KangarooSession(self, context)
 
+    def guess(self, brought: Sequence[tuple[torch.Tensor, AdapterCache]]) -> Sequence[torch.Tensor]:
+        """[d] logits of the token after the features [T, D] that each sequence brought, with its cache."""
+        hidden = self.adapter.step([features for features, _ in brought], [cache for _, cache in brought])
+        return self.adapter.logits(hidden, self.vocabulary.head).unbind()
+
 
 def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool = True) -> None:
     """Raises CheckpointError where an adapter cannot serve a target, or was trained for another one."""
@@ -125,9 +132,10 @@ def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool =
         )
 
 
-class KangarooSession:
+class KangarooSession(BatchedSession):
     def __init__(self, drafter: Kangaroo, context: Context) -> None:
         self._drafter, self._adapter, self._context = drafter, drafter.adapter, context
+        self._forward = Forward(context.target, drafter.exit_layer)
         self._gamma = min(drafter.gamma, context.max_rows)  # more would not fit a step
         capacity = context.prompt_length + context.remaining + self._gamma
         self._cache = AdapterCache(drafter.adapter, capacity)
@@ -150,18 +158,19 @@ class KangarooSession:
         deep = 1 - drafter.shallow_cost
         return [drafter.draft_cost + deep * (after - before) for before, after in pairwise(steps[1:])]
 
-    def propose(self, room: int) -> Draft:
+    def passes(self, room: int) -> Passes[Draft]:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
         drafter, context = self._drafter, self._context
         most = min(self._gamma, room - 1, context.remaining - 1)
         tokens, parents, self._drafted = [context.root], [-1], []
         if most < 1:
             return Draft(tokens, parents)
-        features = [self._shallow(tokens, parents, 0)]
+        features = [(yield self._shallow(tokens, parents, 0)).hidden]
         q: dict[int, torch.Tensor] = {}
         confident, last, reached = True, 0, 1.0
         while confident and last < most:
-            probabilities = self._probabilities(self._guess(tokens[last], features[-1]), tokens[1:])
+            logits = yield self._guess(tokens[last], features[-1])
+            probabilities = self._probabilities(logits, tokens[1:])
             confidence, best = probabilities.max(-1)
             first_choice = self._choice(probabilities, best, len(tokens) - 1)
             # In one copy from the device; a number is exact in float64, too.
@@ -180,7 +189,7 @@ class KangarooSession:
             first = len(tokens)
             tokens += chosen
             parents += [last] * len(chosen)
-            features.append(self._shallow(tokens, parents, first))
+            features.append((yield self._shallow(tokens, parents, first)).hidden)
             last = first
         return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, torch.cat(features)))
 
@@ -214,8 +223,8 @@ class KangarooSession:
             self._pending += [features[row : row + 1] for row in seen.path[known:]]
         self._drafted = []
 
-    def _shallow(self, tokens: Sequence[int], parents: Sequence[int], first: int) -> torch.Tensor:
-        """Rows from ``first`` on through layers [0, l), into their slots: [T, D], where the last of these layers is."""
+    def _shallow(self, tokens: Sequence[int], parents: Sequence[int], first: int) -> Pass:
+        """Rows from ``first`` on through layers [0, l), into their slots."""
         context, target = self._context, self._context.target
         rows = tokens[first:]
         if len(rows) == 1:
@@ -226,15 +235,14 @@ class KangarooSession:
                 context.cache, rows, parents=parents, depths=depths, first=first,
                 device=target.device, backend=target.backend,
             )  # fmt: skip
-        return target.forward(block, exit_layer=self._drafter.exit_layer).hidden
+        return self._forward.of(block)
 
-    def _guess(self, token: int, feature: torch.Tensor) -> torch.Tensor:
-        """[d] logits of the token after ``token``, whose feature is [1, D]; the first of a round brings what waited."""
+    def _guess(self, token: int, feature: torch.Tensor) -> Pass:
+        """The adapter's guess after ``token``, whose feature is [1, D]; the first of a round brings what waited."""
         rows = torch.cat((*self._pending, feature)) if self._pending else feature
         self._pending.clear()
         self._drafted.append(token)
-        hidden = self._adapter.step(rows.to(self._adapter.norm.device), self._cache)
-        return self._adapter.logits(hidden, self._drafter.vocabulary.head)[0]
+        return Pass(self._drafter.guess, (rows.to(self._adapter.norm.device), self._cache), self._drafter.alike)
 
     def _probabilities(self, logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
         """[d] the draft's distribution of the token after ``path``, under the processors that the target's is under."""

@@ -22,8 +22,9 @@ from drafters.vocabulary import DraftVocabulary
 from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
 from specdec.draft import Draft
-from specdec.drafter import Context, DrafterBase, Observation, Question
+from specdec.drafter import BatchedSession, Context, DrafterBase, Observation, Question
 from specdec.errors import ConfigError, shown, unknown
+from specdec.passes import Pass, Passes
 from specdec.target import FINAL, Target
 
 __all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "nodes_of", "paths_of"]
@@ -190,20 +191,24 @@ class Medusa(DrafterBase):
 
     @torch.no_grad()
     def guesses(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[heads, ranks] per head the numbers of its likeliest tokens, best first, from one hidden state [1, D]."""
+        """[N, heads, ranks] per head the numbers of its likeliest tokens, best first, from hidden states [N, D]."""
         weight, _ = self._blocks[0]
-        states = hidden.to(weight.device, weight.dtype).expand(self._depth, 1, -1)  # [K, 1, D]
+        states = hidden.to(weight.device, weight.dtype).expand(self._depth, *hidden.shape)  # [K, N, D]
         for weight, bias in self._blocks:
             states = states + F.silu(torch.baddbmm(bias[: self._depth], states, weight[: self._depth]))
-        rows = states[:, 0]  # [K, D]
         if self._matrices is None:
-            logits = self.vocabulary.head(rows)
+            logits = self.vocabulary.head(states.flatten(0, 1)).view(*states.shape[:2], -1)
         else:
-            logits = torch.stack([F.linear(row, own) for row, own in zip(rows, self._matrices, strict=False)])
-        return logits.topk(self.ranks, -1).indices
+            logits = torch.stack([F.linear(rows, own) for rows, own in zip(states, self._matrices, strict=False)])
+        return logits.topk(self.ranks, -1).indices.transpose(0, 1)
+
+    def numbers(self, hidden: Sequence[torch.Tensor]) -> list[list[list[int]]]:
+        """The same as lists, of the [1, D] that each sequence brought."""
+        found: list[list[list[int]]] = self.guesses(torch.cat([*hidden])).tolist()
+        return found
 
 
-class MedusaSession:
+class MedusaSession(BatchedSession):
     def __init__(self, drafter: Medusa, context: Context) -> None:
         self._drafter, self._context, self._nodes = drafter, context, drafter.nodes
         costs, length = context.costs, context.prompt_length
@@ -215,7 +220,7 @@ class MedusaSession:
         self._last = 0  # ... and the row before the root
         self._guesses: list[list[int]] | None = None  # numbers, where they came with the step
 
-    def propose(self, room: int) -> Draft:
+    def passes(self, room: int) -> Passes[Draft]:
         """The tree, less what is deeper than the text may get or does not fit."""
         context = self._context
         deepest = context.remaining - 1
@@ -224,7 +229,7 @@ class MedusaSession:
             return Draft(tokens, parents)
         guesses, vocabulary = self._guesses, self._drafter.vocabulary
         if guesses is None:
-            guesses = self._drafter.guesses(self._seen[self._last : self._last + 1]).tolist()
+            guesses = yield Pass(self._drafter.numbers, self._seen[self._last : self._last + 1])
         rows = [0]
         for node in self._nodes:
             if len(tokens) == room:

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 
 from specdec.config import check_positive
 from specdec.draft import Draft
-from specdec.drafter import Context, Drafter, DrafterBase, Observation, proposal, session_of
+from specdec.drafter import BatchedSession, Context, Drafter, DrafterBase, Observation, proposing, session_of
 from specdec.errors import ConfigError
+from specdec.passes import Passes, timed
 from specdec.policy import Patience, Prices
 from specdec.registry import make_drafter
 from specdec.target import Target
@@ -251,7 +252,7 @@ class Part:
                 bandit.note(self.kinds[own], draft.tokens[own] == tokens[depth])
 
 
-class MergedSession:
+class MergedSession(BatchedSession):
     """One sequence's parts. Without a policy all of them are asked; a drafter that plans keeps the rows that pay."""
 
     def __init__(self, drafter: Merged, context: Context) -> None:
@@ -263,7 +264,7 @@ class MergedSession:
         self._length = 0
         self._kept: list[int] = [0]  # row of the draft -> row of the tree
 
-    def propose(self, room: int) -> Draft:
+    def passes(self, room: int) -> Passes[Draft]:
         context, prices, length = self._context, self._prices, self._context.cache.length
         self._length, self._kept = length, [0]
         room = min(room, self._most + 1)
@@ -271,16 +272,17 @@ class MergedSession:
         for part in self._parts:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
-                began = perf_counter()
-                part.draft = proposal(part.session, room - len(tree.needed), part.name, context.target)
+                proposed = proposing(part.session, room - len(tree.needed), part.name, context.target)
+                part.draft, part.seconds = yield from timed(proposed)
                 if part.draft.entry is not None:
                     raise ConfigError(
                         f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
                         f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of "
                         f"{self._name}.parts"
                     )
+                began = perf_counter()
                 part.place(tree, _FAINT if self._plans else 0.0)
-                part.seconds = perf_counter() - began
+                part.seconds += perf_counter() - began
         if len(tree.tokens) == 1:
             return Draft.chain([context.root])
         best = tree.best(room - 1 - len(tree.needed))

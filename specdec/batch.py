@@ -6,30 +6,26 @@ their order, or on when it was admitted. (Numbers round alike whatever rows are 
 as well as between a forward of one row and one of several.)
 
 Prompts are admitted in order, as others end. What is drafted goes first, and what is left of ``step_rows`` takes chunks
-of prompts. Drafting is each session's own: passes through a draft model, or shallow ones, are not batched.
+of prompts. Drafting is each session's own; what it has a model compute is computed for all of them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol
 
-import torch
-
 from specdec.arguments import checked
-from specdec.block import Batch
 from specdec.cache import KVCache
 from specdec.cost import Crowd
 from specdec.decoding import Decoding, Setup, Turn, cache_sizes
-from specdec.draft import Entry
 from specdec.errors import ConfigError
+from specdec.passes import Pass, Passes, forward_together, resume, run_together
 from specdec.results import Chunk, Generation, Statistics, Step
-from specdec.sampling import Peaks, SamplingParams
-from specdec.target import Target, TargetOutput
+from specdec.sampling import SamplingParams
 
-__all__ = ["Event", "Request", "Scheduler", "forward_together", "make_requests"]
+__all__ = ["Event", "Request", "Scheduler", "make_requests"]
 
 _STEP_ROWS = 256  # as many as keep a CPU's products fast; a larger chunk only makes the others wait
 
@@ -273,20 +269,11 @@ class Scheduler:
 
     def _turns(self, events: list[Event]) -> tuple[list[_Running], list[_Running]]:
         """Who has a draft in the next forward, and who a chunk of its prompt; failures go to ``events``."""
-        others = len(self._running) - 1
-        crowd = Crowd(others + 1, round(others * self._rows_each)) if others else None
+        order = sorted(self._running, key=lambda one: one.turn is None)  # who had to wait comes first
+        self._draft([one for one in order if one.turn is None and not one.decoding.prefilling], events)
         left, drafts, chunks = self._step_rows, list[_Running](), list[_Running]()
-        for one in sorted(self._running, key=lambda one: one.turn is None):  # who had to wait comes first
-            if one.decoding.prefilling:
-                continue
-            if one.turn is None:
-                one.decoding.share(crowd)
-                try:
-                    one.turn = one.decoding.propose()
-                except Exception as error:
-                    events.append(self._fail(one, error))
-                    continue
-            if one.turn.block.rows <= left:
+        for one in order:
+            if one.turn is not None and one.turn.block.rows <= left:
                 left -= one.turn.block.rows
                 drafts.append(one)
         for one in self._running:
@@ -296,56 +283,28 @@ class Scheduler:
                 chunks.append(one)
         return drafts, chunks
 
+    def _draft(self, those: Sequence[_Running], events: list[Event]) -> None:
+        """Have each of them propose its draft; the passes that their sessions wait for are run together."""
+        others = len(self._running) - 1
+        crowd = Crowd(others + 1, round(others * self._rows_each)) if others else None
+        ready: list[tuple[_Running, Passes[Turn], Any]] = []
+        for one in those:
+            one.decoding.share(crowd)
+            ready.append((one, one.decoding.drafting(), None))
+        while ready:
+            waiting: list[tuple[_Running, Passes[Turn], Pass]] = []
+            for one, drafting, answer in ready:
+                try:
+                    asked = resume(drafting, answer)
+                except StopIteration as done:
+                    one.turn = done.value
+                except Exception as error:
+                    events.append(self._fail(one, error))
+                else:
+                    waiting.append((one, drafting, asked))
+            answers = run_together([asked for _, _, asked in waiting])
+            ready = [(one, drafting, answer) for (one, drafting, _), answer in zip(waiting, answers, strict=True)]
+
     def _fail(self, one: _Running, error: Exception) -> Event:
         self._running.remove(one)
         return Event(one.index, one.decoding, None, error)
-
-
-def forward_together(target: Target, turns: Sequence[Turn], taps: Collection[int]) -> list[TargetOutput]:
-    """Run the rows of several sequences as one forward; each one's part of the output, in order.
-
-    Rows that passed the first layers already come in where these end: the others are run up to there first.
-    """
-    order = sorted(range(len(turns)), key=lambda place: _layer(turns[place]))
-    ranked = [turns[place] for place in order]
-    stages = sorted({_layer(turn) for turn in ranked})
-    hidden: torch.Tensor | None = None
-    found: dict[int, torch.Tensor] = {}
-    for layer, after in zip(stages, (*stages[1:], None), strict=True):
-        within = [turn for turn in ranked if _layer(turn) <= layer]
-        block = Batch([turn.block for turn in within]) if len(within) > 1 else within[0].block
-        came = [turn.entry.hidden for turn in within if turn.entry is not None and turn.entry.layer == layer]
-        entry = Entry(layer, torch.cat(came if hidden is None else [hidden, *came])) if came else None
-        rows = _wanted(within) if after is None else ()
-        output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows)
-        hidden = output.hidden
-        found |= output.taps
-    parts: list[TargetOutput] = []
-    peaks = None if output.logits is None else Peaks(output.logits)
-    first = place = 0
-    for turn in ranked:
-        last = first + turn.block.rows
-        count = turn.block.rows if turn.rows is None else len(turn.rows)
-        logits = None if output.logits is None or not count else output.logits[place : place + count]
-        # Of a layer that later rows did not come through, there are only the rows before those.
-        own = {tap: rows[first:last] for tap, rows in found.items() if last <= len(rows)}
-        parts.append(TargetOutput(logits, output.hidden[first:last], own, None if peaks is None else (peaks, place)))
-        first, place = last, place + count
-    return [parts[order.index(number)] for number in range(len(turns))]
-
-
-def _layer(turn: Turn) -> int:
-    """The layer that its rows enter at; -1 where they are tokens."""
-    return -1 if turn.entry is None else turn.entry.layer
-
-
-def _wanted(turns: Sequence[Turn]) -> list[int] | None:
-    """The rows among all whose logits somebody wants; None for all of them."""
-    if all(turn.rows is None for turn in turns):
-        return None
-    wanted, first = list[int](), 0
-    for turn in turns:
-        rows = range(turn.block.rows) if turn.rows is None else turn.rows
-        wanted += [first + row for row in rows]
-        first += turn.block.rows
-    return wanted

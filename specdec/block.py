@@ -25,7 +25,7 @@ from specdec import copies
 from specdec.cache import KVCache, Slices, Slots
 from specdec.draft import Draft, ancestors
 
-__all__ = ["Batch", "Block", "Layout", "Rows"]
+__all__ = ["Batch", "Block", "Layout", "Rows", "rows_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +293,11 @@ class Batch(Rows):
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         for block, first, last in self.parts:
             block.store(keys[:, :, first:last], values[:, :, first:last], layer)
+
+
+def rows_of(blocks: Sequence[Block]) -> Rows:
+    """The rows of a forward that is of one sequence or of several."""
+    return Batch(blocks) if len(blocks) > 1 else blocks[0]
 
 
 def _ranges(first: int, last: int, size: int) -> tuple[tuple[int, int], ...]:

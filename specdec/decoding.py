@@ -21,10 +21,11 @@ import torch
 from specdec import copies
 from specdec.block import Block
 from specdec.cost import CostCurve, Crowd
-from specdec.draft import Draft, Entry
-from specdec.drafter import AskingSession, Context, Drafter, Observation, Question, proposal, session_of
+from specdec.draft import Draft
+from specdec.drafter import AskingSession, Context, Drafter, Observation, Question, proposing, session_of
 from specdec.errors import DraftError
 from specdec.parallel.target import ParallelTarget
+from specdec.passes import Part, Passes, alone, timed
 from specdec.policy import RowPolicy
 from specdec.prefix import KeptText, PrefixCache
 from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
@@ -53,28 +54,19 @@ class Setup(Protocol):
         """What decides on the rows of a new sequence, if anything does."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """What one sequence brings to a forward.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Turn(Part):
+    """What one sequence brings to a forward of the target.
 
     Attributes:
-        block: its rows.
         draft: as proposed; None for a chunk of the prompt.
-        rows: those whose logits are wanted; None for all, empty for none.
         drafting: seconds that it took to propose.
         made: when it was there, on the clock of ``perf_counter``.
     """
 
-    block: Block
     draft: Draft | None
-    rows: Sequence[int] | None
     drafting: float
     made: float
-
-    @property
-    def entry(self) -> Entry | None:
-        """Hidden states that passed the first layers already."""
-        return None if self.draft is None else self.draft.entry
 
 
 class Decoding:
@@ -128,6 +120,10 @@ class Decoding:
             policy=self._policy,
         )
         self._session = session_of(self._drafter, self._context)
+        # Where the text at a seed depends on the rows that are proposed, as under ``reject``, it must not depend on
+        # other sequences, and so the rows must not either.
+        rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self._drafter.draws)
+        self._by_rows = sampling.acceptance == "typical" or (self.sampler.sample and rejects)
         # Of several processes none decides by itself what its rows say.
         self._apart = copies.is_apart(target.head_device) and not isinstance(target, ParallelTarget)
         self._asks = self._apart and isinstance(self._session, AskingSession)
@@ -162,13 +158,8 @@ class Decoding:
         return self._cache.length < self.stats.prompt_tokens - 1
 
     def share(self, crowd: Crowd | None) -> None:
-        """Say which others share the next forward; None if there are none.
-
-        Where the text at a seed depends on the rows that are proposed, as under ``reject``, it must not depend on the
-        others, and so the rows do not either.
-        """
-        by_rows = self._drafter.draws and self.sampler.sample and self.sampler.params.acceptance != "match"
-        self._crowd = None if by_rows else crowd
+        """Say which others share the next forward; None if there are none."""
+        self._crowd = None if self._by_rows else crowd
 
     def prefill(self) -> None:
         """Run the prompt but its last token, in chunks, with no logits."""
@@ -195,7 +186,7 @@ class Decoding:
         size = self._chunk if most is None else min(self._chunk, most)
         known = self.tokens[start : min(start + size, self.stats.prompt_tokens - 1)]
         block = Block(self._cache, known, device=self._target.device, backend=self._target.backend)
-        return Turn(block, None, (), 0.0, made)
+        return Turn(block, (), draft=None, drafting=0.0, made=made)
 
     def absorb(self, turn: Turn, output: TargetOutput, seconds: float) -> None:
         """Commit a chunk of the prompt that was run, in so many seconds."""
@@ -208,8 +199,20 @@ class Decoding:
         self.stats.seconds.prefill += seconds + perf_counter() - began
 
     def propose(self) -> Turn:
-        """The next draft."""
-        began = perf_counter()
+        """The next draft, made by itself."""
+        return alone(self.drafting())
+
+    def drafting(self) -> Passes[Turn]:
+        """The next draft, in the making: the passes that the session waits for, to be run beside others'."""
+        draft, seconds = yield from timed(self._drafted(), together=not self._by_rows)
+        made = perf_counter()
+        rows = draft.scored_rows()
+        sent = self._arrays(draft, rows) if self._apart else None
+        block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
+        return Turn(block, rows, draft.entry, draft=draft, drafting=seconds, made=made)
+
+    def _drafted(self) -> Passes[Draft]:
+        """What the session proposes, checked."""
         room = min(self._context.max_rows, self._cache.free)
         self._context.remaining = remaining = self._end - len(self.tokens)
         if self._policy is not None:
@@ -217,15 +220,11 @@ class Decoding:
             if not self._drafter.plans_rows:
                 room = self._policy.room(room, self._cache.length)
         if remaining > 1:
-            draft = proposal(self._session, room, self._drafter.name, self._target)
+            draft = yield from proposing(self._session, room, self._drafter.name, self._target)
         else:
             draft = Draft.chain(self.tokens[-1:])
         self._check(draft, room)
-        made = perf_counter()
-        rows = draft.scored_rows()
-        sent = self._arrays(draft, rows) if self._apart else None
-        block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
-        return Turn(block, draft, rows, made - began, made)
+        return draft
 
     def _arrays(self, draft: Draft, rows: Sequence[int] | None) -> dict[str, npt.NDArray[Any]]:
         """What a step on a device needs there beside its rows; it goes in the same copy."""

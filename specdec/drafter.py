@@ -2,15 +2,17 @@
 
 A *drafter* holds what sequences share: options, weights, a datastore. A *session* holds one sequence's state and has
 two methods. Exactness does not depend on it: whatever a session proposes, the engine emits the target's own text.
+(:class:`BatchedSession` and :class:`AskingSession` are for drafters with a model, which may say more.)
 """
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
 
@@ -18,12 +20,14 @@ from specdec.cache import KVCache
 from specdec.cost import CostCurve, roofline
 from specdec.draft import Draft, Entry
 from specdec.errors import DraftError, shown
+from specdec.passes import Passes, alone
 from specdec.policy import RowPolicy
 from specdec.sampling import Noise, SamplingParams, Scores
 from specdec.target import Target
 
 __all__ = [
     "AskingSession",
+    "BatchedSession",
     "Context",
     "DraftSession",
     "Drafter",
@@ -31,7 +35,7 @@ __all__ = [
     "DrafterWrapper",
     "Observation",
     "Question",
-    "proposal",
+    "proposing",
     "session_of",
 ]
 
@@ -121,6 +125,22 @@ class AskingSession(Protocol):
 
     def ask(self, question: Question) -> torch.Tensor | None:
         """int64, what ``Observation.answer`` is to hold; only asked on accelerators, so ``observe`` may be without."""
+
+
+class BatchedSession(ABC):
+    """A session that runs a model to draft, and in a batch has its passes run together with other sequences'."""
+
+    @abstractmethod
+    def passes(self, room: int) -> Passes[Draft]:
+        """What ``propose`` does, as a generator that yields each :class:`specdec.passes.Pass` and is sent its answer.
+
+        Between two of them other sequences draft, so nothing may be left set up (a context manager) while it waits.
+        """
+
+    @final
+    def propose(self, room: int) -> Draft:
+        """As of any session, with each pass run by itself."""
+        return alone(self.passes(room))
 
 
 class DraftSession(Protocol):
@@ -229,14 +249,14 @@ def session_of(drafter: Drafter, context: Context) -> DraftSession:
     return session
 
 
-def proposal(session: DraftSession, room: int, name: str, target: Target) -> Draft:
-    """What the session of a drafter of that name proposes, a draft in all its types.
+def proposing(session: DraftSession, room: int, name: str, target: Target) -> Passes[Draft]:
+    """What the session of a drafter of that name proposes, a draft in all its types; the passes that it waits for.
 
     Raises:
         DraftError: it is none, or holds what no draft holds; the message names the drafter.
     """
     try:
-        draft = session.propose(room)
+        draft = (yield from session.passes(room)) if isinstance(session, BatchedSession) else session.propose(room)
     except DraftError as error:
         raise DraftError(f"drafter {name!r}: {error}") from error
     wrong = _misfit(draft, target)

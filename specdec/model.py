@@ -175,6 +175,10 @@ class TransformersTarget:
         model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
         return cls(model, execution=execution, attention=attention, owned=True, progress=progress)
 
+    @property
+    def alike(self) -> bool:
+        return self.runner.alike
+
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache(self.specs, capacity=capacity, rows=rows)
 

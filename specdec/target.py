@@ -62,6 +62,10 @@ class Target(Protocol):
     backend: str
     options: dict[str, Any]
 
+    @property
+    def alike(self) -> bool:
+        """Whether a row's numbers are the same, bit for bit, whatever rows are beside it."""
+
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
 

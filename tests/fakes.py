@@ -31,6 +31,7 @@ class Reciter:
     device = head_device = CPU
     dtype = torch.float64
     backend = "sdpa"
+    alike = True
     name = "reciter"
 
     def __init__(

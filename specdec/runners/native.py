@@ -185,6 +185,7 @@ class NativeRunner(LayerRunner):
         self._native = NativeLayers([_pack_layer(layer, files) for layer in layers])
         trim_heap()
         self.embed, self.head = model.get_input_embeddings(), packed_head or model.get_output_embeddings()
+        self.alike = packed_head is not None
         known_norm = is_known_norm(norm)
         self.norm = FusedNorm(norm) if known_norm else norm
         read = [module for layer in layers for module in layer.module.modules()]

@@ -26,6 +26,7 @@ class LayerRunner(ABC):
     Attributes:
         name: as in ``execution=``.
         borrows: whether it calls the model's own attention modules, which then have to be lent specdec's attention.
+        alike: whether a row's numbers are the same, bit for bit, whatever rows are beside it.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
         head: [..., D] that passed the last norm to logits [..., V], before any soft cap.
@@ -33,6 +34,7 @@ class LayerRunner(ABC):
 
     name: str
     borrows: bool = False
+    alike: bool = False
     embed: Callable[[torch.Tensor], Any]
     norm: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]

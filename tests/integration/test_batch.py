@@ -54,10 +54,12 @@ def test_a_batch_changes_no_token(family: str, drafter: str, batches: Sequence[i
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
 def test_native_rows_are_those_of_one_by_one_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Half precision, where the best logits are often nearer than rounding: rounding itself does not change."""
-    sizes = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     target = TransformersTarget(new_model(family, dtype, **sizes), execution="native", owned=True)
-    for drafter in ("none", "lookahead", "kangaroo"):
-        engine = Engine(target, None, settings_of(drafter, target, tmp_path / drafter)[0], **SIZES)
+    kangaroos, models = (settings_of(name, target, tmp_path / name) for name in ("kangaroo", "draft_model"))
+    others = [settings_of(name, target, tmp_path / name)[0] for name in ("none", "lookahead", "medusa")]
+    for drafter in (*others, *kangaroos[:2], *models[:2]):
+        engine = Engine(target, None, drafter, **SIZES)
         for sampling in (SamplingParams(), HOT):
             expected = alone(engine, sampling, logprobs=2)
             found = engine.generate_batch(PROMPTS, BUDGETS, sampling, batch=3, logprobs=2)

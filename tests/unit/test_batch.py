@@ -192,6 +192,16 @@ def test_drawn_drafts_do_not_depend_on_the_neighbours() -> None:
     assert len({rows for one in found for rows in one.stats.rows}) > 1
 
 
+@pytest.mark.parametrize("acceptance", ["reject", "typical"])
+def test_rules_by_which_chosen_rows_decide_the_text(acceptance: str) -> None:
+    """Where they judge rows that were chosen, too, a policy must not look at the batch for any drafter."""
+    sampling = SamplingParams(temperature=0.4, seed=3, acceptance=acceptance, allow_lossy=acceptance == "typical")
+    engine = Engine(target_of("llama"), None, "prompt_lookup", policy="acceptance", costs=roofline("cpu"), max_rows=8)
+    prompts = [prompt_of(size) * 2 for size in (4, 9, 3, 5)]
+    found = engine.generate_batch(prompts, 30, sampling, batch=4)
+    assert [one.token_ids for one in found] == [engine.generate(prompt, 30, sampling).token_ids for prompt in prompts]
+
+
 def test_rows_are_dearer_in_a_crowd() -> None:
     """By the curve at the rows of all, in a sequence's share of a plain step; drafting as well."""
     curve = roofline("cpu")  # a tenth of a plain step for each more row

@@ -15,6 +15,7 @@ from drafters.draft_model import DraftModel, DraftModelConfig, DraftModelSession
 from specdec import Context, Draft, Engine, Observation, SamplingParams
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
+from specdec.passes import alone
 from tests.fakes import Spy
 from tests.models import model_of, new_model, prompt_of, target_of
 
@@ -67,9 +68,9 @@ def test_cache_holds_the_text_as_a_fresh_one_would(family: str, options: dict[st
     assert lengths == {1}  # when a draft is made, all text but the root is there
     session = drafter.session
     with model.active():
-        caught_up = session._catch_up()
+        caught_up = alone(session._catch_up())
         session._cache = model.new_cache(capacity=300, rows=300)
-        fresh = session._catch_up()
+        fresh = alone(session._catch_up())
     assert torch.allclose(caught_up, fresh, atol=1e-6)
 
 

@@ -105,7 +105,7 @@ def check_steps(adapter: Adapter) -> None:
     cache = AdapterCache(step, 11)
     if variant != "mlp":
         step.absorb(features[0, :4], cache)
-    rows = [step.step(features[0, first:last], cache) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
+    rows = [step.step([features[0, first:last]], [cache]) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
     found = step.logits(torch.cat(rows), head)
     torch.testing.assert_close(
         found, whole[[4, 7, 8, 10]], **({} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-4})

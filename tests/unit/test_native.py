@@ -157,7 +157,7 @@ def test_an_adapter_s_step_equals_the_whole_text(variant: str) -> None:
     cache = AdapterCache(step, 11)
     if variant != "mlp":
         step.absorb(features[0, :4], cache)
-    rows = [step.step(features[0, first:last], cache) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
+    rows = [step.step([features[0, first:last]], [cache]) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
     torch.testing.assert_close(step.logits(torch.cat(rows), head), whole[[4, 7, 8, 10]], atol=1e-5, rtol=1e-5)
 
 
