@@ -142,7 +142,7 @@ class Scheduler:
 
     Args:
         engine: whose target and drafter they share.
-        requests: taken one at a time, when there is room.
+        requests: taken one at a time, when there is room; an iterator that had none is asked again after each step.
         batch: most sequences at once.
         step_rows: most rows of one forward, all drafts and chunks of prompts together; None takes 256, or the engine's
             ``max_rows`` where that is larger. A draft that finds no room waits for the next forward as it is.

@@ -73,7 +73,9 @@ def model_card(text: CardText, config: Any, windows: Windows, lines: Sequence[Ma
     options = asdict(config)
     for name in ("data", "eval_data"):
         options[name] = [Path(source).name for source in options[name]]
-    del options["out"]
+    for name in ("out", "start"):
+        del options[name]
+    begun = "from nothing" if config.start is None else f"on from the weights in {Path(config.start).name}"
     return f"""# {text.title}
 
 {text.opening}
@@ -84,8 +86,8 @@ def model_card(text: CardText, config: Any, windows: Windows, lines: Sequence[Ma
 
 - Data: {", ".join(options["data"])}; {len(windows):,} windows of {windows.length} tokens, {windows.trained:,} of them \
 trained tokens, hash {windows.digest}.
-- Training: about {tokens / 1e6:.1f} M tokens in {steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes, python \
-{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}.
+- Training: {begun}, about {tokens / 1e6:.1f} M tokens in {steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes, \
+python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}.
 - Evaluation: {judged.prompts} held-out prompts of up to {judged.prompt} tokens, {judged.new} new tokens each, greedy. \
 {text.note}
 

@@ -105,6 +105,7 @@ def distill_data(
         str, typer.Option("--format", help="How they are asked: auto, chat, vicuna or plain (continued as text).")
     ] = "auto",
     prompt_tokens: Annotated[int, typer.Option(help="Length of a text's pieces, each of which is a prompt.")] = 128,
+    batch: Annotated[int, typer.Option(help="How many prompts are answered at once.")] = 8,
 ) -> None:
     """Let the target answer prompts, for a drafter to learn from; the same command continues what was interrupted.
 
@@ -117,7 +118,7 @@ def distill_data(
     config = resolve(RunConfig, given)
     if form not in FORMATS:
         raise ConfigError(unknown("format", form, FORMATS))
-    check_positive(prompts=prompts, prompt_tokens=prompt_tokens)
+    check_positive(prompts=prompts, prompt_tokens=prompt_tokens, batch=batch)
     engine = load_run(config)
     if SELF in sources and (len(sources) > 1 or prompts is None):
         raise ConfigError(f"{SELF!r} stands alone, with --prompts, as the model writes as many questions as are wanted")
@@ -135,7 +136,8 @@ def distill_data(
         sampling=config.sampling,
         stop=config.stop,
         form=form,
-        run={"model": config.model},
+        batch=batch,
+        run={"model": config.model, "dtype": config.dtype},
     )
     for reason, count in made.skipped.most_common():
         typer.echo(f"{count} skipped: {reason}")

@@ -26,6 +26,8 @@ class TrainConfig(WeightsOptions):
         data: ``stdlib``, conversations (``.json``, ``.jsonl``) or text files.
         eval_data: the same for evaluation; empty holds out a share of ``data``.
         out: folder of checkpoint, log and result.
+        start: folder of weights to go on from, such as those in this package, on data of one's own; what is trained is
+            as they are then. None trains new ones.
         labels: ``soft``, the target's distribution, or ``hard``, one token; see the drafter's own.
         keep_features: GiB of the target's features that are held in memory, so that later epochs need no forward of it.
         save_dtype: of the weights' file, ``float32`` or ``bfloat16``; checkpoints keep float32.
@@ -38,6 +40,7 @@ class TrainConfig(WeightsOptions):
     data: list[str] = field(default_factory=list)
     eval_data: list[str] = field(default_factory=list)
     out: str = "runs/drafter"
+    start: str | None = None
     labels: str = "soft"
     keep_features: float = 4.0
     save_dtype: str = "float32"

@@ -1,31 +1,35 @@
 """Self-distillation data: prompts of any kind, answered by the target itself, as a ShareGPT file.
 
-Drafters learn best from what their target writes (Cai et al. 2024, section 2.2.3). Every answer is a function of its
-prompt, its number and the options, and is on disk when the next one begins, so a killed run goes on where it was.
+Drafters learn best from what their target writes (Cai et al. 2024, section 2.2.3). Many prompts are answered at once.
+Every answer is a function of its prompt, its number and the options, whatever is answered beside it, and is on disk as
+soon as it ends, so a killed run goes on where it was.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from drafters.stdlib_corpus import STDLIB, read_files
+from specdec.batch import Request, Scheduler
 from specdec.bench.questions import Question, build_prompt, read_questions
 from specdec.conversations import is_text, read_records, turns_of
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, PromptError
 from specdec.files import read_text, resume, write_text
+from specdec.results import Generation
 from specdec.sampling import SamplingParams
 from specdec.text import stop_strings
 
-__all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of"]
+__all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of", "talk"]
 
 TURNS = ("first", "all")
 SELF = "self"
@@ -84,6 +88,10 @@ def own_prompts(count: int) -> list[Question]:
     return [Question(id=number, category=SELF, turns=()) for number in range(count)]
 
 
+Talk = Generator[Request, Generation, dict[str, Any]]
+"""Asks for one generation after the other, is sent each, and returns a line of the unfinished file."""
+
+
 def distill(
     engine: Engine,
     prompts: Sequence[Question],
@@ -93,22 +101,26 @@ def distill(
     sampling: SamplingParams,
     stop: str | Sequence[str] = (),
     form: str = "auto",
+    batch: int = 8,
     run: Mapping[str, Any],
 ) -> Distilled:
-    """Answer the prompts in order, and put the file at ``out`` when all are answered.
+    """Answer the prompts, and put the file at ``out``, in their order, when all are answered.
 
-    Until then they are lines of ``out`` + ``.partial``, from which the same call goes on.
+    Until then they are lines of ``out`` + ``.partial``, as each one ends, from which the same call goes on.
 
     Args:
         sampling: a draw's noise is keyed by seed + number of the prompt; ``match`` stands in for ``auto``, so that the
             answers are the same under every drafter.
         stop: strings that end an answer; it is cut before them.
         form: how turns become a prompt, see :func:`specdec.bench.questions.build_prompt`.
+        batch: how many are answered at once; it changes the speed, and the answers only where :mod:`specdec.batch` says
+            that numbers round otherwise.
         run: JSON values that say what this run is; the unfinished file of another is refused.
 
     Raises:
         ConfigError: ``out`` exists, or is half done with other options.
         CheckpointError: the disk refuses.
+        SpecdecError: an answer fails, but for a prompt that is too long, which is left out.
     """
     partial = out.with_name(out.name + ".partial")
     if out.exists():
@@ -121,49 +133,95 @@ def distill(
     header |= {"stop": stop} if stop else {}
     tokens = 0
     try:
-        done = resume(partial, header, _check_line)
-        bar = tqdm(
-            prompts[len(done) :], initial=len(done), total=len(prompts), unit="prompt", mininterval=1.0, desc=out.name
+        lines = resume(partial, header, lambda line: _check_line(line, len(prompts)))
+        done = {line["number"]: line for line in lines}
+        left = [number for number in range(len(prompts)) if number not in done]
+        talks = _Talks(
+            (number, talk(engine, prompts[number], form, max_new_tokens, sampling.seed + number, sampling, stop))
+            for number in left
         )
-        with partial.open("a", encoding="utf-8") as file:
-            for number, prompt in enumerate(bar, len(done)):
-                params = replace(sampling, seed=sampling.seed + number)
-                line, spent = _answer(engine, prompt, form, max_new_tokens, params, stop)
-                tokens += spent
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                done.append(line)
+        bar = tqdm(initial=len(done), total=len(prompts), unit="prompt", mininterval=1.0, desc=out.name)
+        with partial.open("a", encoding="utf-8") as file, bar, engine.target.active():
+            for event in chain.from_iterable(Scheduler(engine, talks, batch=batch).run()):
+                if not event.last:
+                    continue
+                generation = event.generation()
+                if generation.error is not None and not isinstance(generation.error, PromptError):
+                    raise generation.error
+                tokens += len(generation.token_ids)
+                for number, line in talks.answered(event.index, generation):
+                    done[number] = {"number": number, **line}
+                    file.write(json.dumps(done[number]) + "\n")
+                    file.flush()
+                    bar.update()
                 bar.set_postfix(tokens=tokens, refresh=False)
-        records = [line["record"] for line in done if line["record"] is not None]
+        made = [done[number] for number in range(len(prompts))]
+        records = [line["record"] for line in made if line["record"] is not None]
         _finish(partial, out, records)
     except OSError as error:
         raise CheckpointError(
             f"cannot write {str(out)!r}: {error}; make room, and the same command goes on where it was"
         ) from error
-    return Distilled(len(records), tokens, Counter(line["skipped"] for line in done if line["record"] is None))
+    return Distilled(len(records), tokens, Counter(line["skipped"] for line in made if line["record"] is None))
 
 
-def _answer(
-    engine: Engine, prompt: Question, form: str, max_new_tokens: int, sampling: SamplingParams, stop: Sequence[str]
-) -> tuple[dict[str, Any], int]:
-    """A line of the unfinished file, and the tokens that it cost. A later turn follows the target's own answers."""
-    tokens = 0
-    if prompt.category == SELF:
-        question, tokens = _own_question(engine, sampling.seed)
-        if not question:
-            return {"record": None, "skipped": "a question that does not end, or is none"}, tokens
-        prompt = replace(prompt, turns=(question,))
-    answers: list[str] = []
-    turns: list[dict[str, str]] = []
-    reason = ""
-    for said in prompt.turns:
+class _Talks:
+    """The requests of numbered talks, in the order in which a scheduler is to take them.
+
+    A talk that has begun goes before one that has not. Where all have begun, there is nothing until an answer is in.
+    """
+
+    def __init__(self, talks: Iterable[tuple[int, Talk]]) -> None:
+        self._new = iter(talks)
+        self._ready = deque[tuple[int, Talk, Request]]()
+        self._asked: list[tuple[int, Talk]] = []  # by the place of the request
+
+    def __iter__(self) -> Iterator[Request]:
+        return self
+
+    def __next__(self) -> Request:
+        if not self._ready:
+            number, new = next(self._new)
+            self._ready.append((number, new, next(new)))
+        number, begun, request = self._ready.popleft()
+        self._asked.append((number, begun))
+        return request
+
+    def answered(self, place: int, generation: Generation) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Number and line of the talk, if it ends with this."""
+        number, begun = self._asked[place]
         try:
-            asked = build_prompt(prompt, answers, form, engine.tokenizer)
-            found = engine.generate(asked, max_new_tokens, sampling, stop=stop)
-        except PromptError:
+            self._ready.append((number, begun, begun.send(generation)))
+        except StopIteration as end:
+            yield number, end.value
+
+
+def talk(
+    engine: Engine,
+    prompt: Question,
+    form: str,
+    max_new_tokens: int,
+    seed: int,
+    sampling: SamplingParams,
+    stop: Sequence[str],
+) -> Talk:
+    """One prompt's turns, where a later one follows the target's own answers."""
+    turns: list[dict[str, str]] = []
+    answers: list[str] = []
+    reason = ""
+    if prompt.category == SELF:
+        own = yield Request(
+            _users_place(engine.tokenizer), _QUESTION, {"sampling": SamplingParams(temperature=1.0, seed=seed)}
+        )
+        if own.finish_reason != "eos" or len(own.text.split()) < 2:
+            return {"record": None, "skipped": "a question that does not end, or is none"}
+        prompt = replace(prompt, turns=(own.text.strip(),))
+    options = {"sampling": replace(sampling, seed=seed), "stop": stop}
+    for said in prompt.turns:
+        found = yield Request(build_prompt(prompt, answers, form, engine.tokenizer), max_new_tokens, options)
+        if isinstance(found.error, PromptError):
             reason = "prompt longer than the context"
             break
-        tokens += len(found.token_ids)
         if not found.text.strip():
             reason = "empty answer"
             break
@@ -172,33 +230,30 @@ def _answer(
         if found.finish_reason not in ("eos", "stop"):
             break  # cut off in mid-answer: nothing should follow
     if not turns:
-        return {"record": None, "skipped": reason}, tokens
-    return {"record": {"id": str(prompt.id), "source": prompt.category, "conversations": turns}}, tokens
+        return {"record": None, "skipped": reason}
+    return {"record": {"id": str(prompt.id), "source": prompt.category, "conversations": turns}}
 
 
-def _own_question(engine: Engine, seed: int) -> tuple[str, int]:
-    """A user's turn as the target samples it at temperature 1, and its tokens; no text where it does not end in time.
+def _users_place(tokenizer: Any) -> list[int]:
+    """What the chat template writes before a user's first words.
 
     Raises:
         ConfigError: the tokenizer has no chat template in which a user's words stand as they are.
     """
-    template = getattr(engine.tokenizer, "chat_template", None)
+    template = getattr(tokenizer, "chat_template", None)
     messages = [{"role": "user", "content": _MARK}]
-    text = (
-        engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if template else ""
-    )
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if template else ""
     before, found, _ = text.partition(_MARK)
     if not found:
         raise ConfigError(f"the source {SELF!r} needs a chat template; give a chat model, or prompts of your own")
-    ids = engine.tokenizer(before, add_special_tokens=False)["input_ids"]
-    made = engine.generate(list(ids), _QUESTION, SamplingParams(temperature=1.0, seed=seed))
-    ended = made.finish_reason == "eos" and len(made.text.split()) > 1
-    return made.text.strip() if ended else "", len(made.token_ids)
+    return list(tokenizer(before, add_special_tokens=False)["input_ids"])
 
 
-def _check_line(line: Mapping[str, Any]) -> None:
-    """ValueError for a line of an unfinished file that is no answer of this command."""
-    record = line.get("record")
+def _check_line(line: Mapping[str, Any], prompts: int) -> None:
+    """ValueError for a line of an unfinished file that is no answer to one of so many prompts."""
+    number, record = line.get("number"), line.get("record")
+    if type(number) is not int or not 0 <= number < prompts:
+        raise ValueError(f"it is no answer to one of {prompts} prompts")
     if not (turns_of(record) if record is not None else isinstance(line.get("skipped"), str)):
         raise ValueError("it holds neither a conversation nor why there is none")
 

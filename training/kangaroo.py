@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from drafters.adapter import Adapter, AdapterConfig, fitting_heads
 from drafters.fingerprint import fingerprint
 from drafters.vocabulary import most_frequent, number_in, ranks_of
+from drafters.weights import check_fit
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from training.acceptance import Tally, Written
@@ -23,7 +24,7 @@ from training.features import FrozenTarget
 from training.packing import Batch
 from training.run import parameters_of, run_training
 
-__all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
+__all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss", "started_adapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Config(TrainConfig):
         top_k: keep only this much of the soft labels, for large vocabularies; 0 keeps all.
         hard_share: of the loss that is the text's own next token, which is what is to be guessed at T=0; the rest is by
             ``labels``.
-        adapter: what is trained, see its class.
+        adapter: what is trained, see its class; with ``start``, that one is.
     """
 
     out: str = "runs/kangaroo"
@@ -153,8 +154,8 @@ class KangarooTraining:
             title="Kangaroo adapter",
             about=f"adapter of {size} behind layer {own.exit_layer}",
             opening=f"Drafts for `{own.target}` from the features behind its layer {own.exit_layer}: variant "
-            f"`{own.variant}`, {size}, {head} on top{among(own.draft_vocab)}. It was trained from nothing; the target "
-            "stays as it was.",
+            f"`{own.variant}`, {size}, {head} on top{among(own.draft_vocab)}. The target stays as "
+            "it was.",
             columns=columns,
             note=f"Eta {'by cost' if own.eta is None else own.eta}, gamma {own.gamma}, branch {own.branch}. "
             "Tokens per step count the bonus token; "
@@ -205,6 +206,18 @@ def new_adapter(
     return adapter
 
 
+def started_adapter(folder: str, target: TransformersTarget) -> Adapter:
+    """The adapter in a folder, to be trained further for a target.
+
+    Raises:
+        CheckpointError: no adapter there, or one of another size.
+    """
+    adapter = Adapter.from_pretrained(folder)
+    check_fit(adapter.config, target, "kangaroo", check_target=False)
+    adapter.config = replace(adapter.config, target=fingerprint(target))
+    return adapter.float()
+
+
 def run(config: Config) -> dict[str, float]:
     """Train an adapter; see :func:`training.run.run_training`."""
     options: dict[str, Any] = {name: getattr(config, name) for name in ("labels", "top_k", "hard_share", "save_dtype")}
@@ -212,6 +225,10 @@ def run(config: Config) -> dict[str, float]:
     return run_training(
         config,
         "kangaroo.adapter",
-        make=lambda target, counts: new_adapter(config.adapter, target, counts=counts, seed=config.loop.seed),
+        make=lambda target, counts: (
+            new_adapter(config.adapter, target, counts=counts, seed=config.loop.seed)
+            if config.start is None
+            else started_adapter(config.start, target)
+        ),
         trainable=lambda adapter, target, texts: KangarooTraining(adapter, target, texts, **options),
     )

@@ -47,15 +47,13 @@ class Config(TrainConfig):
         labels: ``hard``, the text's tokens as in the paper, or ``soft``, the target's distribution for their places.
         decay: head k's loss counts ``decay ** k``, k from 1.
         tree: whose tokens per step choose the best checkpoint; a preset, a YAML file or rank paths.
-        start: folder of heads to go on from, such as published ones on self-distilled data; ``heads`` is theirs then.
-        heads: what is trained, see its class.
+        heads: what is trained, see its class; with ``start``, those are.
     """
 
     out: str = "runs/medusa"
     labels: str = "hard"
     decay: float = 0.8
     tree: str | list[list[int]] = "small"
-    start: str | None = None
     heads: NewHeads = field(default_factory=NewHeads)
 
     def __post_init__(self) -> None:

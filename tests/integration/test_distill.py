@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,17 +14,20 @@ from typer.testing import CliRunner
 from specdec import Engine, SamplingParams
 from specdec.bench.questions import Question
 from specdec.cli import build, main
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CheckpointError, ConfigError, NumericalError
+from specdec.results import Generation, Statistics
 from training.data import Skips, TextConfig, read_samples
-from training.distill import Distilled, distill, own_prompts, prompts_of
+from training.distill import SELF, Distilled, distill, own_prompts, prompts_of, talk
 
 TEXTS = ("import os\n", "def f(x):\n", "class A:\n", "for i in ")
 PROMPTS = [Question(id=n, category="code", turns=(text,), format="plain") for n, text in enumerate(TEXTS)]
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
 
 
-def made(engine: Engine, out: Path, prompts: Any = PROMPTS, sampling: SamplingParams = SAMPLED) -> Distilled:
-    return distill(engine, prompts, out, max_new_tokens=6, sampling=sampling, run={"model": "tiny"})
+def made(
+    engine: Engine, out: Path, prompts: Any = PROMPTS, sampling: SamplingParams = SAMPLED, batch: int = 1
+) -> Distilled:
+    return distill(engine, prompts, out, max_new_tokens=6, sampling=sampling, batch=batch, run={"model": "tiny"})
 
 
 class Killed(BaseException):
@@ -33,17 +35,17 @@ class Killed(BaseException):
 
 
 def killed_after(count: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """From now on ``generate`` counts its calls, and the one after ``count`` of them is the last."""
+    """From now on ``start`` counts its calls, and the one after ``count`` of them is the last."""
     calls: list[Any] = []
-    generate = engine.generate
+    start = engine.start
 
     def counting(*arguments: Any, **options: Any) -> Any:
         if len(calls) == count:
             raise Killed
         calls.append(arguments)
-        return generate(*arguments, **options)
+        return start(*arguments, **options)
 
-    monkeypatch.setattr(engine, "generate", counting)
+    monkeypatch.setattr(engine, "start", counting)
     return calls
 
 
@@ -71,6 +73,41 @@ def test_drafters_change_no_answer(tiny_engine: Engine, tmp_path: Path) -> None:
         made(tiny_engine.with_drafter(name), files[-1])
     assert files[0].read_bytes() == files[1].read_bytes()
     assert [json.loads(line)["id"] for line in files[0].read_text().splitlines()] == ["0", "1", "2", "3"]
+
+
+@pytest.fixture
+def ending(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine whose texts end at a fifth of all tokens, so that talks go on and own questions are some."""
+    monkeypatch.setattr(tiny_engine.target, "eos_ids", frozenset(range(0, tiny_engine.target.vocab_size, 5)))
+    return Engine(tiny_engine.target, tiny_engine.tokenizer)
+
+
+def talks() -> list[Question]:
+    """Of one to four turns, and one that is too long behind its first answer."""
+    said = [tuple(f"# {word} {turn}" for turn in range(1 + number % 4)) for number, word in enumerate("abcdefg")]
+    said.append(("# short", "x " * 3000))
+    return [Question(id=n, category="talk", turns=turns) for n, turns in enumerate(said)]
+
+
+@pytest.mark.parametrize("prompts", [talks(), own_prompts(12)], ids=["talks", "own"])
+def test_the_file_is_the_same_for_any_batch(ending: Engine, tmp_path: Path, prompts: list[Question]) -> None:
+    """With a kill in the middle, and another batch to go on with."""
+    files = [tmp_path / f"{batch}.jsonl" for batch in (1, 3)]
+    spent = {made(ending, file, prompts, batch=batch).new_tokens for file, batch in zip(files, (1, 3), strict=True)}
+    text = files[0].read_text()
+    turns = [len(json.loads(line)["conversations"]) for line in text.splitlines()]
+    assert len(turns) > 2
+    assert max(turns) > 2 or prompts[0].category == SELF
+    assert files[1].read_text() == text
+    assert len(spent) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        killed_after(9, ending, patch)
+        with pytest.raises(Killed):
+            made(ending, tmp_path / "resumed.jsonl", prompts, batch=4)
+    done = len((tmp_path / "resumed.jsonl.partial").read_text().splitlines()) - 1
+    assert 0 < done < len(prompts)
+    made(ending, tmp_path / "resumed.jsonl", prompts, batch=2)
+    assert (tmp_path / "resumed.jsonl").read_text() == text
 
 
 def test_a_killed_run_goes_on(tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +148,15 @@ def test_what_cannot_be_answered_is_counted(tiny_engine: Engine, tmp_path: Path)
     long = Question(id=1, category="code", turns=("x " * 3000,), format="plain")
     found = made(tiny_engine, tmp_path / "out.json", [PROMPTS[0], long])
     assert (found.records, dict(found.skipped)) == (1, {"prompt longer than the context": 1})
+
+
+def test_an_answer_that_fails_is_told(tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*arguments: Any, **options: Any) -> Any:
+        raise NumericalError("the logits are no numbers")
+
+    monkeypatch.setattr(tiny_engine, "start", start)
+    with pytest.raises(NumericalError, match="no numbers"):
+        made(tiny_engine, tmp_path / "out.json")
 
 
 def test_a_disk_that_refuses_is_named(tiny_engine: Engine, tmp_path: Path) -> None:
@@ -241,41 +287,26 @@ def test_training_takes_what_the_command_wrote(tmp_path: Path) -> None:
 class TestOwnQuestions:
     """The source ``self``: the target writes a user's turn, then answers it."""
 
-    @pytest.fixture
-    def said(self, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-        """What ``generate`` was asked; it writes a question, and then three words."""
-        asked: list[tuple[Any, ...]] = []
-
-        def generate(prompt: Any, new: int, sampling: SamplingParams, **options: Any) -> Any:
-            asked.append((prompt, new, sampling))
-            question = len(asked) % 2 == 1
-            text, reason = (" What is two?\n", "eos") if question else ("It is two.", "eos")
-            return SimpleNamespace(text=text, finish_reason=reason, token_ids=[1] * (4 if question else 3))
-
-        monkeypatch.setattr(tiny_engine, "generate", generate)
-        return asked
-
-    def test_a_question_is_written_where_a_user_begins(
-        self, tiny_engine: Engine, tmp_path: Path, said: list[tuple[Any, ...]]
-    ) -> None:
+    def test_a_question_is_written_where_a_user_begins(self, tiny_engine: Engine) -> None:
         cold = SamplingParams(seed=7)
-        found = made(tiny_engine, tmp_path / "own.json", own_prompts(2), cold)
-        records = json.loads((tmp_path / "own.json").read_text())
+        said = talk(tiny_engine, own_prompts(1)[0], "auto", 6, 8, cold, ["x"])
+        first = next(said)
+        assert tiny_engine.tokenizer.decode(first.prompt) == "# User: "
+        assert first.options == {"sampling": SamplingParams(temperature=1.0, seed=8)}
+        answer = said.send(Generation(" What is two?\n", [1], "eos", Statistics(), []))
+        assert answer.prompt == [{"role": "user", "content": "What is two?"}]
+        assert (answer.max_new_tokens, answer.options) == (6, {"sampling": SamplingParams(seed=8), "stop": ["x"]})
+        with pytest.raises(StopIteration) as end:
+            said.send(Generation("It is two.", [1], "length", Statistics(), []))
         turns = [{"from": "human", "value": "What is two?"}, {"from": "gpt", "value": "It is two."}]
-        assert [record["conversations"] for record in records] == [turns, turns]
-        assert found.new_tokens == 14
-        first, answer, second, _ = said
-        assert tiny_engine.tokenizer.decode(first[0]) == "# User: "
-        assert (first[2].temperature, first[2].seed, second[2].seed) == (1.0, 7, 8)
-        assert (answer[1], answer[2].temperature) == (6, 0.0)
+        assert end.value.value == {"record": {"id": "0", "source": "self", "conversations": turns}}
 
     def test_what_does_not_end_is_no_question(
         self, tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        endless = SimpleNamespace(text="What is it that", finish_reason="length", token_ids=[1] * 100)
-        monkeypatch.setattr(tiny_engine, "generate", lambda *arguments, **options: endless)
+        monkeypatch.setattr(tiny_engine.target, "eos_ids", frozenset())
         found = made(tiny_engine, tmp_path / "own.json", own_prompts(3))
-        assert (found.records, found.skipped.total()) == (0, 3)
+        assert (found.records, found.skipped.total(), found.new_tokens) == (0, 3, 300)
 
     def test_it_needs_a_chat_model(self, tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiny_engine.tokenizer, "chat_template", None)

@@ -32,7 +32,7 @@ from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
 from specdec.text import load_tokenizer
 from tests.fakes import Spy
-from tests.models import FAMILIES, prompt_of
+from tests.models import FAMILIES, prompt_of, random_adapter
 from training import kangaroo, medusa
 from training.acceptance import Tally, Written
 from training.card import command_line, write_card
@@ -41,7 +41,7 @@ from training.convert import convert
 from training.data import Sample, TextConfig, load_samples
 from training.device import frozen_target, half_is_fast
 from training.features import FrozenTarget
-from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss
+from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss, started_adapter
 from training.log import read_log
 from training.packing import pack
 
@@ -302,6 +302,18 @@ def test_a_card_that_cannot_be_written_leaves_the_former_one(
     with pytest.raises(CheckpointError, match=r"cannot write the card in .*(No space|denied).*; the weights are there"):
         write_card(tmp_path, "later")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("README.md", "former")]
+
+
+def test_training_goes_on_from_a_given_adapter(target_of: Callable[..., TransformersTarget], tmp_path: Path) -> None:
+    target = target_of("llama")
+    given = random_adapter(target, tmp_path / "own", exit_layer=2, variant="layer", draft_vocab=8)
+    adapter = started_adapter(str(tmp_path / "own"), target)
+    assert adapter.config == given.config
+    weights = adapter.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in given.state_dict().items())
+    assert all(weight.dtype == torch.float32 and weight.requires_grad for weight in adapter.parameters())
+    with pytest.raises(CheckpointError, match="width is 32, the model's is"):
+        started_adapter(str(tmp_path / "own"), TransformersTarget.from_pretrained(embedded_model()))
 
 
 class TestBadInput:
