@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["copy_in", "copy_out", "fill", "is_apart", "pack", "views", "wait"]
+__all__ = ["address", "copy_in", "copy_out", "fill", "is_apart", "pack", "views", "wait"]
 
 _ALIGN = 16  # bytes; every view may be read as any dtype
-_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool}
+_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool, np.dtype(np.uint8): torch.uint8}
 
 
 def is_apart(device: torch.device | None) -> bool:
@@ -29,8 +29,13 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where it begins in its device's memory, for kernels that read such a number."""
+    return tensor.data_ptr()
+
+
 def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Arrays (int64 or bool) on a device, by one copy: views on one buffer, in shape and dtype."""
+    """Arrays (int64, bool or bytes) on a device, by one copy: views on one buffer, in shape and dtype."""
     host = torch.empty(pack(arrays)[1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     fill(host.numpy(), arrays)
     return views(host.to(device, non_blocking=True), arrays)

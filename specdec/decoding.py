@@ -194,7 +194,7 @@ class Decoding:
         made, start = perf_counter(), self._cache.length
         size = self._chunk if most is None else min(self._chunk, most)
         known = self.tokens[start : min(start + size, self.stats.prompt_tokens - 1)]
-        block = Block(self._cache, known, device=self._target.device, backend=self._target.backend)
+        block = Block(self._cache, known, device=self._target.device, backend=self._target.backend, again=False)
         return Turn(block, None, (), 0.0, made)
 
     def absorb(self, turn: Turn, output: TargetOutput, seconds: float) -> None:

@@ -295,6 +295,7 @@ class TransformersTarget:
                 "because": self.plan.reason,
                 **{f"not {name}": reason for name, reason in self.plan.others.items()},
                 "attention": "in the same call" if self.runner.name == "native" else self._attention_told(),
+                "CUDA graphs": self.runner.graphs(self.backend) if self.device.type == "cuda" else None,
                 "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             },
             "machine": {
