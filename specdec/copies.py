@@ -5,14 +5,14 @@ A copy in is asynchronous, from pinned memory. A copy out waits for the device, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["address", "copy_in", "copy_out", "fill", "is_apart", "pack", "views", "wait"]
+__all__ = ["address", "copy_in", "copy_out", "fill", "is_apart", "pack", "seconds_of", "views", "wait"]
 
 _ALIGN = 16  # bytes; every view may be read as any dtype
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool, np.dtype(np.uint8): torch.uint8}
@@ -32,6 +32,22 @@ def wait(device: torch.device) -> None:
 def address(tensor: torch.Tensor) -> int:
     """Where it begins in its device's memory, for kernels that read such a number."""
     return tensor.data_ptr()
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    """What some work takes, begun when the device has nothing else to do; a GPU's own clock is read on a GPU."""
+    wait(device)
+    if device.type != "cuda":
+        began = clock()
+        work()
+        return clock() - began
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream = torch.cuda.current_stream(device)
+    first.record(stream)
+    work()
+    last.record(stream)
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3  # it says milliseconds
 
 
 def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:

@@ -178,8 +178,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(model, "Reference", lambda *_: checks)
     monkeypatch.setattr(known, "why_special", why_special)
     monkeypatch.setattr(cost, "processor", lambda device: "none")
-    for module in (cost, copies):
-        monkeypatch.setattr(module, "wait", lambda device: None)
+    monkeypatch.setattr(copies, "wait", lambda device: None)
+    monkeypatch.setattr(copies, "seconds_of", lambda work, *_: 1.0 if work() else 0.0)
     with FakeTensorMode(allow_non_fake_inputs=True), Numbers():
         yield
 

@@ -119,7 +119,7 @@ def test_layers_in_parts(recorder: Recorder) -> None:
             rest = target.forward(block, entry=Entry(1, hidden), taps={1, 2})
             whole = Block.of(draft, cache, target.device)
             whole.again = again
-            found.append((parts, rest, target.forward(whole)))
+            found.append((parts, rest, target.forward(whole, taps={1, 2})))
     for mine, theirs in zip(found[0][0], found[1][0], strict=True):
         for tap in (0, 1):
             assert (mine.taps[tap] - theirs.taps[tap]).abs().max() < 1e-12
@@ -193,11 +193,20 @@ def test_rows_of_a_block_that_was_made_before_its_cache_grew_are_refused(recorde
         cache = target.new_cache(capacity=1500, rows=8)
 
 
+def test_what_is_recorded_beforehand_is_not_recorded_in_a_text(recorder: Recorder) -> None:
+    target = fused(new_model("llama", torch.float64))
+    target.warm_up(24)
+    assert sorted(recorder.made) == [1, 2, 4, 8, 16, 32]
+    Engine(target, None, {"name": "token_recycling", "rows": 20}, max_rows=24).generate(PROMPT, NEW)
+    assert len(recorder.made) == 6
+
+
 def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> None:
     target = fused(new_model("llama", torch.float64))
     expected = reference(target.model, PROMPT, 12)
     assert target.runner.graphs("auto") == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
     assert "attention='aten' is told" in target.runner.graphs("aten")
+    assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: transformers layers are not")
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):
         assert Engine(target).generate(PROMPT, 12).token_ids == expected
