@@ -41,13 +41,14 @@ def seconds_of(work: Callable[[], object], device: torch.device, clock: Callable
         began = clock()
         work()
         return clock() - began
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    event: Any = torch.cuda.Event
+    first, last = event(enable_timing=True), event(enable_timing=True)
     stream = torch.cuda.current_stream(device)
     first.record(stream)
     work()
     last.record(stream)
     last.synchronize()
-    return first.elapsed_time(last) / 1e3  # it says milliseconds
+    return float(first.elapsed_time(last)) / 1e3  # it says milliseconds
 
 
 def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:

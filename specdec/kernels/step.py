@@ -47,7 +47,9 @@ def _part(
         keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
     wide = tl.arange(0, WIDE)
     inside = wide < WIDTH
-    q = tl.load(query + (row * heads + own)[:, None] * WIDTH + wide[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+    q = tl.load(
+        query + (row * heads + own)[:, None] * WIDTH + wide[None, :], mask=live[:, None] & inside[None, :], other=0.0
+    )
     stand = tl.load(places + before + row, mask=live, other=0)
 
     low = length * 0
@@ -88,7 +90,11 @@ def _part(
     fits = row < BUCKET
     some = tl.where(total == 0.0, 1.0, total)
     tl.store(weight_parts + there, top + tl.log(some), mask=fits)
-    tl.store(mixed_parts + there[:, None] * WIDTH + wide[None, :], mixed / some[:, None], mask=fits[:, None] & inside[None, :])
+    tl.store(
+        mixed_parts + there[:, None] * WIDTH + wide[None, :],
+        mixed / some[:, None],
+        mask=fits[:, None] & inside[None, :],
+    )
 
 
 @triton.jit
@@ -134,9 +140,7 @@ def step_attention(
         layer, key_heads, window: of whose keys and values there are.
     """
     _, heads, rows, width = query.shape
-    fixed = constants(
-        rows, len(where["places"]), key_heads, heads // key_heads, width, windowed=window is not None
-    )
+    fixed = constants(rows, len(where["places"]), key_heads, heads // key_heads, width, windowed=window is not None)
     parts = fixed["PARTS"]
     mixed = torch.empty(parts, rows, heads, width, dtype=torch.float32, device=query.device)
     weights = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)

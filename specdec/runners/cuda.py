@@ -1,7 +1,8 @@
 """Known layers on a CUDA device: nine launches each, where the products are cuBLAS's and what is between them Triton's.
 
 Steps are recorded as CUDA graphs (:mod:`specdec.runners.graphs`); chunks of a prompt and rows of several sequences are
-launched kernel by kernel. A layer hands on the residual stream and what is to be added to it, so that the sum is taken with the next norm.
+launched kernel by kernel. A layer hands on the residual stream and what is to be added to it, so that the sum is taken
+with the next norm.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class CudaRecorder:
     def record(self, work: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
         with torch.cuda.device(self._device):
             if self._pool is None:
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                stream: Any = torch.cuda.Stream
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), stream()
             here = torch.cuda.current_stream()
             self._stream.wait_stream(here)
             with torch.cuda.stream(self._stream):

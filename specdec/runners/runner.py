@@ -44,7 +44,7 @@ class LayerRunner(ABC):
         """[T, D] through layers [first, last), and what goes into the layers that ``taps`` names, below ``last``."""
 
     def graphs(self, backend: str) -> str:
-        """Of a model on a CUDA device: how steps are replayed as CUDA graphs with such attention, or why they are not."""
+        """How steps are replayed as CUDA graphs with such attention, or why they are not."""
         return f"not used: {self.name} layers are not all Llama-like layers that Triton's kernels run on one device"
 
     def changed(self) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ def attended(world: World) -> torch.Tensor:
         cache.write(0, *world.rows(start, start + rows), start)
         cache.commit(range(rows))
     outputs, cuts = [], sorted({0, case.first, len(case.parents)})
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         shape = {} if world.draft.is_chain else {"parents": case.parents[:last], "depths": world.draft.depths[:last]}
         block = Block(cache, [0] * (last - first), first=first, **shape)
         block.store(*world.rows(case.length + first, case.length + last), 0)

@@ -1,4 +1,4 @@
-"""Steps that are replayed from graphs, on a device that is not there, against steps that are launched and plain ones."""
+"""Steps that are replayed from graphs, on a device that is not there, against steps that are launched."""
 
 from __future__ import annotations
 
@@ -78,7 +78,14 @@ def test_steps_are_those_that_are_launched(family: str, recorder: Recorder) -> N
         rows = [7] * 100
         both.forward(rows, chain(100), rows=())
         both.commit(range(100))
-        for rows, parents in ((1, chain(1)), (2, chain(2)), (3, chain(3)), (15, list(TREE)), (16, tree(16)), (17, tree(17))):
+        for rows, parents in (
+            (1, chain(1)),
+            (2, chain(2)),
+            (3, chain(3)),
+            (15, list(TREE)),
+            (16, tree(16)),
+            (17, tree(17)),
+        ):
             if number not in (0, 8) and rows > 2:
                 continue
             tokens = [(3 * row + number) % VOCAB for row in range(rows)]
