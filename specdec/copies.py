@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["address", "copy_in", "copy_out", "fill", "is_apart", "pack", "seconds_of", "views", "wait"]
+__all__ = ["address", "copy_in", "copy_out", "fill", "is_apart", "pack", "pick", "seconds_of", "views", "wait"]
 
 _ALIGN = 16  # bytes; every view may be read as any dtype
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool, np.dtype(np.uint8): torch.uint8}
@@ -81,6 +81,11 @@ def views(buffer: torch.Tensor, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[
         name: buffer[places[name] : places[name] + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
         for name, array in arrays.items()
     }
+
+
+def pick(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some of its rows; on a device by their addresses, as an index would have to be copied there."""
+    return torch.stack([tensor[row] for row in rows]) if is_apart(tensor.device) else tensor[list(rows)]
 
 
 def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -273,7 +273,8 @@ class Decoding:
         sampler = self.sampler
         if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
             return None, None
-        if output.peaks is not None and not (self._asks or sampler.sample or sampler.processors):
+        reads = self._asks or self._likeliest > 1
+        if output.peaks is not None and not (reads or sampler.sample or sampler.processors):
             return None, None  # one copy does for all sequences of a batch
         scores = output.scores(draft.scored_rows())
         depths = [draft.depths[row] for row in (range(len(draft)) if scores.rows is None else scores.rows)]
@@ -282,7 +283,8 @@ class Decoding:
             return None, None
         best, own = decided
         device = own.device
-        wanted: list[torch.Tensor] = []
+        wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
+        asked: torch.Tensor | None = None
         if isinstance(self._session, AskingSession):
             rows = (
                 block.tokens[0],
@@ -292,11 +294,11 @@ class Decoding:
             )
             last = last_row(own, *(tensor.to(device) for tensor in rows))
             asked = self._session.ask(Question(scores, output.taps, last))
-            wanted = [] if asked is None else [asked.to(device)]
         greedy = best is own
-        found = copies.copy_out([*decided[greedy:], *wanted])
-        scores.decided(found[0], found[0 if greedy else 1])
-        return scores, found[-1] if wanted else None
+        answer = [] if asked is None else [asked.to(device)]
+        found = copies.copy_out([*decided[greedy:], *wanted, *answer])
+        scores.decided(found[0], found[0 if greedy else 1], found[2 - greedy] if wanted else ())
+        return scores, found[-1] if answer else None
 
     def result(self) -> Generation:
         """The generation as it stands."""
