@@ -317,9 +317,17 @@ class Sampler:
             raise _no_distribution(logits)
         return int(token)
 
+    def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+        """[V] float64, of the token after ``path``; NaN where logits are no distribution, which nobody has read yet."""
+        return torch.softmax(self.processed(scores, row, path).double(), -1)
+
     def distribution(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
-        """[V] float64 probabilities of the token after ``path``."""
-        probabilities = torch.softmax(self.processed(scores, row, path).double(), -1)
+        """The same, whose numbers are read.
+
+        Raises:
+            NumericalError: the logits are no distribution.
+        """
+        probabilities = self.probabilities(scores, row, path)
         if torch.isnan(probabilities).any():
             raise _no_distribution(scores.of(row))
         return probabilities
