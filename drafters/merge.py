@@ -16,9 +16,22 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, ClassVar
 
+import torch
+
+from specdec import copies
 from specdec.config import check_positive
 from specdec.draft import Draft
-from specdec.drafter import BatchedSession, Context, Drafter, DrafterBase, Observation, proposing, session_of
+from specdec.drafter import (
+    AskingSession,
+    BatchedSession,
+    Context,
+    Drafter,
+    DrafterBase,
+    Observation,
+    Question,
+    proposing,
+    session_of,
+)
 from specdec.errors import ConfigError
 from specdec.passes import Passes, timed
 from specdec.policy import Patience, Prices
@@ -262,6 +275,7 @@ class MergedSession(BatchedSession):
         self._parts = [Part(part, bandit, context) for part, bandit in zip(drafter.parts, drafter.bandits, strict=True)]
         self._most = drafter.config.rows or context.max_rows
         self._length = 0
+        self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
         self._kept: list[int] = [0]  # row of the draft -> row of the tree
 
     def passes(self, room: int) -> Passes[Draft]:
@@ -299,18 +313,32 @@ class MergedSession(BatchedSession):
             read=sorted(read),
         )
 
+    def ask(self, question: Question) -> torch.Tensor | None:
+        """What the parts ask of the whole step, one answer after the other."""
+        self._asked, answers = [], list[torch.Tensor]()
+        for part in self._parts:
+            if isinstance(part.session, AskingSession):
+                answer = part.session.ask(replace(question, taps={layer: question.taps[layer] for layer in part.taps}))
+                if answer is not None:
+                    answers.append(answer.flatten().to(question.scores.logits.device))
+                    self._asked.append((part, answer.numel()))
+        return torch.cat(answers) if answers else None
+
     def observe(self, seen: Observation) -> None:
+        answers, first = dict[Part, Sequence[int]](), 0
+        for part, count in self._asked if seen.answer is not None else ():
+            assert seen.answer is not None
+            answers[part], first = seen.answer[first : first + count], first + count
         place = dict[int, int]()
         if seen.draft is not None:  # rows beyond ours were appended where this is a part of another union
             kept = self._kept
             place = {kept[row]: depth for depth, row in enumerate(seen.path) if row < len(kept)}
         for part in self._parts:
             if part.asked and place:
-                self._tell(part, seen, place)
+                self._tell(part, replace(seen, answer=answers.get(part)), place)
             elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
-                shared = len(part.taps) < len(seen.taps)
-                own = replace(seen, taps={layer: seen.taps[layer] for layer in part.taps}) if shared else seen
-                part.session.observe(own)
+                taps = {layer: seen.taps[layer] for layer in part.taps}
+                part.session.observe(replace(seen, taps=taps, answer=answers.get(part)))
 
     def _tell(self, part: Part, seen: Observation, place: dict[int, int]) -> None:
         """Judge a part that was asked by what became of its rows, and let it learn; ``place`` as for ``judge``."""
@@ -344,11 +372,12 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     assert seen.scores is not None
     path = list(seen.path)
     if rows == list(range(len(whole))):  # it had the step for itself
-        return Observation(draft, path, seen.tokens, seen.scores, {layer: seen.taps[layer] for layer in taps})
+        hidden = {layer: seen.taps[layer] for layer in taps}
+        return Observation(draft, path, seen.tokens, seen.scores, hidden, seen.answer)
     if len(rows) == 1:  # it had none of it: all that concerns it is the text
         chain = Draft.chain([whole.tokens[row] for row in path])
-        hidden = {layer: seen.taps[layer][path] for layer in taps}
-        return Observation(chain, range(len(path)), seen.tokens, seen.scores.select(path, None), hidden)
+        hidden = {layer: copies.pick(seen.taps[layer], path) for layer in taps}
+        return Observation(chain, range(len(path)), seen.tokens, seen.scores.select(path, None), hidden, seen.answer)
     place = {row: own for own, row in reversed([*enumerate(rows)])}  # the first of equal rows
     tokens, parents, union_rows = list(draft.tokens), list(draft.parents), list(rows)
     above = 0
@@ -367,5 +396,5 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     own_draft = Draft(tokens, parents, probes=probes, read=draft.read)
     every = len(scored) == len(tokens)
     scores = seen.scores.select([union_rows[own] for own in scored], None if every else scored)
-    hidden = {layer: seen.taps[layer][union_rows] for layer in taps}  # [rows of own_draft, D]
-    return Observation(own_draft, path, seen.tokens, scores, hidden)
+    hidden = {layer: copies.pick(seen.taps[layer], union_rows) for layer in taps}  # [rows of own_draft, D]
+    return Observation(own_draft, path, seen.tokens, scores, hidden, seen.answer)

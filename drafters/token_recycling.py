@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-
 from drafters.tree import Grown, grow, paying
 from specdec.config import check_positive
 from specdec.draft import Draft
-from specdec.drafter import Context, DrafterBase, Observation, Question
+from specdec.drafter import Context, DrafterBase, Observation
 from specdec.sampling import Scores
 
 __all__ = ["Successors", "TokenRecycling", "TokenRecyclingConfig", "template"]
@@ -99,20 +97,9 @@ class Successors:
             known.insert(0, after)
             del known[self._size :]
 
-    def best(self, scores: Scores) -> torch.Tensor:
-        """[R, k] the likeliest tokens after every scored row, where the logits are."""
-        return scores.top(self._size)
-
-    def learn(self, draft: Draft, path: Sequence[int], scores: Scores, known: Sequence[int] | None = None) -> None:
-        """Take the top k of every scored row; where a token stands in several rows, an accepted one counts.
-
-        ``known``: what ``best`` says of them, row after row, where it was asked already.
-        """
-        if known is None:
-            best = scores.likeliest(self._size)
-        else:
-            size = len(known) // len(scores.logits)
-            best = [list(known[start : start + size]) for start in range(0, len(known), size)]
+    def learn(self, draft: Draft, path: Sequence[int], scores: Scores) -> None:
+        """Take the top k of every scored row; where a token stands in several rows, an accepted one counts."""
+        best = scores.likeliest(self._size)
         rows = scores.rows if scores.rows is not None else range(len(draft))
         for row, tokens in zip(rows, best, strict=True):
             self._of[draft.tokens[row]] = tokens
@@ -146,11 +133,8 @@ class TokenRecyclingSession:
                 depths.append(depths[parent] + 1)
         return Draft(tokens, parents)
 
-    def ask(self, question: Question) -> torch.Tensor | None:
-        return self._table.best(question.scores) if self._learns else None
-
     def observe(self, seen: Observation) -> None:
         assert seen.draft is not None
         assert seen.scores is not None
         if self._learns:
-            self._table.learn(seen.draft, seen.path, seen.scores, seen.answer)
+            self._table.learn(seen.draft, seen.path, seen.scores)

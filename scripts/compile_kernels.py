@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.kernels import layer, tree
+from specdec.kernels import layer, step, tree
 
 DTYPES = ("bf16", "fp16", "fp32")
 WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)
@@ -62,8 +62,8 @@ def layer_variants(sample: bool) -> Iterator[Variant]:
             yield f"add_norm {dtype} width {width}{' adds' if adds else ''}", layer._add_norm, types, constants
         yield f"gate {dtype}", layer._gate, {"both": dtype, "output": dtype}, {"INNER": 3 * width, "BLOCK": 1024}
     for dtype, width, normed in product(DTYPES, (128,) if sample else WIDTHS, (False, True)):
-        names = ("heads", "cosines", "sines", "query_weight", "key_weight", "query", "keys", "values")
-        types = {**dict.fromkeys(names, dtype), "places": "i64"}
+        names = ("heads", "cosines", "sines", "query_weight", "key_weight", "query")
+        types = {**dict.fromkeys(names, dtype), "places": "i64", "counts": "i64", "table": "i64"}
         half = triton.next_power_of_2(width // 2)
         constants = {"QUERIES": 32, "KEYS": 8, "WIDTH": width, "HALF": half, "NORMED": normed}
         yield (
@@ -74,14 +74,30 @@ def layer_variants(sample: bool) -> Iterator[Variant]:
         )
 
 
-VARIANTS = (tree_variants, layer_variants)
+def step_variants(sample: bool) -> Iterator[Variant]:
+    """Attention of recorded steps: dtypes x head widths x buckets of rows x windows, and what joins its parts."""
+    kinds = [(1, False), (64, True)] if sample else [*product((1, 4, 16, 64, 128), (False, True))]
+    for dtype, width in product(DTYPES[::2] if sample else DTYPES, (128,) if sample else WIDTHS):
+        types = {"query": dtype, "counts": "i64", "table": "i64", "places": "i64", "closure": "i1",
+                 "mixed_parts": "fp32", "weight_parts": "fp32"}  # fmt: skip
+        for rows, windowed in kinds:
+            constants = step.constants(rows, 2 * rows, 8, 4, width, windowed=windowed)
+            name = f"step {dtype} width {width} rows {rows}{' windowed' if windowed else ''}"
+            yield name, step._part, types, constants
+        joined = {name: constants[name] for name in ("WIDTH", "WIDE", "PARTS")}
+        types = {"mixed_parts": "fp32", "weight_parts": "fp32", "output": dtype}
+        yield f"join {dtype} width {width}", step._join, types, joined
+
+
+VARIANTS = (tree_variants, layer_variants, step_variants)
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int) -> int:
     """Compile one variant; its bytes of shared memory.
 
     Raises:
-        ValueError: it specialises on a number, and so would be compiled anew in the midst of decoding.
+        ValueError: it specialises on a number, and so would be compiled anew in the midst of decoding; or it reads keys
+            number by number.
     """
     fixed = [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize or p.name in types)]
     if fixed:
@@ -91,7 +107,10 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
     signature = {name: f"*{types[name]}" if name in types else scalars.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants)
-    return int(triton.compile(source, target=GPUTarget("cuda", arch, 32)).metadata.shared)
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    if kernel is step._part and "cp.async" not in found.asm["ptx"]:
+        raise ValueError("it does not read 16 bytes of keys at once")
+    return int(found.metadata.shared)
 
 
 def main() -> int:

@@ -18,7 +18,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,14 @@ def measure_bandwidth(device: torch.device, nbytes: int, repeats: int = 20) -> d
     return {**best, "bytes_per_second": max(best.values())}
 
 
+def warm_up(target: TransformersTarget, rows: int) -> Figures:
+    """Seconds until a step of every bucket was compiled and recorded, so that nothing else is timed with it."""
+    began = time.perf_counter()
+    target.warm_up(rows)
+    synchronize(target.device)
+    return {"seconds": time.perf_counter() - began, "graphs": target.runner.graphs(target.backend)}
+
+
 def plain(engine: Engine, prompt: list[int], new: int, repeats: int, speed: float) -> Figures:
     """Plain decoding against the time that reading the weights takes; the keys and values come on top."""
     target: Any = engine.target
@@ -121,17 +130,25 @@ def plain(engine: Engine, prompt: list[int], new: int, repeats: int, speed: floa
     }
 
 
-def cost(target: TransformersTarget, context: int, rows: list[int], backend: str, tree: bool) -> Figures:
-    """T(rows) after ``context`` tokens, in seconds and in forwards of one row; the rows are a chain or a tree."""
+@contextmanager
+def attending(target: Any, backend: str) -> Iterator[None]:
+    """While inside, attention is by this backend: with ``auto`` steps are replayed from CUDA graphs, else launched."""
     former, target.backend = target.backend, backend
     try:
-        curve = measure(target, rows=sorted({1, *rows}), lengths=[context], seconds=math.inf, tree=tree)
+        yield
     finally:
         target.backend = former
+
+
+def cost(target: TransformersTarget, context: int, rows: list[int], backend: str, tree: bool) -> Figures:
+    """T(rows) after ``context`` tokens, in seconds and in forwards of one row; the rows are a chain or a tree."""
+    with attending(target, backend):
+        curve = measure(target, rows=sorted({1, *rows}), lengths=[context], seconds=math.inf, tree=tree)
     seconds = dict(zip(curve.rows, curve.seconds[0], strict=True))
     return {
         "context": context,
         "backend": backend,
+        "graphs": target.runner.graphs(backend),
         "rows": "tree" if tree else "chain",
         "seconds": seconds,
         "ratio": {count: taken / seconds[1] for count, taken in seconds.items()},
@@ -188,10 +205,15 @@ def bench_shape(report: Report, shape: str, args: argparse.Namespace) -> None:
     engine = Engine(made.pop())
     prompt = random_prompt(engine.target.vocab_size, args.prompt_tokens)
     speed = report.values["bandwidth"].get("bytes_per_second", float("nan"))
+    target: Any = engine.target
+    report.run(found, "warm up", lambda: warm_up(target, max(args.rows)))
     report.run(found, "plain", lambda: plain(engine, prompt, args.max_new_tokens, args.repeats, speed))
+    if args.device.startswith("cuda"):
+        with attending(target, "aten"):
+            run = lambda: plain(engine, prompt, args.max_new_tokens, args.repeats, speed)  # noqa: E731
+            report.run(found, "plain, launched", run)
     for context in args.contexts:
         for backend in args.backends:
-            target: Any = engine.target
             for tree in (False, True):
                 report.run(
                     found,
@@ -253,6 +275,10 @@ def shape_page(found: Figures) -> Iterable[str]:
         weights, peak = part["weight_bytes"] / 1e9, (part["peak_bytes"] or 0) / 1e9
         yield f"Plain decoding after {part['context']} tokens: {part['tokens_per_second']:.1f} tokens/s;"
         yield f"{weights:.2f} GB of weights read a token; {peak:.2f} GB at the peak."
+        if "graphs" in found.get("warm up", {}):
+            yield f"CUDA graphs: {found['warm up']['graphs']}."
+        if "tokens_per_second" in found.get("plain, launched", {}):
+            yield f"Launched kernel by kernel: {found['plain, launched']['tokens_per_second']:.1f} tokens/s."
         yield ""
     if costs(found):
         counts = list(costs(found)[0]["ratio"])

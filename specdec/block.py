@@ -24,8 +24,11 @@ import torch
 from specdec import copies
 from specdec.cache import KVCache, Slices, Slots
 from specdec.draft import Draft, ancestors
+from specdec.errors import TargetError
 
-__all__ = ["Batch", "Block", "Layout", "Rows", "rows_of"]
+__all__ = ["Batch", "Block", "Layout", "Rows", "bucket", "rows_of"]
+
+_REPLAYED = 128  # rows, at most; with more of them a device is busy for longer than they take to launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,14 @@ class Block(Rows):
         device: where the embedding lives.
         backend: attention backend, see :mod:`specdec.attention`.
         more: arrays, int64 or bool, that somebody needs on the device with the rows; ``sent`` has them there.
+        again: such rows come again and again, so that it pays to keep how they are run.
+
+    Attributes:
+        step: what kernels on a device read of the rows and their cache, so that nothing of it is among their arguments:
+            ``counts`` [3], tokens before the tree, rows of the tree before these, and these; ``table``, the cache's;
+            and for a tree, or where rows come ``again``, padded to buckets, ``places`` [K] of all the tree's rows, and
+            ``closure`` [T, K], whether a row sees another. A chain has no rows before these: they are tokens before it.
+        shapes: the same as arrays on the host.
     """
 
     def __init__(
@@ -116,6 +127,7 @@ class Block(Rows):
         device: torch.device | None = None,
         backend: str = "auto",
         more: Mapping[str, npt.NDArray[Any]] | None = None,
+        again: bool = True,
     ) -> None:
         self.cache = cache
         self.length = cache.length
@@ -130,11 +142,19 @@ class Block(Rows):
         self.start = self.length + first if parents is None else None
         self.end = self.length + self.deepest + 1
         self._device = device
+        self._grown = cache.grown
+        self.again = again and self.rows <= _REPLAYED
         self.sent: dict[str, torch.Tensor] = {}
+        self.step: dict[str, torch.Tensor] = {}
         if copies.is_apart(device):
             assert device is not None
             self._more = more or {}
-            self.sent = copies.copy_in(self._arrays(tokens), device)
+            self.shapes = self._step()
+            whole = np.empty(copies.pack(self.shapes)[1], dtype=np.uint8)
+            copies.fill(whole, self.shapes)
+            rows = {"tokens": np.array([tokens], dtype=np.int64), "positions": self._places()[None, first:]}
+            self.sent = copies.copy_in({"step": whole, **rows, **self._more}, device)
+            self.step = copies.views(self.sent["step"], self.shapes)
             self.tokens = self.sent["tokens"]
         else:
             self.tokens = torch.tensor([tokens])  # [1, T]
@@ -157,18 +177,42 @@ class Block(Rows):
         parents, depths = draft.parents, draft.depths
         return cls(cache, draft.tokens, parents=parents, depths=depths, device=device, backend=backend, more=more)
 
-    def _arrays(self, tokens: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-        """All that a forward needs on its device: rows, where they stand, and for a tree what they see."""
-        last = self.first + self.rows
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Positions of all the tree's rows, up to the block's last."""
+        return self.length + np.array(self.depths[: self.first + self.rows], dtype=np.int64)
+
+    def _step(self) -> dict[str, npt.NDArray[Any]]:
+        """What ``step`` has on a device."""
+        before = 0 if self.parents is None else self.first
+        known, size = self.length + self.first - before, before + self.rows
         arrays: dict[str, npt.NDArray[Any]] = {
-            "tokens": np.array([tokens], dtype=np.int64),
-            "places": self.length + np.array(self.depths[:last], dtype=np.int64),  # of all the tree's rows
-            **self._more,
+            "counts": np.array([known, before, self.rows], dtype=np.int64),
+            "table": self.cache.table,
         }
-        arrays["positions"] = arrays["places"][None, self.first :]
-        if self.parents is not None:
-            arrays["closure"] = ancestors(self.parents[:last])
+        if self.parents is None and not self.again:
+            return arrays
+        arrays["places"] = np.zeros(bucket(size), dtype=np.int64)
+        arrays["places"][:size] = self._places()[self.first - before :]
+        arrays["closure"] = np.zeros((bucket(self.rows), bucket(size)), dtype=np.bool_)
+        closure = np.tri(size, dtype=np.bool_) if self.parents is None else ancestors(self.parents[:size])
+        arrays["closure"][: self.rows, :size] = closure[before:]
         return arrays
+
+    def where(self) -> dict[str, torch.Tensor]:
+        """``step``, for kernels that are about to run.
+
+        Raises:
+            TargetError: the cache has moved since; its former addresses would be written to.
+        """
+        if self._grown != self.cache.grown:
+            raise TargetError(
+                f"the cache grew {self.cache.grown - self._grown} times after a block of {self.rows} rows was made, "
+                "whose addresses hold no more; make a block when nothing else is run before it"
+            )
+        if not self.step:
+            self.shapes = self._step()
+            self.step = copies.copy_in(self.shapes, self._device or torch.device("cpu"))
+        return self.step
 
     def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
         """As for all rows; those that came as ``more["rows"]`` are there already."""
@@ -205,8 +249,8 @@ class Block(Rows):
         last = self.first + self.rows
         if self.parents is None:
             closure = torch.ones(last, last, dtype=torch.bool, device=device).tril_()
-        elif "closure" in self.sent:
-            closure = self.sent["closure"].to(device)
+        elif "closure" in self.step:
+            return self.step["closure"][: self.rows, last - keys : last].to(device)
         else:
             closure = torch.from_numpy(ancestors(self.parents[:last])).to(device)
         return closure[self.first :, last - keys :]
@@ -259,8 +303,10 @@ class Block(Rows):
         visible = torch.ones(self.rows, size, dtype=torch.bool, device=device)
         own = self.positions.to(device)[0, :, None]
         if window is not None:
-            if "places" in self.sent:
-                places = self.sent["places"].to(device)
+            if self.parents is None:
+                places = torch.arange(length, end, device=device)
+            elif "places" in self.step:
+                places = self.step["places"][:tree].to(device)
             else:
                 places = torch.tensor([length + depth for depth in self.depths[:tree]], device=device)
             visible = own - torch.cat((torch.arange(*hidden, device=device), places)) < window
@@ -298,6 +344,11 @@ class Batch(Rows):
 def rows_of(blocks: Sequence[Block]) -> Rows:
     """The rows of a forward that is of one sequence or of several."""
     return Batch(blocks) if len(blocks) > 1 else blocks[0]
+
+
+def bucket(count: int) -> int:
+    """The power of two that so many rows are padded to, where they are."""
+    return 1 << (count - 1).bit_length()
 
 
 def _ranges(first: int, last: int, size: int) -> tuple[tuple[int, int], ...]:

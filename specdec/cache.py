@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from specdec import copies
@@ -131,6 +133,16 @@ class KVCache:
         groups = list(zip(self.group_of, self.index_in_group, strict=True))
         self.keys = [group.keys[place] for group, place in groups]
         self.values = [group.values[place] for group, place in groups]
+        self._table: npt.NDArray[np.int64] | None = None
+
+    @property
+    def table(self) -> npt.NDArray[np.int64]:
+        """[layers, 3] where each layer's keys and values are in memory, and its slots; until slots move."""
+        if self._table is None:
+            layers = zip(self.keys, self.values, strict=True)
+            rows = [(copies.address(keys), copies.address(values), keys.shape[2]) for keys, values in layers]
+            self._table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return self._table
 
     def reserve(self, end: int) -> None:
         """Have room for positions up to ``end``; every block calls it for its rows, and every write."""

@@ -5,17 +5,17 @@ A copy in is asynchronous, from pinned memory. A copy out waits for the device, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["copy_in", "copy_out", "fill", "is_apart", "pack", "views", "wait"]
+__all__ = ["address", "copy_in", "copy_out", "fill", "is_apart", "pack", "pick", "seconds_of", "views", "wait"]
 
 _ALIGN = 16  # bytes; every view may be read as any dtype
-_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool}
+_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool, np.dtype(np.uint8): torch.uint8}
 
 
 def is_apart(device: torch.device | None) -> bool:
@@ -29,8 +29,30 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where it begins in its device's memory, for kernels that read such a number."""
+    return tensor.data_ptr()
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    """What some work takes, begun when the device has nothing else to do; a GPU's own clock is read on a GPU."""
+    wait(device)
+    if device.type != "cuda":
+        began = clock()
+        work()
+        return clock() - began
+    event: Any = torch.cuda.Event
+    first, last = event(enable_timing=True), event(enable_timing=True)
+    stream = torch.cuda.current_stream(device)
+    first.record(stream)
+    work()
+    last.record(stream)
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3  # it says milliseconds
+
+
 def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Arrays (int64 or bool) on a device, by one copy: views on one buffer, in shape and dtype."""
+    """Arrays (int64, bool or bytes) on a device, by one copy: views on one buffer, in shape and dtype."""
     host = torch.empty(pack(arrays)[1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     fill(host.numpy(), arrays)
     return views(host.to(device, non_blocking=True), arrays)
@@ -59,6 +81,11 @@ def views(buffer: torch.Tensor, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[
         name: buffer[places[name] : places[name] + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
         for name, array in arrays.items()
     }
+
+
+def pick(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some of its rows; on a device by their addresses, as an index would have to be copied there."""
+    return torch.stack([tensor[row] for row in rows]) if is_apart(tensor.device) else tensor[list(rows)]
 
 
 def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

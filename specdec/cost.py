@@ -13,7 +13,8 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import cycle, pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -21,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from specdec import copies
 from specdec.block import Block
-from specdec.copies import wait
 from specdec.draft import Draft
 from specdec.errors import ConfigError, SpecdecWarning, shown
 from specdec.files import cache_folder, parse_json, write_json
@@ -47,6 +48,7 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
 _QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 4, 8, 16, 32, 64), (256,)
 _REPEATS = 15
+_GROWTH = 32  # texts grow by so many tokens while forwards are timed, and begin anew: some kernels plan by length
 _MOST = 10**9  # rows, tokens and seconds of a curve
 _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
 
@@ -283,49 +285,50 @@ def measure(
     seconds: float = 60.0,
     progress: Callable[[float], None] | None = None,
     clock: Callable[[], float] = perf_counter,
-    tree: bool = False,
+    tree: bool | None = None,
 ) -> CostCurve:
-    """Time forwards of chains of random tokens, or of binary trees, after texts whose keys and values are zeros.
+    """Time forwards of random tokens after texts whose keys and values are zeros, each a token longer than before.
+
+    The rows are a binary tree, or with ``tree=False`` a chain; None takes trees but on a CPU, where what differs is
+    within the noise. On a CUDA device all that is compiled or recorded once is so before the first is timed.
 
     ``seconds`` bounds the whole but for one forward of each length: repeats are given up first, then the largest
     forwards, then the longest texts; what was not measured is extrapolated. ``progress`` gets the share that is done,
     0.0 first; ``clock`` tells seconds.
     """
-    longest = max(target.context_length - rows[-1] - 1, 1)
+    longest = max(target.context_length - rows[-1] - _GROWTH, 1)
+    tree = copies.is_apart(target.device) if tree is None else tree
     lengths = sorted({min(length, longest) for length in lengths})
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.vocab_size, (rows[-1],), generator=generator).tolist()
     progress = progress or (lambda share: None)
     progress(0.0)
     found: list[list[float]] = []
+    longer = cycle(range(_GROWTH))
 
-    def take(count: int) -> float:
+    def take(length: int, count: int) -> float:
+        cache.length = length + next(longer)
         if tree:
             draft = Draft(tokens[:count], [-1, *((row - 1) // 2 for row in range(1, count))])
             block = Block.of(draft, cache, target.device, target.backend)
         else:
             block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
-        wait(target.device)
-        start = clock()
-        target.forward(block)
-        wait(target.device)
-        return clock() - start
+        return copies.seconds_of(lambda: target.forward(block), target.device, clock)
 
     with target.active():
-        cache = target.new_cache(capacity=lengths[-1], rows=rows[-1])
-        cache.reserve(lengths[-1] + rows[-1])
+        cache = target.new_cache(capacity=lengths[-1] + _GROWTH, rows=rows[-1])
+        cache.reserve(lengths[-1] + _GROWTH + rows[-1])
         for group in cache.groups:  # never written, they may hold numbers that are slow to compute with
             group.keys.zero_()
             group.values.zero_()
-        if target.device.type != "cpu":
-            take(1)  # the first one may compile and load kernels
+        for count in rows if copies.is_apart(target.device) else ():
+            take(lengths[0], count)
         began = clock()
         for number, length in enumerate(lengths):
             until = began + seconds * (number + 1) / len(lengths)
             if found and clock() + 2 * sum(found[-1]) > until:
                 break
-            cache.commit(range(length - cache.length))
-            times = _times(take, rows, until - clock(), clock)
+            times = _times(partial(take, length), rows, until - clock(), clock)
             if found and len(times) < len(rows):
                 break
             found.append(times)

@@ -185,7 +185,7 @@ class Decoding:
         made, start = perf_counter(), self._cache.length
         size = self._chunk if most is None else min(self._chunk, most)
         known = self.tokens[start : min(start + size, self.stats.prompt_tokens - 1)]
-        block = Block(self._cache, known, device=self._target.device, backend=self._target.backend)
+        block = Block(self._cache, known, device=self._target.device, backend=self._target.backend, again=False)
         return Turn(block, (), draft=None, drafting=0.0, made=made)
 
     def absorb(self, turn: Turn, output: TargetOutput, seconds: float) -> None:
@@ -272,7 +272,8 @@ class Decoding:
         sampler = self.sampler
         if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
             return None, None
-        if output.peaks is not None and not (self._asks or sampler.sample or sampler.processors):
+        reads = self._asks or self._likeliest > 1
+        if output.peaks is not None and not (reads or sampler.sample or sampler.processors):
             return None, None  # one copy does for all sequences of a batch
         scores = output.scores(draft.scored_rows())
         depths = [draft.depths[row] for row in (range(len(draft)) if scores.rows is None else scores.rows)]
@@ -281,7 +282,8 @@ class Decoding:
             return None, None
         best, own = decided
         device = own.device
-        wanted: list[torch.Tensor] = []
+        wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
+        asked: torch.Tensor | None = None
         if isinstance(self._session, AskingSession):
             rows = (
                 block.tokens[0],
@@ -291,11 +293,11 @@ class Decoding:
             )
             last = last_row(own, *(tensor.to(device) for tensor in rows))
             asked = self._session.ask(Question(scores, output.taps, last))
-            wanted = [] if asked is None else [asked.to(device)]
         greedy = best is own
-        found = copies.copy_out([*decided[greedy:], *wanted])
-        scores.decided(found[0], found[0 if greedy else 1])
-        return scores, found[-1] if wanted else None
+        answer = [] if asked is None else [asked.to(device)]
+        found = copies.copy_out([*decided[greedy:], *wanted, *answer])
+        scores.decided(found[0], found[0 if greedy else 1], found[2 - greedy] if wanted else ())
+        return scores, found[-1] if answer else None
 
     def result(self) -> Generation:
         """The generation as it stands."""

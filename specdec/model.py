@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.arguments import checked
 from specdec.attention import check_backend, check_runs, layer_attention, told
-from specdec.block import Block, Rows
+from specdec.block import Block, Rows, bucket
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
 from specdec.draft import Draft, Entry
@@ -182,6 +182,13 @@ class TransformersTarget:
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache(self.specs, capacity=capacity, rows=rows)
 
+    def warm_up(self, rows: int) -> None:
+        """Run a step of each bucket of up to so many rows, so that no later one has to compile or to record it."""
+        cache = self.new_cache(capacity=1, rows=bucket(rows))
+        with self.active():
+            for power in range(cache.rows.bit_length()):
+                self.forward(Block(cache, [0] * (1 << power), device=self.device, backend=self.backend))
+
     @contextmanager
     def active(self) -> Iterator[None]:
         with self._lent.to(_ATTENTION) if self.runner.borrows else nullcontext(), torch.inference_mode():
@@ -306,6 +313,7 @@ class TransformersTarget:
                 "because": self.plan.reason,
                 **{f"not {name}": reason for name, reason in self.plan.others.items()},
                 "attention": "in the same call" if self.runner.name == "native" else self._attention_told(),
+                "CUDA graphs": self.runner.graphs(self.backend) if self.device.type == "cuda" else None,
                 "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             },
             "machine": {

@@ -140,6 +140,7 @@ class Scores:
     _place: dict[int, int] = field(default_factory=dict)
     _best: list[int] = field(default_factory=list)
     _own: list[int] = field(default_factory=list)
+    _top: list[list[int]] = field(default_factory=list)
 
     def of(self, row: int) -> torch.Tensor:
         """[V] raw logits of a draft row."""
@@ -181,10 +182,12 @@ class Scores:
             raise _no_distribution(self.of(row))
         return token
 
-    def decided(self, best: Sequence[int], own: Sequence[int]) -> None:
-        """Keep what was copied from the device: the largest logit's token per row, and the target's own."""
+    def decided(self, best: Sequence[int], own: Sequence[int], top: Sequence[int] = ()) -> None:
+        """Keep what was copied from the device: the largest logit's token per row, the target's own, and ``top``."""
         self._best.extend(best)
         self._own.extend(own)
+        count = len(top) // len(best)
+        self._top.extend(list(top[start : start + count]) for start in range(0, len(top), max(count, 1)))
 
     def top(self, count: int) -> torch.Tensor:
         """[R, k] of each scored row the tokens with the ``count`` largest raw logits, the largest first."""
@@ -192,12 +195,16 @@ class Scores:
 
     def likeliest(self, count: int) -> list[list[int]]:
         """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
+        if self._top and len(self._top[0]) >= min(count, self.logits.shape[-1]):
+            return [tokens[:count] for tokens in self._top]
         best: list[list[int]] = self.top(count).tolist()
         return best
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
-        return Scores(self.logits[[self.place(row) for row in rows]], numbers)
+        places = [self.place(row) for row in rows]
+        best, top = ([known[place] for place in places] if known else [] for known in (self._best, self._top))
+        return Scores(copies.pick(self.logits, places), numbers, _best=best, _top=top)
 
     def logprobs(self, path: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Of the token emitted after each row of the path, and of so many likeliest ones, from the raw logits."""
@@ -310,9 +317,17 @@ class Sampler:
             raise _no_distribution(logits)
         return int(token)
 
+    def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+        """[V] float64, of the token after ``path``; NaN where logits are no distribution, which nobody has read yet."""
+        return torch.softmax(self.processed(scores, row, path).double(), -1)
+
     def distribution(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
-        """[V] float64 probabilities of the token after ``path``."""
-        probabilities = torch.softmax(self.processed(scores, row, path).double(), -1)
+        """The same, whose numbers are read.
+
+        Raises:
+            NumericalError: the logits are no distribution.
+        """
+        probabilities = self.probabilities(scores, row, path)
         if torch.isnan(probabilities).any():
             raise _no_distribution(scores.of(row))
         return probabilities

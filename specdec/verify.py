@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,43 +122,60 @@ def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     x. The root has alpha 1 and keeps it.
     """
     below = draft.children()
-    position = len(sampler.tokens)
-    uniform = sampler.noise.uniform
+    left: dict[int, torch.Tensor] = {}  # row -> the residual target once all below it is rejected
+    order: list[int] = []  # in which rows are judged
+    children: list[int] = []
+    alphas: list[torch.Tensor] = []  # of the rows in order
+    masses: list[torch.Tensor] = []  # of the children
+    sums: list[torch.Tensor] = []  # of all rows' probabilities
+    prefixes: dict[int, tuple[list[int], list[int]]] = {}  # row -> path to it, and its tokens
 
-    def visit(row: int, alpha: float, path: list[int], tokens: list[int]) -> Verdict | None:
-        p = sampler.distribution(scores, row, tokens)
+    def visit(row: int, alpha: torch.Tensor | None, path: list[int], tokens: list[int]) -> None:
+        p = sampler.probabilities(scores, row, tokens)
+        alpha = torch.ones_like(p[0]) if alpha is None else alpha
+        prefixes[row] = path, tokens
+        sums.append(p.sum())
         q = draft.q.get(row)
         if q is not None:
             q = q.to(p.device, p.dtype)
         for child in below[row]:
             token = draft.tokens[child]
             drawn = _point(p, token) if q is None else q
-            mass = float(drawn[token])
-            if not mass > 0:
-                raise DraftError(
-                    f"row {child} holds token {token}, to which the q of row {row} gives probability {mass}; "
-                    "set q only for children that were drawn from it, without replacement"
-                )
-            kept = visit(child, min(1.0, alpha * float(p[token]) / mass), [*path, child], [*tokens, token])
-            if kept is not None:
-                return kept
+            children.append(child)
+            masses.append(drawn[token])
+            visit(child, (alpha * p[token] / drawn[token]).clamp(max=1.0), [*path, child], [*tokens, token])
             rest = (alpha * p - drawn).clamp_(min=0)
-            total = float(rest.sum())
-            if total > 0:
-                p = rest / total
-            alpha = total / (total + 1 - alpha) if total + 1 - alpha > 0 else 1.0
+            total = rest.sum()
+            p = torch.where(total > 0, rest / total, p)
+            mass = total + 1 - alpha
+            alpha = torch.where(mass > 0, total / mass, 0.0)
             if q is not None:
                 q = q.clone()
                 q[token] = 0
-                left = float(q.sum())
-                q = q / left if left > 0 else q
-        if row == 0 or uniform(position, Noise.COIN, row) < alpha:
-            return Verdict(path, [*tokens, sampler.noise.draw(p, position, Noise.COIN, len(draft) + row)])
-        return None
+                mass = q.sum()
+                q = torch.where(mass > 0, q / mass, q)
+        order.append(row)
+        alphas.append(alpha)
+        left[row] = p
 
-    verdict = visit(0, 1.0, [0], [])
-    assert verdict is not None  # the root is always kept
-    return verdict
+    visit(0, None, [0], [])
+    # No row's numbers depend on a coin: a device computes them all, and they are copied at once.
+    numbers = torch.stack([*alphas, *sums, *masses]).tolist()
+    rows = len(order)
+    for row, total in zip(prefixes, numbers[rows : 2 * rows], strict=True):
+        if math.isnan(total):
+            sampler.distribution(scores, row, prefixes[row][1])  # which says what is wrong with it
+    for child, mass in zip(children, numbers[2 * rows :], strict=True):
+        if not mass > 0:
+            raise DraftError(
+                f"row {child} holds token {draft.tokens[child]}, to which the q of row {draft.parents[child]} gives "
+                f"probability {mass}; set q only for children that were drawn from it, without replacement"
+            )
+    position = len(sampler.tokens)
+    coin = partial(sampler.noise.uniform, position, Noise.COIN)
+    kept = next(row for row, alpha in zip(order, numbers, strict=False) if row == 0 or coin(row) < alpha)
+    path, tokens = prefixes[kept]
+    return Verdict(path, [*tokens, sampler.noise.draw(left[kept], position, Noise.COIN, len(draft) + kept)])
 
 
 def _point(like: torch.Tensor, token: int) -> torch.Tensor:

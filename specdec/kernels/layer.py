@@ -7,15 +7,17 @@ tested without a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels.step import step_attention
 from specdec.kernels.tree import on_device
 
-__all__ = ["add_norm", "gate", "turn_and_store"]
+__all__ = ["add_norm", "gate", "step_attention", "turn_and_store"]
 
 _BLOCK = 1024  # numbers of a program where rows do not matter
 
@@ -55,23 +57,27 @@ def add_norm(
     return total, normed
 
 
-@triton.jit(do_not_specialize=("first", "slots", "key_head", "value_head", "epsilon"))
+@triton.jit(do_not_specialize=("layer", "epsilon"))
 def _turn_and_store(
-    heads, cosines, sines, places, query_weight, key_weight, query, keys, values,
-    first, slots, key_head, value_head, epsilon,
+    heads, cosines, sines, places, query_weight, key_weight, query, counts, table,
+    layer, epsilon,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
+    own_table = table + 3 * layer
+    slots = tl.load(own_table + 2)
+    stored = row < tl.load(counts + 2)  # not a row that fills a bucket
     at = tl.arange(0, HALF)
     inside = at < WIDTH // 2
     own = heads + (row * (QUERIES + 2 * KEYS) + head) * WIDTH + at
     low = tl.load(own, mask=inside, other=0.0)
     high = tl.load(own + WIDTH // 2, mask=inside, other=0.0)
-    slot = ((first + row) % slots).to(tl.int64)
+    slot = (tl.load(counts) + tl.load(counts + 1) + row) % slots
     if head >= QUERIES + KEYS:  # a value is stored as it is
-        there = values + (head - QUERIES - KEYS) * value_head.to(tl.int64) + slot * WIDTH + at
-        tl.store(there, low, mask=inside)
-        tl.store(there + WIDTH // 2, high, mask=inside)
+        values = tl.load(own_table + 1).to(tl.pointer_type(heads.dtype.element_ty))
+        there = values + ((head - QUERIES - KEYS) * slots + slot) * WIDTH + at
+        tl.store(there, low, mask=inside & stored)
+        tl.store(there + WIDTH // 2, high, mask=inside & stored)
     else:
         x, y = low.to(tl.float32), high.to(tl.float32)
         if NORMED:
@@ -94,7 +100,9 @@ def _turn_and_store(
         if head < QUERIES:
             there = query + (row * QUERIES + head) * WIDTH + at
         else:
-            there = keys + (head - QUERIES) * key_head.to(tl.int64) + slot * WIDTH + at
+            keys = tl.load(own_table).to(tl.pointer_type(heads.dtype.element_ty))
+            there = keys + ((head - QUERIES) * slots + slot) * WIDTH + at
+            inside = inside & stored
         tl.store(there, turned_x, mask=inside)
         tl.store(there + WIDTH // 2, turned_y, mask=inside)
 
@@ -105,10 +113,9 @@ def turn_and_store(
     sines: torch.Tensor,
     places: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    first: int,
-    query_heads: int,
+    where: Mapping[str, torch.Tensor],
+    layer: int,
+    shape: tuple[int, int, int],
 ) -> torch.Tensor:
     """Norm and turn queries and keys, and store keys and values: queries [1, Hq, T, d] are returned.
 
@@ -117,16 +124,19 @@ def turn_and_store(
         cosines, sines: [positions, d] in the dtype of ``heads``.
         places: int64 [T], which row of these a row is turned by.
         norms: weights [d] of the norms per query and per key head, and epsilon; or None.
-        keys, values: [1, Hkv, slots, d] of the layer; row t goes to slot ``(first + t) % slots``.
+        where: of the block, see :class:`specdec.block.Block`: rows beyond its own are not stored.
+        layer: whose keys and values they are.
+        shape: Hq, Hkv and d.
     """
-    rows, key_heads, width = len(heads), keys.shape[1], keys.shape[3]
+    query_heads, key_heads, width = shape
+    rows = len(heads)
     query = heads.new_empty(rows, query_heads, width)
     query_weight, key_weight, epsilon = (heads, heads, 0.0) if norms is None else norms
     launch: Any = _turn_and_store[(rows, query_heads + 2 * key_heads)]
     with on_device(heads):
         launch(
-            heads, cosines, sines, places, query_weight, key_weight, query, keys, values,
-            first, keys.shape[2], keys.stride(1), values.stride(1), epsilon,
+            heads, cosines, sines, places, query_weight, key_weight, query, where["counts"], where["table"],
+            layer, epsilon,
             QUERIES=query_heads, KEYS=key_heads, WIDTH=width, HALF=triton.next_power_of_2(width // 2),
             NORMED=norms is not None,
         )  # fmt: skip

@@ -1,6 +1,8 @@
 """Known layers on a CUDA device: nine launches each, where the products are cuBLAS's and what is between them Triton's.
 
-A layer hands on the residual stream and what is to be added to it, so that the sum is taken with the next norm.
+Steps are recorded as CUDA graphs (:mod:`specdec.runners.graphs`); chunks of a prompt and rows of several sequences are
+launched kernel by kernel. A layer hands on the residual stream and what is to be added to it, so that the sum is taken
+with the next norm.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from specdec.attention import attend
 from specdec.block import Block, Rows
 from specdec.pages import FilePages
+from specdec.runners.graphs import Recorder, StepGraphs, StepInputs, Turns
 from specdec.runners.known import KnownLayer
 from specdec.runners.layers import LayerByLayer, stack_linears
 
@@ -25,7 +28,8 @@ class CudaLayer:
     """A known layer in nine launches; with ``files`` its linears become views of the stacked weights."""
 
     def __init__(self, layer: KnownLayer, files: FilePages | None, kernels: ModuleType) -> None:
-        self._number, self._scale, self._query_heads = layer.number, layer.scale, layer.query_heads
+        self._number, self._scale = layer.number, layer.scale
+        self._shape = layer.query_heads, layer.key_heads, layer.head_dim
         self._products = stack_linears(layer, files)
         self._norms = [(norm.weight.data, norm.variance_epsilon) for norm in layer.norms]
         self._head_norms = None
@@ -35,7 +39,7 @@ class CudaLayer:
         self._kernels = kernels
 
     def __call__(
-        self, residual: torch.Tensor, delta: torch.Tensor | None, block: Rows, turns: tuple[torch.Tensor, ...]
+        self, residual: torch.Tensor, delta: torch.Tensor | None, block: Rows | StepInputs, turns: Turns
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Residual [T, D] and what is to be added to it, to the same after the layer.
 
@@ -53,30 +57,45 @@ class CudaLayer:
         return residual, F.linear(gated, down.weight, down.bias)
 
     def _attend(
-        self, heads: torch.Tensor, block: Block, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor
+        self, heads: torch.Tensor, block: Block | StepInputs, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor
     ) -> torch.Tensor:
         """One sequence's rows [T, heads x d] to what they attend to, [T, query heads x d]."""
-        cache, number, first = block.cache, self._number, block.length + block.first
-        cache.reserve(first + block.rows)
-        query = self._kernels.turn_and_store(
-            heads, cos, sin, at, self._head_norms, cache.keys[number], cache.values[number], first, self._query_heads
-        )
+        number, where = self._number, block.where()
+        query = self._kernels.turn_and_store(heads, cos, sin, at, self._head_norms, where, number, self._shape)
+        if isinstance(block, StepInputs):
+            mixed: torch.Tensor = self._kernels.step_attention(
+                query, where, number, self._shape[1], block.windows[number], self._scale
+            )
+            return mixed
         return attend(query, block, number, self._scale).transpose(1, 2).reshape(block.rows, -1)
 
 
 class CudaRunner(LayerByLayer):
-    """A loop over such layers; see :class:`LayerByLayer`."""
+    """A loop over such layers, recorded by ``recorder``; see :class:`LayerByLayer`."""
 
-    def __init__(self, layers: Sequence[CudaLayer], **parts: Any) -> None:
+    def __init__(self, layers: Sequence[CudaLayer], recorder: Recorder, **parts: Any) -> None:
         super().__init__("fused", [], **parts)
         self._known = tuple(layers)
+        self._graphs = StepGraphs(recorder, self._launch)
 
     def run(
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        turns = self._rotary.turns(block, hidden)
+        if isinstance(block, Block) and self._graphs.takes(block):
+            outcome = self._graphs.run(hidden, block, first, last, taps, turns)
+            if outcome is not None:
+                return outcome
+        return self._launch(hidden, block, first, last, taps, turns)
+
+    def graphs(self, backend: str) -> str:
+        return self._graphs.told(backend)
+
+    def _launch(
+        self, hidden: torch.Tensor, block: Rows | StepInputs, first: int, last: int, taps: Collection[int], turns: Turns
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         found: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
-        turns = self._rotary.turns(block, hidden)
         for number in range(first, last):
             if number in taps:
                 hidden, delta = hidden if delta is None else hidden + delta, None

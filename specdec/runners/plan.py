@@ -27,6 +27,7 @@ from specdec.pages import FilePages
 from specdec.rotary import Rotary
 from specdec.runners import EXECUTIONS
 from specdec.runners.cuda import CudaLayer, CudaRunner
+from specdec.runners.graphs import CudaRecorder
 from specdec.runners.known import KnownHead, KnownLayer, UnknownModule
 from specdec.runners.layers import FusedLayer, LayerByLayer, ModuleLayer
 from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
@@ -133,7 +134,8 @@ class RunnerMaker:
         if name == "fused" and (kernels := self._kernels()) is not None:
             known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
             modules = [module for layer in known for module in layer.module.modules()]
-            return CudaRunner([CudaLayer(layer, files, kernels) for layer in known], **self._parts(modules))
+            recorder = CudaRecorder(next(self.layers.parameters()).device)
+            return CudaRunner([CudaLayer(layer, files, kernels) for layer in known], recorder, **self._parts(modules))
         if name == "fused":
             for layer in self.known:
                 if isinstance(layer, KnownLayer):

@@ -45,6 +45,10 @@ class LayerRunner(ABC):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into the layers that ``taps`` names, below ``last``."""
 
+    def graphs(self, backend: str) -> str:
+        """How steps are replayed as CUDA graphs with such attention, or why they are not."""
+        return f"not used: {self.name} layers are not all Llama-like layers that Triton's kernels run on one device"
+
     def changed(self) -> str | None:
         """What was changed in the model since the runner read it and would not be followed; None if nothing was."""
         return None

@@ -139,6 +139,41 @@ def naive(
     return torch.softmax(scores, -1) @ v
 
 
+# -- Graphs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_replayed_steps_are_those_that_are_launched(family: str) -> None:
+    """On both sides of buckets' borders, after texts of several lengths and a growth of the cache."""
+    target = target_of(family, execution="fused")
+    cache = target.new_cache(capacity=1500, rows=64)
+    with target.active():
+        while cache.length < 1200:
+            target.forward(Block(cache, [7] * 60, device=DEVICE, again=False), rows=())
+            cache.commit(range(60))
+            for parents in ([-1], [-1, 0, 0, 1, 1], list(range(-1, 8)), TREES["wide"][:33]):
+                outputs = []
+                for again in (True, False):
+                    block = Block.of(Draft([3] * len(parents), parents), cache, DEVICE)
+                    block.again = again
+                    outputs.append(target.forward(block, taps={1}))
+                one, other = outputs
+                assert one.logits is not None
+                assert other.logits is not None
+                assert (one.logits - other.logits).abs().max() < 1e-3 * other.logits.abs().max()
+                assert (one.taps[1] - other.taps[1]).abs().max() < 1e-3 * other.taps[1].abs().max()
+    assert "recorded" in target.runner.graphs("auto")
+
+
+def test_what_was_warmed_up_is_not_recorded_again() -> None:
+    target = TransformersTarget(random_model("toy", torch.bfloat16, DEVICE), owned=True)
+    target.warm_up(64)
+    told = target.describe()["execution"]["CUDA graphs"]
+    assert "of 1, 2, 4, 8, 16, 32, 64 rows" in told
+    Engine(target, None, "token_recycling", max_rows=64).generate(random_prompt(256, 300), 100)
+    assert target.describe()["execution"]["CUDA graphs"] == told
+
+
 # -- Memory ------------------------------------------------------------------------------------------------------------
 
 

@@ -127,17 +127,24 @@ def _add_norm(residual: Any, delta: Any, weight: Any, epsilon: float) -> Any:
     return residual.clone(), residual.clone()
 
 
-def _turned(heads: Any, cos: Any, sin: Any, at: Any, norms: Any, keys: Any, values: Any, first: int, count: int) -> Any:
-    same(heads, cos, sin, at, *(norms or ())[:2], keys, values)
+def _turned(heads: Any, cos: Any, sin: Any, at: Any, norms: Any, where: Any, layer: int, shape: Any) -> Any:
+    same(heads, cos, sin, at, *(norms or ())[:2], *where.values())
     assert at.shape == (len(heads),)
-    return heads.new_empty(1, count, len(heads), keys.shape[-1])
+    assert layer < len(where["table"])
+    return heads.new_empty(1, shape[0], len(heads), shape[2])
+
+
+def _attended(query: Any, where: Any, layer: int, key_heads: int, window: int | None, scale: float) -> Any:
+    same(query, *where.values())
+    assert where["closure"].shape == (query.shape[2], len(where["places"]))
+    return query.new_empty(query.shape[2], query.shape[1] * query.shape[3])
 
 
 def _gated(both: Any) -> Any:
     return both.new_empty(len(both), both.shape[1] // 2)
 
 
-LAYER = SimpleNamespace(add_norm=_add_norm, turn_and_store=_turned, gate=_gated)
+LAYER = SimpleNamespace(add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended)
 
 
 def copy_in(arrays: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
@@ -162,15 +169,17 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(copies, "copy_out", copy_out)
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: tree_kernel)
+    monkeypatch.setattr(copies, "address", lambda tensor: 0)
     monkeypatch.setattr(plan, "layer_kernels", lambda: LAYER)
+    monkeypatch.setattr(plan, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list)))
     monkeypatch.setattr(plan.RunnerMaker, "unpack", lambda maker: None)
     monkeypatch.setattr(model, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB))
     checks = SimpleNamespace(check_modules=lambda _: None, differs=lambda: None)
     monkeypatch.setattr(model, "Reference", lambda *_: checks)
     monkeypatch.setattr(known, "why_special", why_special)
     monkeypatch.setattr(cost, "processor", lambda device: "none")
-    for module in (cost, copies):
-        monkeypatch.setattr(module, "wait", lambda device: None)
+    monkeypatch.setattr(copies, "wait", lambda device: None)
+    monkeypatch.setattr(copies, "seconds_of", lambda work, *_: 1.0 if work() else 0.0)
     with FakeTensorMode(allow_non_fake_inputs=True), Numbers():
         yield
 

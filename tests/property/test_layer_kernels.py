@@ -37,24 +37,28 @@ def test_gate() -> None:
 
 @pytest.mark.parametrize("first", [4, 10])  # the latter goes round the ring
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("width", [8, 12])
-def test_turn_and_store(width: int, normed: bool, first: int) -> None:
+@pytest.mark.parametrize(("width", "stored"), [(8, 4), (12, 3)])  # the last row fills a bucket
+def test_turn_and_store(width: int, stored: int, normed: bool, first: int) -> None:
     rows, queries, key_heads, slots = 4, 4, 2, 12
     heads = torch.randn(rows, (queries + 2 * key_heads) * width)
     angles = torch.rand(40, width // 2).repeat(1, 2)
     places = torch.tensor([7, 8, 8, 39])
-    keys, values = torch.zeros(2, 1, key_heads, slots, width)
+    keys, values = torch.zeros(2, 3, key_heads, slots, width)
+    table = [(keys[layer].data_ptr(), values[layer].data_ptr(), slots) for layer in range(3)]
+    where = {"counts": torch.tensor([first - 1, 1, stored]), "table": torch.tensor(table)}
     norms = (torch.randn(width), torch.randn(width), 1e-6) if normed else None
-    query = kernels.turn_and_store(heads, angles.cos(), angles.sin(), places, norms, keys, values, first, queries)
+    shape = queries, key_heads, width
+    query = kernels.turn_and_store(heads, angles.cos(), angles.sin(), places, norms, where, 1, shape)
     q, k, v = heads.view(rows, -1, width).transpose(0, 1).split((queries, key_heads, key_heads))
     if norms is not None:
         q, k = (F.rms_norm(x, (width,), weight, 1e-6) for x, weight in ((q, norms[0]), (k, norms[1])))
     cos, sin = angles.cos()[places], signed(angles.sin()[places])
-    there = [(first + row) % slots for row in range(rows)]
+    there = [(first + row) % slots for row in range(stored)]
     assert torch.allclose(query[0], rotate(q, cos, sin), rtol=1e-5, atol=1e-6)
-    assert torch.allclose(keys[0][:, there], rotate(k, cos, sin), rtol=1e-5, atol=1e-6)
-    assert torch.equal(values[0][:, there], v)
-    assert int((keys != 0).any(-1).sum()) == rows * key_heads
+    assert torch.allclose(keys[1][:, there], rotate(k, cos, sin)[:, :stored], rtol=1e-5, atol=1e-6)
+    assert torch.equal(values[1][:, there], v[:, :stored])
+    for store in (keys, values):
+        assert int((store != 0).any(-1).sum()) == stored * key_heads
 
 
 @pytest.fixture

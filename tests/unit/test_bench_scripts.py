@@ -148,7 +148,7 @@ def test_gpu_benchmark_runs_every_part(gpu_bench: ModuleType, tmp_path: Path) ->
     found = values["shapes"]["toy"]
     shapes = [f"{backend}, {shape}" for backend in ("auto", "sdpa", "split") for shape in ("chain", "tree")]
     rows = [f"rows, {context} tokens, {shape}" for context in (32, 64) for shape in shapes]
-    assert list(found) == ["model", "plain", *rows, "oracle", "lookahead"]
+    assert list(found) == ["model", "warm up", "plain", *rows, "oracle", "lookahead"]
     assert not [name for name, part in found.items() if "error" in part]
     assert values["complete"]
     assert "not finished" not in page

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from specdec import cost
+from specdec import copies, cost
+from specdec.block import Block
+from specdec.cache import KVCache
 from specdec.cost import CostCurve, cost_curve, describe, measure, roofline, stored_at
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
@@ -139,6 +144,57 @@ def test_repeats_rows_and_lengths_are_given_up_where_time_is_short(
     curve = measure(target(), rows=(1, 2, 4, 8, 16), lengths=(8, 64), seconds=1.0, clock=clock)
     assert (list(curve.rows), list(curve.lengths)) == (rows, lengths)
     assert clock.now <= 1.0 + 8 * tick
+
+
+def test_texts_grow_while_they_are_timed_and_rows_are_trees_where_a_device_is_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On such a device every number of rows is run once before any is timed."""
+    seen: list[tuple[int, int, bool]] = []
+
+    def noted(work: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
+        work()
+        return 1.0
+
+    class Noting(Block):
+        def __init__(self, cache: KVCache, tokens: Sequence[int], **options: Any) -> None:
+            super().__init__(cache, tokens, **options)
+            seen.append((self.length, self.rows, self.parents is not None))
+
+    monkeypatch.setattr(cost, "Block", Noting)
+    monkeypatch.setattr(copies, "seconds_of", noted)
+    measure(target(), rows=(1, 4), lengths=(8, 16), seconds=1e9)
+    assert not any(tree for _, _, tree in seen)
+    assert {length for length, _, _ in seen} == {*range(8, 8 + 32), *range(16, 16 + 32)}
+    assert all(after == before + 1 for (before, *_), (after, *_) in pairwise(seen[:32]))
+    seen.clear()
+    monkeypatch.setattr(copies, "is_apart", lambda device: True)
+    measure(target(), rows=(1, 4), lengths=(8, 16), seconds=1e9)
+    assert [(rows, tree) for _, rows, tree in seen[:3]] == [(1, False), (4, True), (1, False)]
+
+
+def test_a_device_s_own_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            told.append(stream)
+
+        def synchronize(self) -> None:
+            told.append("waits for the last")
+
+        def elapsed_time(self, last: Event) -> float:
+            return 2.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append("waits"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    took = copies.seconds_of(lambda: told.append("works"), torch.device("cuda:1"), Clock(1.0))
+    assert took == 0.0025
+    assert told == ["waits", "stream of cuda:1", "works", "stream of cuda:1", "waits for the last"]
 
 
 def test_a_curve_is_measured_once(counted: list[int]) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec import Engine, SamplingParams, TransformersTarget, attention, copies
-from specdec.runners import plan
+from specdec import Engine, SamplingParams, attention, copies
+from tests.launching import Kernels, fused, launch
 from tests.models import new_model, prompt_of
 
 FREE = ("empty", "_unsafe_view", "alias", "lift_fresh", "detach", "is_pinned")  # no kernel, whatever the tensor's size
@@ -42,43 +42,37 @@ class Launches(TorchDispatchMode):
         return launch
 
 
-def normed(residual: Any, delta: Any, weight: Any, epsilon: float) -> Any:
-    total = residual if delta is None else residual + delta
-    return total, torch.nn.functional.rms_norm(total, weight.shape, weight, epsilon)
+SAMPLED = SamplingParams(temperature=0.8, seed=1)
 
 
-def stored(
-    heads: Any, cos: Any, sin: Any, places: Any, norms: Any, keys: Any, values: Any, first: int, count: int
-) -> Any:
-    rows, size = len(heads), keys.shape[3]
-    query, own, value = heads.view(1, rows, -1, size).transpose(1, 2).split((count, keys.shape[1], keys.shape[1]), 1)
-    keys[:, :, first : first + rows], values[:, :, first : first + rows] = own, value
-    return query
-
-
-@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, seed=1)])
+# The noise is some twenty operations, on one row of the vocabulary each. A graph is one launch, and six serve it.
+@pytest.mark.parametrize(
+    ("attention_name", "sampling", "limit"),
+    [("aten", None, 300), ("aten", SAMPLED, 330), ("auto", None, 17), ("auto", SAMPLED, 47)],
+)
 def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
-    sampling: SamplingParams | None, monkeypatch: pytest.MonkeyPatch
+    attention_name: str, sampling: SamplingParams | None, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mode = Launches()
-    kernels = SimpleNamespace(
-        add_norm=mode.one("add_norm", normed),
-        turn_and_store=mode.one("turn_and_store", stored),
-        gate=mode.one("gate", lambda both: torch.nn.functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]),
-    )
-    model = new_model("llama", torch.float32, num_hidden_layers=32)
-    with monkeypatch.context() as patch:
-        patch.setattr(TransformersTarget, "_differs", lambda *_: None)  # the stand-ins turn nothing
-        patch.setattr(plan.RunnerMaker, "_kernels", lambda maker: kernels)
-        target = TransformersTarget(model, execution="fused", owned=True)
-    target.backend = "aten"
+    mode, torch_s = Launches(), Kernels()
+    names = ("add_norm", "turn_and_store", "gate", "step_attention")
+    kernels = SimpleNamespace(**{name: mode.one(name, getattr(torch_s, name)) for name in names})
+    recorder = launch(monkeypatch, kernels)
+    monkeypatch.setattr(copies, "address", torch_s.address)
+    record = recorder.record
+
+    def one(work: Any) -> Any:
+        outcome, replay = record(work)
+        return outcome, mode.one("graph", replay)
+
+    monkeypatch.setattr(recorder, "record", one)
+    target = fused(new_model("llama", torch.float32, num_hidden_layers=32))
+    target.backend = attention_name
     monkeypatch.setattr(attention, "_flash_takes", lambda *shape: True)
 
     def flash(query: Any, keys: Any, values: Any, scale: float, **_: Any) -> Any:
         return attention._plain(query, keys, values, scale)
 
     monkeypatch.setitem(attention._FLASH, "aten", mode.one("flash", flash))
-    monkeypatch.setattr(copies, "is_apart", lambda device: True)
     decoding = Engine(target).start(prompt_of(9), 10, sampling)
     with target.active():
         decoding.prefill()
@@ -87,7 +81,8 @@ def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
         with mode:
             decoding.step()
     counted = {name: mode.names.count(name) for name in sorted(set(mode.names))}
-    assert counted["flash"] == 32, counted
-    assert counted["add_norm"] == 64
-    limit = 300 if sampling is None else 330  # the noise is some twenty operations, on one row of the vocabulary each
+    if attention_name == "auto":
+        assert counted["graph"] == 1, counted
+    else:
+        assert (counted["flash"], counted["add_norm"]) == (32, 64), counted
     assert len(mode.names) <= limit, counted

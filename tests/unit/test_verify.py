@@ -67,8 +67,10 @@ class IdealSampler:
         self.noise = IdealNoise(choices, len(self.tokens))
         self._table, self._choices = table, choices
 
-    def distribution(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+    def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
         return self._table[tuple(path)]
+
+    distribution = probabilities
 
     def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
         return self._choices.pick(self._table[tuple(path)].tolist())

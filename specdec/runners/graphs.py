@@ -1,0 +1,157 @@
+"""Steps as CUDA graphs: what takes hundreds of launches from Python is recorded once, and takes one from then on.
+
+A graph repeats its launches with the very same arguments, so whatever differs from step to step is in memory that does
+not move: hidden states, cosines and sines, and what the block sends (:attr:`specdec.block.Block.step`), the addresses
+of the sequence's cache among it. So one graph does for every text of every length, for caches that grow, and for as
+many as there are; it is recorded per bucket of rows, of the tree's rows, and per layers that are run. Rows that fill a
+bucket are computed and read by nobody; they store nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch
+
+from specdec import copies
+from specdec.block import Block
+from specdec.errors import SpecdecWarning, first_line
+
+__all__ = ["CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
+
+Outcome = tuple[torch.Tensor, dict[int, torch.Tensor]]  # of a runner's run
+Turns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, and which of them turn each row
+
+
+class Recorder(Protocol):
+    """Keeps work on a device, to be done again."""
+
+    def record(self, work: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        """Where the work puts its outcome, not computed yet, and what computes it there, from what is there then."""
+
+
+class CudaRecorder:
+    """By CUDA graphs of one memory pool: none runs beside another, and outcomes are copied before the next one runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def record(self, work: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        with torch.cuda.device(self._device):
+            if self._pool is None:
+                stream: Any = torch.cuda.Stream
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), stream()
+            here = torch.cuda.current_stream()
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):  # kernels are compiled, and libraries take their workspaces
+                    work()
+            here.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on to allocate meanwhile.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                outcome = work()
+        return outcome, graph.replay
+
+
+class StepInputs:
+    """What the graphs of one bucket read, at addresses that stay; stands in a block's place when they are recorded.
+
+    Attributes:
+        hidden: [B, D].
+        turns: cosines and sines [B, d] of the rows, and their numbers.
+        windows: of each layer's attention.
+    """
+
+    def __init__(self, hidden: torch.Tensor, block: Block, turns: Turns) -> None:
+        rows, width = len(block.step["closure"]), turns[0].shape[1]
+        self.hidden = hidden.new_zeros(rows, hidden.shape[1])
+        self.turns = (
+            turns[0].new_zeros(rows, width),
+            turns[1].new_zeros(rows, width),
+            torch.arange(rows, device=hidden.device),
+        )
+        self.windows = [group.window for group in block.cache.group_of]
+        self._bytes = torch.empty_like(block.sent["step"])
+        self._where = copies.views(self._bytes, block.shapes)
+        self.parts = ((self, 0, rows),)
+
+    def where(self) -> dict[str, torch.Tensor]:
+        """As a block's."""
+        return self._where
+
+    def fill(self, hidden: torch.Tensor, block: Block, turns: Turns) -> None:
+        """Have a block's rows."""
+        block.where()
+        self._bytes.copy_(block.sent["step"])
+        self.hidden[: block.rows].copy_(hidden)
+        for own, values in zip(self.turns[:2], turns[:2], strict=True):
+            torch.index_select(values, 0, turns[2], out=own[: block.rows])
+
+
+class StepGraphs:
+    """Graphs of one runner, recorded when such a step is first asked for.
+
+    Args:
+        recorder: keeps them.
+        layers: [B, D] of the rows of ``StepInputs`` through layers [first, last), and the taps among these.
+
+    Attributes:
+        failed: why they are not used any more, if so.
+    """
+
+    def __init__(self, recorder: Recorder, layers: Callable[..., Outcome]) -> None:
+        self._recorder, self._layers = recorder, layers
+        self._inputs: dict[tuple[int, ...], StepInputs] = {}
+        self._graphs: dict[Any, tuple[Outcome, Callable[[], None]]] = {}
+        self._lock = threading.Lock()  # threads that share a target share its inputs
+        self.failed: str | None = None
+
+    def takes(self, block: object) -> bool:
+        """Whether such rows are run by a graph: one sequence's, again and again, with attention by no named kernel."""
+        fits = isinstance(block, Block) and block.again and block.backend == "auto" and "step" in block.sent
+        return fits and self.failed is None
+
+    def run(
+        self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int], turns: Turns
+    ) -> Outcome | None:
+        """As a runner's; None where it cannot be recorded, with a warning that says why."""
+        sizes = tuple(block.step["closure"].shape)
+        wanted = frozenset(tap for tap in taps if first <= tap < last)
+        with self._lock:
+            if sizes not in self._inputs:
+                self._inputs[sizes] = StepInputs(hidden, block, turns)
+            inputs, key = self._inputs[sizes], (sizes, first, last, wanted)
+            inputs.fill(hidden, block, turns)
+            if key not in self._graphs:
+                try:
+                    self._graphs[key] = self._recorder.record(
+                        lambda: self._layers(inputs.hidden, inputs, first, last, wanted, inputs.turns)
+                    )
+                except Exception as error:  # the driver's, the allocator's and the compiler's share no class but this
+                    self.failed = f"{type(error).__name__}: {first_line(error)}"
+                    warnings.warn(
+                        f"steps are launched kernel by kernel, more slowly, as no CUDA graph of {sizes[0]} rows can be "
+                        f"recorded: {self.failed}",
+                        SpecdecWarning,
+                        stacklevel=2,
+                    )
+                    return None
+            (output, found), replay = self._graphs[key]
+            replay()
+            # The next one is computed at the same place.
+            return output[: block.rows].clone(), {tap: rows[: block.rows].clone() for tap, rows in found.items()}
+
+    def told(self, backend: str) -> str:
+        """What is used, or why nothing is."""
+        if backend != "auto":
+            return f"not used: attention={backend!r} is told the text's length by the host; leave it at auto"
+        if self.failed is not None:
+            return f"not used: {self.failed}"
+        sizes = sorted({sizes[0] for sizes, *_ in self._graphs})
+        recorded = f"; recorded: {len(self._graphs)}, of {', '.join(map(str, sizes))} rows" if sizes else ""
+        return f"one for each bucket of rows, attention by Triton{recorded}"

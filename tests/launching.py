@@ -1,0 +1,127 @@
+"""A CUDA device that is not there: torch's operations in the places of Triton's kernels, and a recorder of closures.
+
+What the kernels read from a device's memory these read from tensors too, addresses among it; so what holds for them
+holds for a graph of the kernels: it reads nothing but what was sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specdec import TransformersTarget, copies
+from specdec.rotary import rotate, signed
+from specdec.runners import plan
+from specdec.runners.graphs import Outcome
+
+__all__ = ["Kernels", "Recorder", "launch"]
+
+
+class Kernels:
+    """What :mod:`specdec.kernels.layer` computes, in any precision."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """In the place of ``copies.address``: only what was asked for can be found again."""
+        self._memory[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    def add_norm(self, residual: Any, delta: Any, weight: torch.Tensor, epsilon: float) -> Any:
+        total = residual if delta is None else residual + delta
+        return total, F.rms_norm(total, weight.shape, weight, epsilon)
+
+    def gate(self, both: torch.Tensor) -> torch.Tensor:
+        first, second = both.chunk(2, -1)
+        return F.silu(first) * second
+
+    def turn_and_store(
+        self, heads: Any, cos: Any, sin: Any, at: Any, norms: Any, where: Mapping[str, Any], layer: int, shape: Any
+    ) -> torch.Tensor:
+        queries, keys, width = shape
+        q, k, v = heads.view(len(heads), -1, width).transpose(0, 1).split((queries, keys, keys))
+        if norms is not None:
+            q, k = (F.rms_norm(x, (width,), weight, norms[2]) for x, weight in ((q, norms[0]), (k, norms[1])))
+        q, k = (rotate(x, cos[at], signed(sin[at])) for x in (q, k))
+        length, before, rows = where["counts"].tolist()
+        own_keys, own_values, slots = self._stores(where, layer)
+        slot = torch.arange(length + before, length + before + rows) % slots
+        own_keys[0][:, slot], own_values[0][:, slot] = k[:, :rows], v[:, :rows]
+        return q.transpose(0, 1).contiguous().transpose(0, 1)[None]
+
+    def step_attention(
+        self, query: Any, where: Mapping[str, Any], layer: int, key_heads: int, window: int | None, scale: float
+    ) -> torch.Tensor:
+        length, before, rows = where["counts"].tolist()
+        keys, values, slots = self._stores(where, layer)
+        low = 0 if window is None else max(0, length - window + 1)
+        slot = torch.arange(low, length + before + rows) % slots
+        places = torch.cat((torch.arange(low, length), where["places"][: before + rows]))
+        seen = torch.ones(rows, len(slot), dtype=torch.bool)
+        seen[:, length - low :] = where["closure"][:rows, : before + rows]
+        if window is not None:
+            seen &= where["places"][before : before + rows, None] - places < window
+        mixed = F.scaled_dot_product_attention(
+            query[:, :, :rows], keys[:, :, slot], values[:, :, slot], attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        output = query.new_zeros(query.shape[2], query.shape[1] * query.shape[3])
+        output[:rows] = mixed[0].transpose(0, 1).flatten(1)
+        return output
+
+    def _stores(self, where: Mapping[str, Any], layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        keys, values, slots = where["table"][layer].tolist()
+        assert self._memory[keys].shape[2] == slots
+        return self._memory[keys], self._memory[values], slots
+
+
+class Recorder:
+    """Records by keeping the work, whose outcome is put where the recorded one was, and overwrites it.
+
+    Attributes:
+        made: rows of the buckets that were recorded, one for each record.
+        replays: how often each record was done again.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.replays: Counter[int] = Counter()
+        self.fails: Exception | None = None
+
+    def record(self, work: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        if self.fails is not None:
+            raise self.fails
+        hidden, taps = work()  # as a device is warmed up
+        kept = torch.full_like(hidden, torch.nan), {tap: torch.full_like(rows, torch.nan) for tap, rows in taps.items()}
+        number = len(self.made)
+        self.made.append(len(hidden))
+
+        def replay() -> None:
+            self.replays[number] += 1
+            again, found = work()
+            kept[0].copy_(again)
+            for tap, rows in found.items():
+                kept[1][tap].copy_(rows)
+
+        return kept, replay
+
+
+def launch(patch: pytest.MonkeyPatch, kernels: Any = None) -> Recorder:
+    """From now on every device is apart, and fused runners are those of a CUDA device, recorded by this recorder."""
+    recorder, stand_ins = Recorder(), Kernels()
+    if kernels is None:
+        patch.setattr(copies, "address", stand_ins.address)
+    patch.setattr(copies, "is_apart", lambda device: True)
+    patch.setattr(plan.RunnerMaker, "_kernels", lambda maker: stand_ins if kernels is None else kernels)
+    patch.setattr(plan, "CudaRecorder", lambda device: recorder)
+    return recorder
+
+
+def fused(model: Any, **options: Any) -> TransformersTarget:
+    """A target of a model on that device."""
+    return TransformersTarget(model, execution="fused", owned=True, **options)
