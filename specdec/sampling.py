@@ -203,7 +203,8 @@ class Scores:
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
         places = [self.place(row) for row in rows]
-        best, top = ([known[place] for place in places] if known else [] for known in (self._best, self._top))
+        best = [self._best[place] for place in places] if self._best else []
+        top = [self._top[place] for place in places] if self._top else []
         return Scores(copies.pick(self.logits, places), numbers, _best=best, _top=top)
 
     def logprobs(self, path: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

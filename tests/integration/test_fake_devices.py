@@ -38,16 +38,16 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=4)
 
 
 class Numbers(TorchFunctionMode):
-    """A number that Python reads of a fake tensor is nought: the likeliest token, and no confidence."""
+    """A number that Python reads of a fake tensor is nought: the likeliest token; or one, if it is a float."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("item", "__int__", "__index__"):
-            return 0
+            return 1.0 if name == "item" and args[0].dtype.is_floating_point else 0
         if name in ("__float__", "__bool__"):
             return 1.0 if name == "__float__" else False
         if name == "tolist":
-            return _noughts(args[0].shape)
+            return _numbers(args[0].shape, 1.0 if args[0].dtype.is_floating_point else 0)
         # Torch without CUDA cannot index what claims to be there, while the operations that this means can.
         if name == "__getitem__" and args[0].is_cuda:
             return _part(args[0], args[1])
@@ -103,8 +103,8 @@ def _part(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     return tensor
 
 
-def _noughts(shape: Sequence[int]) -> Any:
-    return [_noughts(shape[1:]) for _ in range(shape[0])] if shape else 0
+def _numbers(shape: Sequence[int], number: float) -> Any:
+    return [_numbers(shape[1:], number) for _ in range(shape[0])] if shape else number
 
 
 def same(*tensors: Any) -> torch.device:
