@@ -152,6 +152,9 @@ def forward_together(
 
     Rows that passed the first layers already come in where these end: the others are run up to there first.
     """
+    if len(parts) == 1:
+        (part,) = parts
+        return [target.forward(part.block, entry=part.entry, exit_layer=exit_layer, taps=taps, rows=part.rows)]
     order = sorted(range(len(parts)), key=lambda place: _layer(parts[place]))
     ranked = [parts[place] for place in order]
     stages = sorted({_layer(part) for part in ranked})
