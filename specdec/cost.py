@@ -12,11 +12,11 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, pairwise
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,7 @@ LENGTHS = (128, 512, 2048, 8192)
 _QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 4, 8, 16, 32, 64), (256,)
 _REPEATS = 15
 _GROWTH = 32  # texts grow by so many tokens while forwards are timed, and begin anew: some kernels plan by length
+_STEADY = 0.8  # share of a measurement's time in which its thread must have had a processor
 _MOST = 10**9  # rows, tokens and seconds of a curve
 _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
 
@@ -73,12 +74,14 @@ class CostCurve:
         rows: ascending; the first is 1.
         lengths: tokens in the cache, ascending.
         seconds: per length, the least seconds of a forward of so many rows, all with logits.
+        steady: whether the processor was its own while it was measured; only such a curve is kept.
     """
 
     machine: Mapping[str, Any]
     rows: Sequence[int]
     lengths: Sequence[int]
     seconds: Sequence[Sequence[float]]
+    steady: bool = True
 
     def __post_init__(self) -> None:
         for name, grid in (("rows", self.rows), ("lengths", self.lengths)):
@@ -243,12 +246,18 @@ def new_curve(
     progress: Callable[[float], None] | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> CostCurve:
-    """The target's curve, measured in about a second; kept at ``path``, with a warning where that cannot be."""
+    """The target's curve, measured in about a second; kept at ``path``, with a warning where that cannot be.
+
+    Where others had this thread's processor meanwhile, it is not ``steady``, and not kept: it would hold for later.
+    """
+    began, worked = clock(), thread_time()
     curve = measure(
         target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress, clock=clock
     )
+    if target.device.type == "cpu" and clock is perf_counter:  # elsewhere the thread waits for others by intent
+        curve = replace(curve, steady=thread_time() - worked >= _STEADY * (clock() - began))
     try:
-        if path is not None:
+        if path is not None and curve.steady:
             curve.save(path)
     except OSError as error:
         message = f"cannot keep the cost curve in {path}: {error}; it will be measured again"

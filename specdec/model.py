@@ -408,9 +408,10 @@ class TransformersTarget:
         curve = kept_curve({**describe(self), "runner": name})
         return None if curve is None else _timed(curve)
 
-    def _seconds(self, progress: Callable[[float], None] | None, runner: LayerRunner) -> list[float]:
+    def _seconds(self, progress: Callable[[float], None] | None, runner: LayerRunner) -> list[float] | None:
         with self._using(runner):
-            return _timed(new_curve(self, stored_at(describe(self)), progress))
+            curve = new_curve(self, stored_at(describe(self)), progress)
+        return _timed(curve) if curve.steady else None
 
 
 def _timed(curve: CostCurve) -> list[float]:

@@ -205,14 +205,14 @@ def choose_runner(
     *,
     differs: Callable[[LayerRunner], str | None],
     kept: Callable[[str], list[float] | None],
-    seconds: Callable[[LayerRunner], list[float]],
+    seconds: Callable[[LayerRunner], list[float] | None],
 ) -> Plan:
     """Make the runner that ``execution`` asks for.
 
     Args:
         differs: how a runner's logits differ from the model's own, or None.
         kept: seconds of whole steps of ``TIMED_ROWS`` rows by a runner's name, where they are known.
-        seconds: the same by a runner, measured now and kept.
+        seconds: the same by a runner, measured now and kept; None where the machine was too busy to tell.
 
     Raises:
         ConfigError: a runner that was named cannot run this model; the message says why.
@@ -237,7 +237,7 @@ def _choose(
     attention: str,
     differs: Callable[[LayerRunner], str | None],
     kept: Callable[[str], list[float] | None],
-    seconds: Callable[[LayerRunner], list[float]],
+    seconds: Callable[[LayerRunner], list[float] | None],
 ) -> Plan:
     others = {name: reason for name in ("native", "fused") if (reason := maker.why_not(name, attention)) is not None}
 
@@ -256,12 +256,13 @@ def _choose(
         timed = _SMALL <= size <= _LARGE
         known = {name: times for name in ("fused", "native") if timed and (times := kept(name)) is not None}
         if timed and "fused" not in known and (fused := attempt("fused")) is not None:
-            known["fused"] = seconds(fused)
+            if (times := seconds(fused)) is not None:
+                known["fused"] = times
             del fused  # and with it the weights that are about to be packed
         native = None if _slower(known) else attempt("native")
         if native is not None:
-            if "fused" in known and "native" not in known:
-                known["native"] = seconds(native)
+            if "fused" in known and "native" not in known and (times := seconds(native)) is not None:
+                known["native"] = times
             if not _slower(known):
                 return Plan(native, _told(known), others)
             maker.unpack()

@@ -203,6 +203,17 @@ def test_a_curve_is_measured_once(counted: list[int]) -> None:
     assert len(counted) == 1
 
 
+def test_a_busy_machine_s_curve_is_not_kept(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves once; what others slowed down would else decide about rows and runners for good."""
+    with monkeypatch.context() as patch:
+        patch.setattr(cost, "thread_time", lambda: 0.0)  # the thread never had a processor
+        assert not cost_curve(target()).steady
+        assert not stored_at(describe(target())).exists()
+    assert cost_curve(target()).steady
+    assert stored_at(describe(target())).exists()
+    assert len(counted) == 2
+
+
 def test_a_broken_file_is_measured_anew(counted: list[int]) -> None:
     path = stored_at(describe(target()))
     path.parent.mkdir(parents=True)

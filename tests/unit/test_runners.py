@@ -436,6 +436,17 @@ def test_whole_steps_decide(native: list[float], taken: str, folder: Path, monke
 
 
 @needs_compiler
+def test_a_busy_machine_decides_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = timed(monkeypatch, fused=[1.0, 2.0], native=[20.0, 30.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(cost, "thread_time", lambda: 0.0)  # others had the processor all the time
+        assert TransformersTarget(native_model(), owned=True).runner.name == "native"
+    assert not folder.exists()
+    assert TransformersTarget(native_model(), owned=True).runner.name == "fused"
+    assert asked == ["fused", "fused", "native"]
+
+
+@needs_compiler
 def test_dtype_threads_and_shapes_are_timed_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, threads = timed(monkeypatch, fused=[1.0, 1.0], native=[1.0, 1.0]), torch.get_num_threads()
     TransformersTarget(native_model(), owned=True)
