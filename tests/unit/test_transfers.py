@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from specdec import Draft, Engine, SamplingParams, copies
+from specdec.cost import roofline
 from specdec.draft import ancestors
 from specdec.errors import NumericalError
 from specdec.results import Step
@@ -111,7 +112,9 @@ def test_one_copy_in_and_one_out(
         medusa = settings_of("medusa", target, tmp_path)[0]
         choices.append({"name": drafter, "parts": ["token_recycling", {"name": "union", "parts": [medusa]}]})
     # What drafters learn from one text they know in the next, so that each is made anew.
-    once, engines = ([Engine(target, None, options, max_rows=24) for options in choices] for _ in range(2))
+    # What rows cost is supposed and not measured, as a busy machine could have ``auto`` propose none.
+    costs = roofline("cpu")
+    once, engines = ([Engine(target, None, options, max_rows=24, costs=costs) for options in choices] for _ in range(2))
     expected = [steps_of(engine, sampling, None) for engine in once]
     mode = request.getfixturevalue("transfers")
     accepted = 0
