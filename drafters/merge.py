@@ -277,6 +277,7 @@ class MergedSession(BatchedSession):
         self._length = 0
         self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
         self._kept: list[int] = [0]  # row of the draft -> row of the tree
+        self._draft = Draft.chain([context.root])
 
     def passes(self, room: int) -> Passes[Draft]:
         context, prices, length = self._context, self._prices, self._context.cache.length
@@ -297,8 +298,9 @@ class MergedSession(BatchedSession):
                 began = perf_counter()
                 part.place(tree, _FAINT if self._plans else 0.0)
                 part.seconds += perf_counter() - began
+        self._draft = Draft.chain([context.root])
         if len(tree.tokens) == 1:
-            return Draft.chain([context.root])
+            return self._draft
         best = tree.best(room - 1 - len(tree.needed))
         if self._plans:
             assert prices is not None
@@ -306,12 +308,13 @@ class MergedSession(BatchedSession):
         kept = self._kept = [0, *sorted([*tree.needed, *best])]
         place = {row: number for number, row in enumerate(kept)}
         read = {place[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
-        return Draft(
+        self._draft = Draft(
             [tree.tokens[row] for row in kept],
             [-1, *(place[tree.parents[row]] for row in kept[1:])],
             probes=frozenset(place[row] for row in tree.needed if row not in tree.candidates),
             read=sorted(read),
         )
+        return self._draft
 
     def ask(self, question: Question) -> torch.Tensor | None:
         """What the parts ask of the whole step, one answer after the other."""
@@ -330,7 +333,8 @@ class MergedSession(BatchedSession):
             assert seen.answer is not None
             answers[part], first = seen.answer[first : first + count], first + count
         place = dict[int, int]()
-        if seen.draft is not None:  # rows beyond ours were appended where this is a part of another union
+        # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
+        if seen.draft is not None and _begins_with(seen.draft, self._draft):
             kept = self._kept
             place = {kept[row]: depth for depth, row in enumerate(seen.path) if row < len(kept)}
         for part in self._parts:
@@ -358,6 +362,11 @@ class MergedSession(BatchedSession):
                 cost=price[len(kept)] - price[len(kept) - sum(row in part.added for row in kept)],
                 seconds=part.seconds + perf_counter() - began,
             )
+
+
+def _begins_with(draft: Draft, own: Draft) -> bool:
+    size = len(own)
+    return [*draft.tokens[:size]] == [*own.tokens] and [*draft.parents[:size]] == [*own.parents]
 
 
 def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collection[int]) -> Observation:

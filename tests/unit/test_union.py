@@ -10,6 +10,7 @@ import torch
 
 from drafters.lookahead import Lookahead, LookaheadConfig
 from drafters.merge import part_of
+from drafters.token_recycling import TokenRecycling, TokenRecyclingConfig
 from drafters.union import Union, UnionConfig
 from specdec import FINAL, Context, Draft, Drafter, DrafterBase, DraftSession, Engine, Observation
 from specdec.draft import Entry
@@ -239,3 +240,12 @@ def test_unknown_parts_are_named() -> None:
         Engine(target_of("llama"), None, {"name": "union", "parts": ["lokahead"]})
     with pytest.raises(ConfigError, match="unknown option of lookahead 'windw'"):
         Engine(target_of("llama"), None, {"name": "union", "parts": [{"name": "lookahead", "windw": 3}]})
+
+
+def test_a_step_that_it_was_not_asked_for() -> None:
+    """As a part of another union that sleeps it sees such steps: its rows of the step before are none of theirs."""
+    recycling = TokenRecycling(TokenRecyclingConfig())
+    session = union_of(Fixed([3, 4], [0, 0]), recycling, rows=8).start(context_of([1, 2]))
+    draft = session.propose(100)
+    session.observe(Observation(draft, [0], [9], Scores(torch.zeros(len(draft), 32))))
+    session.observe(Observation(Draft.chain([9]), [0], [5], Scores(torch.zeros(1, 32))))
