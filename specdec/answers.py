@@ -6,22 +6,20 @@ run this is. The same call goes on from there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specdec import show
 from specdec.config import RunConfig
 from specdec.conversations import read_records
 from specdec.engine import Engine, Prompt
-from specdec.errors import CheckpointError, ConfigError
-from specdec.files import resume, write_text
-from specdec.results import Generation
+from specdec.errors import ConfigError
+from specdec.files import unfinished, write_text
+from specdec.show import to_json
 
-__all__ = ["answer", "check_out", "read_prompts"]
+__all__ = ["answer", "read_prompts"]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -47,12 +45,6 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def check_out(out: Path) -> None:
-    """Raises ConfigError where there is such a file."""
-    if out.exists():
-        raise ConfigError(f"{str(out)!r} exists; delete it, or give another --out")
-
-
 def answer(engine: Engine, prompts: list[Prompt], out: Path, run: RunConfig, *, batch: int, progress: bool) -> int:
     """Answer the prompts and put the file at ``out``, a JSON line for each in their order; how many failed.
 
@@ -60,42 +52,23 @@ def answer(engine: Engine, prompts: list[Prompt], out: Path, run: RunConfig, *, 
         ConfigError: ``out`` exists, or is half done with other options.
         CheckpointError: the disk refuses.
     """
-    check_out(out)
-    partial = out.with_name(out.name + ".partial")
-    asked = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
     options = {name: getattr(run, name) for name in ("model", "dtype", "drafter", "max_new_tokens", "stop")}
-    header = {**options, **asdict(run.sampling), "prompts": len(prompts), "asked": asked}
-    try:
-        done = {line["index"]: line for line in resume(partial, header, lambda line: _check_line(line, len(prompts)))}
-        left = [index for index in range(len(prompts)) if index not in done]
-        with partial.open("a", encoding="utf-8") as file:
-
-            def keep(place: int, generation: Generation) -> None:
-                line = {"index": left[place], **show.to_json(generation, engine.drafter.name)}
-                done[left[place]] = line
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-
-            engine.generate_batch(
-                [prompts[index] for index in left],
-                run.max_new_tokens,
-                run.sampling,
-                stop=run.stop,
-                batch=batch,
-                progress=progress,
-                on_done=keep,
-            )
-        write_text(out, "".join(json.dumps(done[index]) + "\n" for index in range(len(prompts))))
-        partial.unlink()
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {str(out)!r}: {error}; make room, and the same command goes on where it was"
-        ) from error
-    return sum(line["finish_reason"] == "error" for line in done.values())
+    with unfinished(out, {**options, **asdict(run.sampling)}, prompts, _check_line) as answers:
+        left = answers.left
+        engine.generate_batch(
+            [prompts[index] for index in left],
+            run.max_new_tokens,
+            run.sampling,
+            stop=run.stop,
+            batch=batch,
+            progress=progress,
+            on_done=lambda place, generation: answers.add(left[place], to_json(generation, engine.drafter.name)),
+        )
+        lines = [answers.done[index] for index in range(len(prompts))]
+        write_text(out, "".join(json.dumps(line) + "\n" for line in lines))
+    return sum(line["finish_reason"] == "error" for line in lines)
 
 
-def _check_line(line: Mapping[str, Any], prompts: int) -> None:
-    """ValueError for a line of an unfinished file that is no answer to one of so many prompts."""
-    index = line.get("index")
-    if type(index) is not int or not 0 <= index < prompts or "finish_reason" not in line:
-        raise ValueError(f"it holds no answer to one of {prompts} prompts")
+def _check_line(line: Mapping[str, Any]) -> None:
+    if "finish_reason" not in line:
+        raise ValueError("it does not say how its answer ended")

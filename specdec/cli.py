@@ -24,6 +24,7 @@ from specdec import show
 from specdec.chat import chat
 from specdec.config import ModelOptions, RunConfig, check_positive, resolve
 from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, shown
+from specdec.files import refuse_existing
 from specdec.info import info
 from specdec.options import Given, with_options
 from specdec.pull import pull
@@ -170,10 +171,10 @@ def _answer_file(config: RunConfig, prompts: Path | None, out: Path | None, batc
     if prompts is None or out is None or one is not None:
         raise ConfigError("--prompts FILE and --out FILE go together, and without another prompt")
     check_positive(batch=batch)
-    from specdec.answers import answer, check_out, read_prompts
+    from specdec.answers import answer, read_prompts
     from specdec.load import load_run
 
-    check_out(out)
+    refuse_existing(out)
     questions = read_prompts(prompts)
     failed = answer(load_run(config), questions, out, config, batch=batch, progress=sys.stderr.isatty())
     failures = f", {failed} of them failures" if failed else ""

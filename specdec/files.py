@@ -6,28 +6,33 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import platformdirs
 
 from specdec.errors import CheckpointError, ConfigError, first_line, shown
 
 __all__ = [
+    "Unfinished",
+    "append_lines",
     "cache_folder",
     "digest_of",
     "drop_unfinished",
     "parse_json",
+    "read_lines",
     "read_object",
     "read_text",
+    "refuse_existing",
     "replacing",
-    "resume",
-    "whole_lines",
+    "unfinished",
     "write_json",
     "write_text",
 ]
+
+T = TypeVar("T")
 
 
 def cache_folder() -> Path:
@@ -120,9 +125,38 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file that is appended to, less a last one that a kill cut short; none where there is no file."""
-    return _whole(path).split(b"\n")[:-1]
+def append_lines(path: Path, *values: Any) -> None:
+    """Add values to a file of JSON lines, for good: they are on the disk when this returns.
+
+    Raises:
+        OSError: no room, or no permission; a line that the disk took half of is dropped when the file is read.
+    """
+    lines = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n" for value in values]
+    with path.open("ab") as file:
+        file.write("".join(lines).encode("utf-8", "replace"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path, read: Callable[[int, bytes], T], what: str, remedy: str) -> list[T]:
+    """A file that is appended to: what ``read`` makes of each line's number, from 1, and text.
+
+    A last line that a kill cut short is none, and where there is no file, there are no lines.
+
+    Raises:
+        ConfigError: the file cannot be read, or ``read`` raised ValueError for a line, which is no ``what``.
+    """
+    found = []
+    try:
+        lines = _whole(path).split(b"\n")[:-1]
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error}; give another place") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(read(number, line))
+        except ValueError as error:
+            raise ConfigError(f"{str(path)!r}, line {number}: no {what}: {error}; {remedy}") from error
+    return found
 
 
 def drop_unfinished(path: Path) -> None:
@@ -136,39 +170,82 @@ def _whole(path: Path) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
-def resume(
-    partial: Path, header: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
-) -> list[dict[str, Any]]:
-    """The lines of the same run's unfinished file, less one that a kill cut short; a new file gets its header.
+def refuse_existing(out: Path) -> None:
+    """Raises ConfigError where there is such a file."""
+    if out.exists():
+        raise ConfigError(f"{str(out)!r} exists; delete it, or give another --out")
 
-    ``check`` raises ValueError for a line below the header that is none of such a run's.
 
-    Raises:
-        ConfigError: it is another run's, or a line is none of its.
+class Unfinished:
+    """The lines of a file that is not finished, each the answer to one of many prompts.
+
+    Attributes:
+        done: number of the prompt -> line.
     """
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    drop_unfinished(partial)
-    lines: list[dict[str, Any]] = []
-    for number, text in enumerate(whole_lines(partial), 1):
-        try:
+
+    def __init__(
+        self, partial: Path, header: Mapping[str, Any], prompts: int, check: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        drop_unfinished(partial)
+
+        def read(number: int, text: bytes) -> dict[str, Any]:
             line = parse_json(text)
             if not isinstance(line, dict):
                 raise ValueError(f"it holds {type(line).__name__}, not an object")
             if number > 1:
+                if type(line.get("index")) is not int or not 0 <= line["index"] < prompts:
+                    raise ValueError(f"it holds no answer to one of {prompts} prompts")
                 check(line)
-        except ValueError as error:
+            return line
+
+        remedy = "delete that line and all below it, and the same command goes on from there"
+        former, *lines = read_lines(partial, read, "line of an unfinished run", remedy) or [dict(header)]
+        if former != header:
+            key = next(key for key in sorted({*former, *header}) if former.get(key) != header.get(key))
             raise ConfigError(
-                f"{str(partial)!r}, line {number}: no line of an unfinished run: {error}; delete that line and all "
-                "below it, and the same command goes on from there"
-            ) from error
-        lines.append(line)
-    if not lines:
-        write_text(partial, json.dumps(header) + "\n")
-        return []
-    if (before := lines[0]) != header:
-        key = next(key for key in sorted({*before, *header}) if before.get(key) != header.get(key))
-        raise ConfigError(
-            f"{str(partial)!r} is of a run with {key} {before.get(key)!r}, this one has {header.get(key)!r}; give the "
-            "same options to go on with it, another --out, or delete it"
-        )
-    return lines[1:]
+                f"{str(partial)!r} is of a run with {key} {former.get(key)!r}, this one has {header.get(key)!r}; give "
+                "the same options to go on with it, another --out, or delete it"
+            )
+        if not lines:
+            write_text(partial, json.dumps(header) + "\n")
+        self._partial, self._prompts = partial, prompts
+        self.done = {line["index"]: line for line in lines}
+
+    @property
+    def left(self) -> list[int]:
+        """The prompts that have no answer yet."""
+        return [index for index in range(self._prompts) if index not in self.done]
+
+    def add(self, index: int, line: Mapping[str, Any]) -> None:
+        """Keep the answer to a prompt."""
+        self.done[index] = {"index": index, **line}
+        append_lines(self._partial, self.done[index])
+
+
+@contextmanager
+def unfinished(
+    out: Path, run: Mapping[str, Any], prompts: Sequence[Any], check: Callable[[Mapping[str, Any]], None]
+) -> Iterator[Unfinished]:
+    """The answers so far to all of ``prompts``: lines of the file's name + ``.partial``, until ``out`` is written.
+
+    Args:
+        out: the file, which the block writes once nothing is left.
+        run: JSON values that say what this run is; the unfinished file of another is refused.
+        prompts: JSON values; the unfinished file answers these and no others.
+        check: raises ValueError for a line that is none of such a run's.
+
+    Raises:
+        ConfigError: ``out`` exists, or is half done with other options.
+        CheckpointError: the disk refuses.
+    """
+    refuse_existing(out)
+    partial = out.with_name(out.name + ".partial")
+    asked = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+    try:
+        yield Unfinished(partial, {**run, "prompts": len(prompts), "asked": asked}, len(prompts), check)
+        partial.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {str(out)!r}: {error}; make room, and the same command goes on where it was"
+        ) from error

@@ -15,7 +15,7 @@ from annotated_types import Predicate
 
 from specdec.errors import ConfigError, shown
 
-__all__ = ["fitting", "having"]
+__all__ = ["fitting", "having", "read_json"]
 
 # Pydantic's names for a value of the right type that is out of bounds.
 _BOUNDS = {
@@ -45,6 +45,23 @@ def fitting(name: str, value: Any, kind: Any) -> Any:
     return fit if isinstance(fit, int | float) else value
 
 
+def read_json(kind: Any, text: str | bytes) -> Any:
+    """A value of a kind from its JSON; a dataclass says in ``__pydantic_config__`` how strictly it is read.
+
+    Raises:
+        ValueError: it is none, or no JSON; the message says which part does not fit.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return _reader(kind).validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        found = f", and is {shown(first['input'])}" if first["type"] not in ("json_invalid", "missing") else ""
+        raise ValueError(f"{place}: {first['msg']}{found}") from None
+
+
 def having(*names: str) -> Predicate:
     """A check that a value is an object with these attributes, and no class."""
     return Predicate(lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in names))
@@ -64,6 +81,13 @@ def _adapter(kind: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         kind = Annotated[Any, Predicate(partial(_is_one, kind))]
     return TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+
+
+@cache
+def _reader(kind: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(kind, config=None if is_dataclass(kind) else ConfigDict(strict=True))
 
 
 def _is_one(kind: type, value: Any) -> bool:

@@ -7,7 +7,6 @@ soon as it ends, so a killed run goes on where it was.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +22,8 @@ from specdec.batch import Request, Scheduler
 from specdec.bench.questions import Question, build_prompt, read_questions
 from specdec.conversations import is_text, read_records, turns_of
 from specdec.engine import Engine
-from specdec.errors import CheckpointError, ConfigError, PromptError
-from specdec.files import read_text, resume, write_text
+from specdec.errors import ConfigError, PromptError
+from specdec.files import read_text, unfinished, write_text
 from specdec.results import Generation
 from specdec.sampling import SamplingParams
 from specdec.text import stop_strings
@@ -122,26 +121,18 @@ def distill(
         CheckpointError: the disk refuses.
         SpecdecError: an answer fails, but for a prompt that is too long, which is left out.
     """
-    partial = out.with_name(out.name + ".partial")
-    if out.exists():
-        raise ConfigError(f"{str(out)!r} exists; delete it, or give another --out")
-    asked = hashlib.sha256(json.dumps([prompt.turns for prompt in prompts]).encode()).hexdigest()[:16]
     if sampling.acceptance == "auto":
         sampling = replace(sampling, acceptance="match")
     stop = stop_strings(stop)
-    header = {**run, "new": max_new_tokens, "form": form, **asdict(sampling), "prompts": len(prompts), "asked": asked}
-    header |= {"stop": stop} if stop else {}
+    header = {**run, "new": max_new_tokens, "form": form, **asdict(sampling), **({"stop": stop} if stop else {})}
     tokens = 0
-    try:
-        lines = resume(partial, header, lambda line: _check_line(line, len(prompts)))
-        done = {line["number"]: line for line in lines}
-        left = [number for number in range(len(prompts)) if number not in done]
+    with unfinished(out, header, [prompt.turns for prompt in prompts], _check_line) as answers:
         talks = _Talks(
             (number, talk(engine, prompts[number], form, max_new_tokens, sampling.seed + number, sampling, stop))
-            for number in left
+            for number in answers.left
         )
-        bar = tqdm(initial=len(done), total=len(prompts), unit="prompt", mininterval=1.0, desc=out.name)
-        with partial.open("a", encoding="utf-8") as file, bar, engine.target.active():
+        bar = tqdm(initial=len(answers.done), total=len(prompts), unit="prompt", mininterval=1.0, desc=out.name)
+        with bar, engine.target.active():
             for event in chain.from_iterable(Scheduler(engine, talks, batch=batch).run()):
                 if not event.last:
                     continue
@@ -150,18 +141,15 @@ def distill(
                     raise generation.error
                 tokens += len(generation.token_ids)
                 for number, line in talks.answered(event.index, generation):
-                    done[number] = {"number": number, **line}
-                    file.write(json.dumps(done[number]) + "\n")
-                    file.flush()
+                    answers.add(number, line)
                     bar.update()
                 bar.set_postfix(tokens=tokens, refresh=False)
-        made = [done[number] for number in range(len(prompts))]
-        records = [line["record"] for line in made if line["record"] is not None]
-        _finish(partial, out, records)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {str(out)!r}: {error}; make room, and the same command goes on where it was"
-        ) from error
+        made = [answers.done[number] for number in range(len(prompts))]
+        records = [json.dumps(line["record"]) for line in made if line["record"] is not None]
+        write_text(
+            out,
+            "\n".join(records) + "\n" if out.suffix == ".jsonl" else "[\n" + ",\n".join(records) + "\n]\n",
+        )
     return Distilled(len(records), tokens, Counter(line["skipped"] for line in made if line["record"] is None))
 
 
@@ -249,20 +237,10 @@ def _users_place(tokenizer: Any) -> list[int]:
     return list(tokenizer(before, add_special_tokens=False)["input_ids"])
 
 
-def _check_line(line: Mapping[str, Any], prompts: int) -> None:
-    """ValueError for a line of an unfinished file that is no answer to one of so many prompts."""
-    number, record = line.get("number"), line.get("record")
-    if type(number) is not int or not 0 <= number < prompts:
-        raise ValueError(f"it is no answer to one of {prompts} prompts")
+def _check_line(line: Mapping[str, Any]) -> None:
+    record = line.get("record")
     if not (turns_of(record) if record is not None else isinstance(line.get("skipped"), str)):
         raise ValueError("it holds neither a conversation nor why there is none")
-
-
-def _finish(partial: Path, out: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """A JSON list, or lines for ``.jsonl``."""
-    lines = [json.dumps(record) for record in records]
-    write_text(out, "\n".join(lines) + "\n" if out.suffix == ".jsonl" else "[\n" + ",\n".join(lines) + "\n]\n")
-    partial.unlink()
 
 
 def _pieces(text: str, tokenizer: Any, size: int) -> Iterator[str]:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import CheckpointError, ConfigError, pip_line, shown
-from specdec.files import parse_json, replacing, whole_lines, write_text
+from specdec.errors import CheckpointError, ConfigError, pip_line
+from specdec.files import append_lines, read_lines, replacing, write_text
+from specdec.values import read_json
 
 __all__ = ["TrainingLog", "draw_curves", "plot", "read_log"]
 
@@ -41,8 +42,8 @@ class TrainingLog:
         Raises:
             CheckpointError: the disk is full, or the folder gone.
         """
-        with _disk(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        with _disk(self.path):
+            append_lines(self.path, values)
         if self._run is not None:
             self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
 
@@ -71,24 +72,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log; a last one that was cut short by a kill is left out.
 
     Raises:
-        CheckpointError: a line that is none of a log's.
+        ConfigError: a line that is none of a log's.
     """
-    lines: list[dict[str, Any]] = []
-    for number, text in enumerate(whole_lines(path), 1):
-        try:
-            line = parse_json(text)
-            if not isinstance(line, dict) or type(line.get("step")) is not int:
-                raise ValueError("it has no step")
-            odd = [key for key, value in line.items() if type(value) not in (int, float)]
-            if odd:
-                raise ValueError(f"{shown(odd[0])} is {shown(line[odd[0]])}, and no number")
-        except ValueError as error:
-            raise CheckpointError(
-                f"the log {str(path)!r} is broken in line {number}: {error}; delete the line, and start the same "
-                "command again"
-            ) from error
-        lines.append(line)
-    return lines
+
+    def read(number: int, text: bytes) -> dict[str, Any]:
+        line: dict[str, Any] = read_json(dict[str, int | float], text)
+        if type(line.get("step")) is not int:
+            raise ValueError("it has no step")
+        return line
+
+    return read_lines(path, read, "line of a log", "delete it, and start the same command again")
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> bool:

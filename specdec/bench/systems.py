@@ -7,7 +7,7 @@ class has ``build(label, engine, plan, options)``, and its instances are a :clas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import chain
@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from specdec.batch import Request, Scheduler
 from specdec.bench.environment import synchronize
 from specdec.bench.plan import ALL, BASELINE, Plan, label_of, with_batch
+from specdec.bench.records import Output
 from specdec.decoding import Decoding
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterWrapper, DraftSession, Observation
@@ -46,21 +47,6 @@ __all__ = [
 
 GROUP = "specdec.bench_systems"
 _PACKAGE = Path(__file__).resolve().parents[1]
-
-
-@dataclass(slots=True)
-class Output:
-    """An answer: its tokens, how many each step gave, rows of each forward (if known), and seconds by phase; ``reused``
-    tokens of the prompt were not run, as the turn before had been. ``seconds`` and ``times`` as a recorded Turn's.
-    """
-
-    token_ids: list[int]
-    accept_lengths: list[int]
-    rows: list[int] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    finish_reason: str = ""
-    reused: int = 0
-    times: list[float] = field(default_factory=list)
 
 
 class System(Protocol):
@@ -170,7 +156,7 @@ class Drafted:
             synchronize(target.device)
         ended = perf_counter()
         output = _output(decoding, times)
-        output.seconds |= {"wall": ended - began, "prefill": filled - began}
+        output.seconds.update(wall=ended - began, prefill=filled - began)
         return output
 
     def answer_batch(self, prompts: Sequence[list[int]], budget: int, batch: int) -> list[Output | Exception]:

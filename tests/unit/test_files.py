@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from specdec import files
 from specdec.errors import ConfigError
-from specdec.files import cache_folder, read_text, replacing, resume, write_json, write_text
+from specdec.files import cache_folder, read_text, replacing, unfinished, write_json, write_text
 
 
 def content(place: Path) -> dict[str, str]:
@@ -98,19 +99,27 @@ def test_the_cache_is_where_the_platform_has_it(tmp_path: Path, monkeypatch: pyt
     assert cache_folder() == tmp_path / "specdec"
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "7", '{"index": "x"}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "7", '{"index": "x"}', '{"index": 9}', '{"index": 1, "bad": 1}', "[" * 100_000]
+)
 def test_a_broken_line_of_an_unfinished_run_is_named(tmp_path: Path, line: str) -> None:
     def check(found: Mapping[str, object]) -> None:
-        if type(found.get("index")) is not int:
-            raise ValueError("it has no index")
+        if "bad" in found:
+            raise ValueError("it is bad")
+
+    def left(model: str) -> list[int]:
+        with suppress(KeyboardInterrupt), unfinished(tmp_path / "run", {"model": model}, ["a", "b"], check) as lines:
+            left = lines.left
+            raise KeyboardInterrupt
+        return left
 
     partial = tmp_path / "run.partial"
-    assert resume(partial, {"model": "tiny"}, check) == []
-    with partial.open("a") as file:
-        file.write('{"index": 1}\n' + line + "\n")
+    assert left("tiny") == [0, 1]
+    header = partial.read_text()
+    partial.write_text(header + '{"index": 1}\n' + line + "\n")
     with pytest.raises(ConfigError, match=r"run\.partial', line 3: .*delete that line and all below it"):
-        resume(partial, {"model": "tiny"}, check)
-    partial.write_text('{"model": "tiny"}\n{"index": 1}\n{"ind')  # as a kill leaves it
-    assert resume(partial, {"model": "tiny"}, check) == [{"index": 1}]
+        left("tiny")
+    partial.write_text(header + '{"index": 1}\n{"ind')  # as a kill leaves it
+    assert left("tiny") == [0]
     with pytest.raises(ConfigError, match="is of a run with model 'tiny', this one has 'other'"):
-        resume(partial, {"model": "other"}, check)
+        left("other")

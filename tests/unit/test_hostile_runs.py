@@ -87,16 +87,19 @@ def test_a_turn_with_a_value_that_cannot_be(key: str, folder: RunFolder, tiny_en
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"[]", "it holds [], not an object"),
-        (b"null", "it holds None"),
-        (b'{"question_id": 1}', "it has no category"),
-        (json.dumps({**RECORD, "younger": 1}).encode(), "'younger' is no part of it"),
-        (json.dumps({**RECORD, "turns": [{"text": "x"}]}).encode(), "it has no prompt_ids"),
-        (json.dumps({**RECORD, "question_id": [1]}).encode(), "question_id is [1], which is no QuestionId"),
+        (b"[]", "it: Input should be an object, and is []"),
+        (b"null", "it: Input should be an object, and is None"),
+        (b'{"question_id": 1}', "category: Field required"),
+        (json.dumps({**RECORD, "younger": 1}).encode(), "younger: Unexpected keyword argument, and is 1"),
+        (json.dumps({**RECORD, "turns": [{"text": "x"}]}).encode(), "turns.0.token_ids: Field required"),
+        (
+            json.dumps({**RECORD, "question_id": [1]}).encode(),
+            "question_id.int: Input should be a valid",
+        ),
         (b"\xff\xfe", "line 1: no answer record"),
         (b"\0" * 8, "line 1: no answer record"),
-        (b"[" * 100_000, "it is nested too deeply"),
-        (b"9" * 5000, "Exceeds the limit"),
+        (b"[" * 100_000, "recursion limit exceeded"),
+        (b"9" * 5000, "number out of range"),
     ],
 )
 def test_a_line_that_is_no_record_is_named(line: bytes, words: str, folder: RunFolder) -> None:
@@ -141,7 +144,7 @@ def test_a_broken_manifest_is_named_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("specdec.bench.runner.load", lambda plan: pytest.fail("loaded"))
     folder.manifest_path.write_text(text)
-    with pytest.raises(ConfigError, match=r"holds no run|manifest\.json' is no manifest"):
+    with pytest.raises(ConfigError, match=r"holds no run, as manifest\.json says"):
         Runner(Plan(), folder.path)
 
 
