@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,24 +11,12 @@ from annotated_types import Ge, Gt, Le, Lt, Predicate
 
 from specdec.errors import ConfigError
 from specdec.options import option
-from specdec.values import fitting
+from specdec.values import check_fields
 
 __all__ = ["ACCEPTANCES", "SamplingParams"]
 
 ACCEPTANCES = ("auto", "match", "reject", "typical")
 
-_KINDS: Mapping[str, Any] = {
-    "temperature": Annotated[float, Ge(0), Lt(math.inf), "a finite number >= 0, where 0 is greedy"],
-    "top_k": Annotated[int, Ge(0), "an integer >= 0, where 0 is off"],
-    "top_p": Annotated[float, Gt(0), Le(1), "a number in (0, 1], where 1 is off"],
-    "min_p": Annotated[float, Ge(0), Lt(1), "a number in [0, 1), where 0 is off"],
-    "repetition_penalty": Annotated[float, Gt(0), Lt(math.inf), "a finite number > 0, where 1 is off"],
-    "seed": Annotated[int, "an integer, such as 0"],
-    "acceptance": Annotated[str, Predicate(ACCEPTANCES.__contains__), f"one of {', '.join(ACCEPTANCES)}"],
-    "allow_lossy": Annotated[bool, "True or False"],
-    "typical_epsilon": Annotated[float, Gt(0), Le(1), "a number in (0, 1]"],
-    "typical_delta": Annotated[float, Gt(0), Le(1), "a number in (0, 1]"],
-}
 _option = functools.partial(option, panel="Sampling")
 
 
@@ -52,20 +39,25 @@ class SamplingParams:
         ConfigError: a value out of its range, or of another type.
     """
 
-    temperature: float = _option(0.0, "0 is greedy.")
-    top_k: int = _option(0, "0 is off.")
-    top_p: float = _option(1.0, "1 is off.")
-    min_p: float = _option(0.0, "0 is off.")
-    repetition_penalty: float = _option(1.0, "1 is off.")
-    seed: int = _option(0, "Of the sampling noise.")
-    acceptance: str = _option("auto", "auto, match, reject or typical.")
-    allow_lossy: bool = _option(False, "Permit an acceptance that changes the text.")
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
+    temperature: Annotated[float, Ge(0), Lt(math.inf), "a finite number >= 0, where 0 is greedy"] = _option(
+        0.0, "0 is greedy."
+    )
+    top_k: Annotated[int, Ge(0), "an integer >= 0, where 0 is off"] = _option(0, "0 is off.")
+    top_p: Annotated[float, Gt(0), Le(1), "a number in (0, 1], where 1 is off"] = _option(1.0, "1 is off.")
+    min_p: Annotated[float, Ge(0), Lt(1), "a number in [0, 1), where 0 is off"] = _option(0.0, "0 is off.")
+    repetition_penalty: Annotated[float, Gt(0), Lt(math.inf), "a finite number > 0, where 1 is off"] = _option(
+        1.0, "1 is off."
+    )
+    seed: Annotated[int, "an integer, such as 0"] = _option(0, "Of the sampling noise.")
+    acceptance: Annotated[str, Predicate(ACCEPTANCES.__contains__), f"one of {', '.join(ACCEPTANCES)}"] = _option(
+        "auto", "auto, match, reject or typical."
+    )
+    allow_lossy: Annotated[bool, "True or False"] = _option(False, "Permit an acceptance that changes the text.")
+    typical_epsilon: Annotated[float, Gt(0), Le(1), "a number in (0, 1]"] = 0.09
+    typical_delta: Annotated[float, Gt(0), Le(1), "a number in (0, 1]"] = 0.3
 
     def __post_init__(self) -> None:
-        for name, kind in _KINDS.items():
-            object.__setattr__(self, name, fitting(name, getattr(self, name), kind))
+        check_fields(self)
         if self.acceptance == "typical" and not self.allow_lossy:
             raise ConfigError(
                 "acceptance='typical' changes the output distribution; pass allow_lossy=True if you want that"

@@ -9,18 +9,20 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from functools import cache, partial
 from numbers import Integral, Real
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from annotated_types import Predicate
+from annotated_types import Ge, Predicate
 
 from specdec.errors import ConfigError, shown
 
-__all__ = ["fitting", "having", "read_json"]
+__all__ = ["AtLeast1", "check_fields", "fitting", "having", "read_json"]
+
+AtLeast1 = Annotated[int, Ge(1), "at least 1"]
 
 # Pydantic's names for a value of the right type that is out of bounds.
 _BOUNDS = {
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "predicate_failed"),
-    *("string_too_short", "too_short"),
+    *("string_too_short", "too_short", "literal_error"),
 }
 
 
@@ -62,6 +64,17 @@ def read_json(kind: Any, text: str | bytes) -> Any:
         raise ValueError(f"{place}: {first['msg']}{found}") from None
 
 
+def check_fields(options: Any, where: str = "") -> None:
+    """Hold a dataclass' values against its annotations, and make numbers Python's own.
+
+    Raises:
+        ConfigError: the first that does not fit, called ``where`` + its name.
+    """
+    for name, kind in _hints(type(options)).items():
+        if not is_dataclass(kind):
+            object.__setattr__(options, name, fitting(f"{where}{name}", getattr(options, name), kind))
+
+
 def having(*names: str) -> Predicate:
     """A check that a value is an object with these attributes, and no class."""
     return Predicate(lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in names))
@@ -72,6 +85,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | float) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 @cache
@@ -95,5 +113,7 @@ def _is_one(kind: type, value: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
     said = next((part for part in get_args(kind) if isinstance(part, str)), None)
     return said or f"of type {kind.__name__ if type(kind) is type else str(kind).replace('typing.', '')}"

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.config import check_positive
 from specdec.engine import Engine
 from specdec.sampling import SamplingParams
+from specdec.values import AtLeast1, check_fields
 from training.data import Sample
 
 __all__ = ["EvalConfig", "Tally", "Written", "continued_texts"]
@@ -24,12 +24,12 @@ _DEEPEST = 6  # CTAR(1) .. CTAR(6)
 class EvalConfig:
     """Held-out evaluation: the target continues ``prompts`` texts, up to ``prompt`` tokens each, by up to ``new``."""
 
-    prompts: int = 24
-    prompt: int = 128
-    new: int = 96
+    prompts: AtLeast1 = 24
+    prompt: AtLeast1 = 128
+    new: AtLeast1 = 96
 
     def __post_init__(self) -> None:
-        check_positive("evaluation.", prompts=self.prompts, prompt=self.prompt, new=self.new)
+        check_fields(self, "evaluation.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 
 from specdec.config import WeightsOptions
 from specdec.errors import ConfigError
+from specdec.values import check_fields
 from training.acceptance import EvalConfig
 from training.data import TextConfig
 from training.loop import LoopConfig
 
-__all__ = ["DTYPES", "LABELS", "TrainConfig"]
+__all__ = ["DTYPES", "TrainConfig"]
 
-LABELS = ("soft", "hard")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,20 +43,15 @@ class TrainConfig(WeightsOptions):
     eval_data: list[str] = field(default_factory=list)
     out: str = "runs/drafter"
     start: str | None = None
-    labels: str = "soft"
-    keep_features: float = 4.0
-    save_dtype: str = "float32"
+    labels: Literal["soft", "hard"] = "soft"
+    keep_features: Annotated[float, Ge(0), "a size in GiB, 0 or more"] = 4.0
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
     text: TextConfig = field(default_factory=TextConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         WeightsOptions.__post_init__(self)
-        if self.labels not in LABELS:
-            raise ConfigError(f"labels is {self.labels!r}; it must be one of {', '.join(LABELS)}")
-        if self.keep_features < 0:
-            raise ConfigError(f"keep_features is {self.keep_features}; it is a size in GiB, 0 or more")
-        if self.save_dtype not in DTYPES:
-            raise ConfigError(f"save_dtype is {self.save_dtype!r}; it must be one of {', '.join(DTYPES)}")
+        check_fields(self)
         if not self.data:
             raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")

@@ -11,18 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
 
 from drafters.stdlib_corpus import STDLIB, read_files
 from specdec.conversations import is_text, read_records, turns_of, vicuna
 from specdec.errors import ConfigError, shown
 from specdec.files import read_text
+from specdec.values import check_fields
 
-__all__ = ["TEMPLATES", "Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
+__all__ = ["Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
 
-TEMPLATES = ("auto", "tokenizer", "vicuna", "plain")
 _SPEAKERS = ("user", "assistant", "system")
-_LONGEST = 1 << 20  # window: what is shorter is padded to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +37,12 @@ class TextConfig:
         held_out_one_in: samples kept for evaluation, by a hash of their text, where no evaluation data is given.
     """
 
-    length: int = 512
-    template: str = "auto"
-    held_out_one_in: int = 50
+    length: Annotated[int, Ge(8), Le(1 << 20), "from 8 to 1048576 tokens"] = 512
+    template: Literal["auto", "tokenizer", "vicuna", "plain"] = "auto"
+    held_out_one_in: Annotated[int, Ge(2), "at least 2"] = 50
 
     def __post_init__(self) -> None:
-        if not 8 <= self.length <= _LONGEST:
-            raise ConfigError(f"text.length is {shown(self.length)}; it must be in [8, {_LONGEST}] tokens")
-        if self.template not in TEMPLATES:
-            raise ConfigError(f"text.template is {self.template!r}; it must be one of {', '.join(TEMPLATES)}")
-        if self.held_out_one_in < 2:
-            raise ConfigError(f"text.held_out_one_in is {self.held_out_one_in}; it must be at least 2")
+        check_fields(self, "text.")
 
 
 @dataclass(frozen=True, slots=True)

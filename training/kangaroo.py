@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Le
 from torch import nn
 
 from drafters.adapter import Adapter, AdapterConfig, fitting_heads
@@ -58,17 +59,9 @@ class Config(TrainConfig):
     """
 
     out: str = "runs/kangaroo"
-    labels: str = "soft"
-    top_k: int = 0
-    hard_share: float = 0.0
+    top_k: Annotated[int, Ge(0), ">= 0, where 0 keeps the whole distribution"] = 0
+    hard_share: Annotated[float, Ge(0), Le(1), "in [0, 1]"] = 0.0
     adapter: NewAdapter = field(default_factory=NewAdapter)
-
-    def __post_init__(self) -> None:
-        TrainConfig.__post_init__(self)
-        if self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}; it must be >= 0, where 0 keeps the whole distribution")
-        if not 0 <= self.hard_share <= 1:
-            raise ConfigError(f"hard_share is {self.hard_share}; it must be in [0, 1]")
 
 
 class KangarooTraining:

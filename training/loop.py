@@ -12,18 +12,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
+from annotated_types import Ge, Gt, Le, Lt
 from torch import nn
 from tqdm import tqdm
 
-from specdec.config import check_positive
-from specdec.errors import ConfigError, NumericalError, pip_line, shown
+from specdec.errors import NumericalError, pip_line
+from specdec.values import AtLeast1, check_fields
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.device import half_is_fast
 from training.log import TrainingLog
@@ -31,7 +32,8 @@ from training.packing import Batch, Windows
 
 __all__ = ["LoopConfig", "Trainable", "expected_seconds", "new_accelerator", "rows_of", "train"]
 
-_MOST = 65_536  # windows of a forward, forwards of a step
+Count = Annotated[int, Ge(1), Le(65_536), "from 1 to 65536"]  # windows of a forward, forwards of a step
+Share = Annotated[float, Ge(0), Le(1), "in [0, 1]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,43 +59,26 @@ class LoopConfig:
         wandb: ``off``, ``offline`` (used where installed) or ``online``.
     """
 
-    epochs: float = 1.0
-    steps: int = 0
-    batch: int = 8
-    accumulate: int = 1
-    optimizer: str = "adamw"
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    beta2: float = 0.99
-    warmup: float = 0.03
-    decay: float = 0.97
-    clip: float = 1.0
-    precision: str = "auto"
-    seed: int = 0
-    eval_every: int = 200
-    save_every: int = 100
-    log_every: int = 10
-    wandb: str = "offline"
+    epochs: Annotated[float, Gt(0), Lt(math.inf), "> 0 and finite"] = 1.0
+    steps: Annotated[int, Ge(0), ">= 0, where 0 follows from epochs"] = 0
+    batch: Count = 8
+    accumulate: Count = 1
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: Annotated[float, Gt(0), Lt(math.inf), "> 0 and finite"] = 1e-3
+    weight_decay: Annotated[float, Ge(0), Lt(math.inf), ">= 0 and finite"] = 0.0
+    beta2: Annotated[float, Ge(0), Lt(1), "in [0, 1)"] = 0.99
+    warmup: Share = 0.03
+    decay: Share = 0.97
+    clip: Annotated[float, Ge(0), ">= 0, where 0 is off"] = 1.0
+    precision: Literal["auto", "no", "bf16"] = "auto"
+    seed: Annotated[int, Ge(0), Lt(2**63), "in [0, 2^63)"] = 0
+    eval_every: AtLeast1 = 200
+    save_every: AtLeast1 = 100
+    log_every: AtLeast1 = 10
+    wandb: Literal["off", "offline", "online"] = "offline"
 
     def __post_init__(self) -> None:
-        check_positive("loop.", most=_MOST, batch=self.batch, accumulate=self.accumulate)
-        check_positive("loop.", eval_every=self.eval_every, save_every=self.save_every, log_every=self.log_every)
-        for name, good, rule in (
-            ("epochs", 0 < self.epochs < math.inf, "> 0 and finite"),
-            ("steps", self.steps >= 0, ">= 0, where 0 follows from epochs"),
-            ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
-            ("lr", 0 < self.lr < math.inf, "> 0 and finite"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, ">= 0 and finite"),
-            ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
-            ("seed", 0 <= self.seed < 2**63, "in [0, 2^63)"),
-            ("warmup", 0 <= self.warmup <= 1, "in [0, 1]"),
-            ("decay", 0 <= self.decay <= 1, "in [0, 1]"),
-            ("clip", self.clip >= 0, ">= 0, where 0 is off"),
-            ("precision", self.precision in ("auto", "no", "bf16"), "auto, no or bf16"),
-            ("wandb", self.wandb in ("off", "offline", "online"), "off, offline or online"),
-        ):
-            if not good:
-                raise ConfigError(f"loop.{name} is {shown(getattr(self, name))}; it must be {rule}")
+        check_fields(self, "loop.")
 
 
 class Trainable(Protocol):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Gt, Le
 from torch import nn
 
 from drafters.fingerprint import fingerprint
@@ -15,7 +17,6 @@ from drafters.medusa import Node, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from drafters.vocabulary import most_frequent, number_in, ranks_of
 from drafters.weights import check_fit
-from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from training.acceptance import Written
 from training.card import CardText, among
@@ -51,15 +52,13 @@ class Config(TrainConfig):
     """
 
     out: str = "runs/medusa"
-    labels: str = "hard"
-    decay: float = 0.8
+    labels: Literal["soft", "hard"] = "hard"
+    decay: Annotated[float, Gt(0), Le(1), "in (0, 1]"] = 0.8
     tree: str | list[list[int]] = "small"
     heads: NewHeads = field(default_factory=NewHeads)
 
     def __post_init__(self) -> None:
         TrainConfig.__post_init__(self)
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay is {self.decay}; it must be in (0, 1]")
         check_tree(self.paths, heads=self.heads.heads if self.start is None else None)
 
     @property

@@ -120,7 +120,7 @@ def test_a_drafter_may_be_a_bare_name(tmp_path: Path) -> None:
         (["max_new_tokens=-5"], "max_new_tokens is -5; it must be at least 1"),
         (["max_new_tokens=many"], "run.max_new_tokens is 'many', of type str; it must be of type int"),
         (["max_new_tokens=1.5"], "run.max_new_tokens is 1.5, of type float; it must be of type int"),
-        (["sampling.seed=true"], "sampling.seed is True, of type bool; it must be of type int"),
+        (["sampling.seed=true"], "sampling.seed is True, of type bool; it must be an integer"),
         (["sampling.temperature=-1"], "temperature is -1; it must be a finite number >= 0"),
         (["threads=0"], "threads is 0; it must be an integer from 1 to 4096"),
         (["dtype=flot32"], "unknown dtype 'flot32'; did you mean 'float32'?"),
