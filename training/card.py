@@ -36,8 +36,7 @@ def command_line(words: Sequence[str] | None = None) -> str:
     """The command that runs now, without the folder that its program lies in."""
     program, *rest = sys.argv if words is None else words
     name = Path(program).name
-    module = {"cli.py": "training.cli", "__main__.py": "specdec"}.get(name)
-    return shlex.join([*(["python", "-m", module] if module else [name]), *rest])
+    return shlex.join([*(["python", "-m", "specdec"] if name == "__main__.py" else [name]), *rest])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ commands these import what they need when they run.
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,36 +15,35 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specdec.config import RunConfig, check_positive, resolve
-from specdec.errors import ConfigError, SpecdecError, unknown
+from specdec.config import RunConfig, WeightsOptions, check_positive, resolve
+from specdec.errors import ConfigError, unknown
 from specdec.options import Given, with_options
 
-__all__ = ["app", "convert", "distill_data", "show_sample", "train", "tree_search"]
+__all__ = ["convert", "distill_data", "show_sample", "train", "tree_search"]
 
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 TRAINABLE = ("kangaroo", "medusa")
 
-app = typer.Typer(help="Train drafters.", no_args_is_help=True)
 
-
-@app.command()
+@with_options(WeightsOptions, file="configs/train/kangaroo.yaml", setting="loop.lr=3e-4")
 def train(
-    drafter: str = typer.Argument(help="What to train: " + ", ".join(TRAINABLE)),
-    config: Path | None = typer.Option(None, help="YAML file; see configs/train."),
-    data: list[str] = typer.Option([], help="Data instead of the config's: a file, or `stdlib`; may be repeated."),
-    model: str | None = typer.Option(None, help="Target instead of the config's: `tiny`, a folder or a hub id."),
-    out: str | None = typer.Option(None, help="Output folder instead of the config's."),
-    wandb: str | None = typer.Option(None, help="off, offline or online."),
-    settings: list[str] = typer.Option([], "--set", help="KEY=VALUE, such as loop.lr=3e-4; may be repeated."),
+    given: Given,
+    drafter: Annotated[str, typer.Argument(help="What to train: " + ", ".join(TRAINABLE))],
+    data: Annotated[
+        list[str] | None, typer.Option(help="Data instead of the file's: a file, or `stdlib`; may be repeated.")
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Output folder instead of the file's.")] = None,
+    wandb: Annotated[str | None, typer.Option(help="off, offline or online.")] = None,
 ) -> None:
     """Train a drafter; the same command again continues a run that was interrupted."""
-    module = _module(drafter)
-    options = {"data": data, "model": model, "out": out, "loop": {} if wandb is None else {"wandb": wandb}}
-    given = Given(file=config, settings=settings, values={name: value for name, value in options.items() if value})
-    module.run(resolve(module.Config, given, where=f"train {drafter}"))
+    if drafter not in TRAINABLE:
+        raise ConfigError(unknown("trainable drafter", drafter, TRAINABLE))
+    module: Any = importlib.import_module(f"training.{drafter}")
+    own = {"data": data, "out": out, "loop": wandb and {"wandb": wandb}}
+    values = {**given.values, **{name: value for name, value in own.items() if value}}
+    module.run(resolve(module.Config, replace(given, values=values), where=f"train {drafter}"))
 
 
-@app.command()
 def convert(
     drafter: str = typer.Argument(help="kangaroo"),
     source: Path = typer.Argument(help="Folder of the official checkpoint."),
@@ -62,7 +62,6 @@ def convert(
     typer.echo(f"wrote {out}: {sum(p.numel() for p in adapter.parameters()):,} parameters, exit layer {exit_layer}")
 
 
-@app.command()
 def show_sample(
     data: list[str] = typer.Argument(help="Files as for train."),
     model: str = typer.Option("tiny", help="Whose tokenizer and chat template."),
@@ -88,7 +87,6 @@ def show_sample(
         console.print(line, markup=False)
 
 
-@app.command()
 @with_options(RunConfig, without=["parallel"], **_EXAMPLES)
 def distill_data(
     given: Given,
@@ -145,7 +143,6 @@ def distill_data(
     typer.echo(f"wrote {out}: {made.records} conversations; train with --data {out}{plain}")
 
 
-@app.command()
 @with_options(RunConfig, without=["parallel", "policy", "stop"], **_EXAMPLES)
 def tree_search(
     given: Given,
@@ -191,22 +188,3 @@ def coloured(tokens: list[int], trained: list[bool], tokenizer: Any) -> Text:
             text.append(tokenizer.decode(tokens[begin:end], clean_up_tokenization_spaces=False), style=style)
             begin = end
     return text
-
-
-def _module(drafter: str) -> Any:
-    if drafter not in TRAINABLE:
-        raise ConfigError(unknown("trainable drafter", drafter, TRAINABLE))
-    return importlib.import_module(f"training.{drafter}")
-
-
-def main() -> None:
-    """``python -m training.cli``, for ``accelerate launch``."""
-    try:
-        app()
-    except SpecdecError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from error
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ def load_parallel(
     kind: str,
     path: str | Path,
     *,
-    max_rows: int = 128,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device | None = None,
-    device_map: str | dict[str, Any] | None = None,
-    execution: str = "auto",
-    attention: str = "auto",
-    trust_remote_code: bool = False,
-    progress: Callable[[float], None] | None = None,
+    max_rows: int,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    device_map: str | dict[str, Any] | None,
+    trust_remote_code: bool,
+    **options: Any,
 ) -> ParallelTarget:
     """As ``TransformersTarget.from_pretrained``, called by every process; ``kind`` is ``rows`` or ``tensor``.
 
@@ -48,5 +45,5 @@ def load_parallel(
         trust_remote_code=trust_remote_code,
         split=split,
     )
-    options: dict[str, Any] = {"execution": execution, "attention": attention, "owned": True, "progress": progress}
+    options["owned"] = True
     return TensorTarget(model, **options) if split else ShardedTarget(model, max_rows=max_rows, **options)
