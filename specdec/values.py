@@ -70,7 +70,8 @@ def check_fields(options: Any, where: str = "") -> None:
     Raises:
         ConfigError: the first that does not fit, called ``where`` + its name.
     """
-    for name, kind in _hints(type(options)).items():
+    hints: Any = _hints(type(options))  # type: ignore[arg-type]  # a class has a hash
+    for name, kind in hints.items():
         if not is_dataclass(kind):
             object.__setattr__(options, name, fitting(f"{where}{name}", getattr(options, name), kind))
 

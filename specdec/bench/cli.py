@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -28,10 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["audit", "bench", "compare"]
 
-_EXAMPLES = {"file": "configs/bench/tiny.yaml", "setting": "lookahead.window=5"}
 
-
-@with_options(Plan, **_EXAMPLES)
+@with_options(Plan, file="configs/bench/tiny.yaml", setting="lookahead.window=5")
 def bench(
     given: Given,
     out: Annotated[
@@ -77,32 +73,29 @@ def bench(
         raise typer.Exit(1)
 
 
-@with_options(Plan, without=["repeats", "parallel"], **_EXAMPLES)
 def audit(
-    given: Given,
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="Folder of a run; without it, one is made.")
-    ] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `specdec bench`.")],
 ) -> None:
-    """Compare every answer with plain decoding, token by token; the exit status is 1 where one is wrong.
-
-    RUN is a folder of `specdec bench`. Without it, the questions are answered once by each drafter, and not timed.
-    """
+    """Compare every answer of a run with plain decoding, token by token; the exit status is 1 where one is wrong."""
+    from specdec.bench.audit import audit as audit_records
+    from specdec.bench.environment import describe_model
+    from specdec.bench.records import RunFolder
     from specdec.bench.tables import print_verdicts
+    from specdec.load import load
+    from specdec.model import TransformersTarget
 
-    if run is not None:
-        named = [*given.values, *["config"] * bool(given.file), *["set"] * bool(given.settings)]
-        if named:
-            name = named[0].replace("_", "-")
-            raise ConfigError(f"--{name} is an option of a new run; leave it out, or leave out {run}")
-        found = _audit_folder(run)
-    else:
-        rivals: dict[str, Any] = {} if given.file is not None else {"systems": []}
-        values = {**rivals, **given.values, "repeats": 1}
-        plan = resolve(Plan, replace(given, values=values), where="bench")
-        with tempfile.TemporaryDirectory() as folder:
-            made, found = _run(plan, Path(folder), "specdec audit", cost=False)
-            _print_failures(made)
+    folder = RunFolder(run)
+    manifest = folder.manifest()
+    plan = parse(Plan, manifest["plan"], where="bench")
+    target = load(plan).target
+    assert isinstance(target, TransformersTarget)
+    now = describe_model(plan.model, target)["fingerprint"]
+    if now != manifest["model"]["fingerprint"]:
+        raise ConfigError(
+            f"the run was made with other weights of {plan.model!r} ({manifest['model']['fingerprint']}, now {now}); "
+            "its answers cannot be audited with these"
+        )
+    found = audit_records(folder.records(), manifest["systems"], target, plan.sampling())
     print_verdicts(found, Console())
     if not found.passed:
         raise typer.Exit(1)
@@ -127,7 +120,7 @@ def compare(
     typer.echo(f"{moved} of {len(found.changes)} figures moved beyond noise")
 
 
-def _run(plan: Plan, folder: Path, command: str, *, cost: bool = True) -> tuple[RunFolder, Audit]:
+def _run(plan: Plan, folder: Path, command: str) -> tuple[RunFolder, Audit]:
     """Do a run with a progress bar, then audit it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -142,7 +135,7 @@ def _run(plan: Plan, folder: Path, command: str, *, cost: bool = True) -> tuple[
     def on_system(label: str, answers: int) -> None:
         progress.update(task, description=label, advance=answers)
 
-    runner = Runner(plan, folder, command=command, on_system=on_system, cost=cost)
+    runner = Runner(plan, folder, command=command, on_system=on_system)
     if runner.follows:
         runner.follow()
         raise typer.Exit
@@ -155,27 +148,6 @@ def _run(plan: Plan, folder: Path, command: str, *, cost: bool = True) -> tuple[
     with progress:
         run = runner.run()
     return run, audit_records(run.records(), run.manifest()["systems"], runner.target, plan.sampling())
-
-
-def _audit_folder(path: Path) -> Audit:
-    from specdec.bench.audit import audit as audit_records
-    from specdec.bench.environment import describe_model
-    from specdec.bench.records import RunFolder
-    from specdec.load import load
-    from specdec.model import TransformersTarget
-
-    run = RunFolder(path)
-    manifest = run.manifest()
-    plan = parse(Plan, manifest["plan"], where="bench")
-    target = load(plan).target
-    assert isinstance(target, TransformersTarget)
-    now = describe_model(plan.model, target)["fingerprint"]
-    if now != manifest["model"]["fingerprint"]:
-        raise ConfigError(
-            f"the run was made with other weights of {plan.model!r} ({manifest['model']['fingerprint']}, now {now}); "
-            "its answers cannot be audited with these"
-        )
-    return audit_records(run.records(), manifest["systems"], target, plan.sampling())
 
 
 def _print_failures(run: RunFolder) -> None:

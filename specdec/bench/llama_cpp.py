@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from specdec.bench.plan import Plan
-from specdec.bench.systems import Output
+from specdec.bench.systems import Output, Rival
 from specdec.engine import Engine
-from specdec.errors import ConfigError, unknown
+from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 
 __all__ = ["LlamaCpp"]
@@ -29,7 +29,7 @@ _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _BATCH = 512  # tokens per forward of the prompt, which is ours too
 
 
-class LlamaCpp:
+class LlamaCpp(Rival):
     """Greedy decoding by llama.cpp on CPU.
 
     Options: ``file``, a GGUF file to decode instead of the target's weights; ``lookup``, how many tokens its n-gram
@@ -39,17 +39,12 @@ class LlamaCpp:
         ConfigError: the packages are missing, the target is no Llama, or T > 0, where its random numbers are its own.
     """
 
-    ours = False
+    Options: ClassVar[dict[str, Any]] = {"file": None, "lookup": 0}
 
     def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
-        known = {"file": None, "lookup": 0}
-        for name in options:
-            if name not in known:
-                raise ConfigError(unknown(f"option of {label}", name, known))
+        super().__init__(label, engine, plan, options)
         if plan.temperature > 0:
             raise ConfigError(f"{label} is compared on greedy text; leave it out of --systems, or set --temperature 0")
-        self.label, self.options = label, {**known, **options}
-        self._target = target = engine.target
         self.lossy = self.options["file"] is not None
         self.comparable = False  # the same weights under other kernels: ties fall otherwise
         try:
@@ -72,21 +67,11 @@ class LlamaCpp:
         if not self._model:
             raise ConfigError(f"llama.cpp cannot read {str(self.options['file'] or 'the weights it was given')!r}")
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = min(target.context_length, 8192), _BATCH, _BATCH
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = min(self.target.context_length, 8192), _BATCH, _BATCH
         settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         self._size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
-
-    @classmethod
-    def build(cls, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> LlamaCpp:
-        return cls(label, engine, plan, options)
-
-    def warm_up(self, prompt: list[int], budget: int) -> None:
-        self.answer(prompt, budget)
-
-    def reset(self) -> None:
-        pass
 
     def answer(self, prompt: list[int], budget: int) -> Output:
         began = perf_counter()
@@ -98,12 +83,12 @@ class LlamaCpp:
         text, end = list(prompt), len(prompt) + budget
         steps: list[int] = []
         times: list[float] = []
-        while not steps or (len(text) < end and text[-1] not in self._target.eos_ids):
+        while not steps or (len(text) < end and text[-1] not in self.target.eos_ids):
             drafts = _continuation(text, self.options["lookup"])
             answers = self._forward([text[-1], *drafts], len(text) - 1)
             accepted = next((n for n, draft in enumerate(drafts) if answers[n] != draft), len(drafts))
             new = answers[: min(accepted + 1, end - len(text))]
-            ends = next((n + 1 for n, token in enumerate(new) if token in self._target.eos_ids), len(new))
+            ends = next((n + 1 for n, token in enumerate(new) if token in self.target.eos_ids), len(new))
             text += new[:ends]
             steps.append(ends)
             times.append(perf_counter() - began)
@@ -114,7 +99,7 @@ class LlamaCpp:
             text[len(prompt) :],
             steps,
             seconds={"wall": ended - began, "prefill": filled - began},
-            finish_reason="eos" if text[-1] in self._target.eos_ids else "length",
+            finish_reason="eos" if text[-1] in self.target.eos_ids else "length",
             times=times,
         )
 

@@ -20,7 +20,7 @@ from specdec.bench.environment import MemoryMeter, describe_environment, describ
 from specdec.bench.plan import Plan
 from specdec.bench.questions import Question, QuestionId, build_prompt, find_questions, group_of, read_questions, select
 from specdec.bench.records import Record, RunFolder, Turn
-from specdec.bench.systems import Batched, Contestant, Output, check_specs, make_systems
+from specdec.bench.systems import Contestant, Output, System, check_specs, make_systems
 from specdec.cost import measure
 from specdec.engine import Engine
 from specdec.errors import ConfigError, ParallelError
@@ -96,7 +96,7 @@ class Runner:
             "plan": asdict(plan),
             "questions": {"file": path.name, "sha256": digest_of(path), "asked": len(self.questions)},
             "model": describe_model(plan.model, self.target),
-            "systems": {system.label: _describe(system) for system in self.systems},
+            "systems": {entrant.label: _about(entrant.system) for entrant in self.systems},
             "left_out": left_out,
             "environment": environment,
             "runs": [{"command": command, "began": time.time(), "commit": environment["commit"]}],
@@ -142,7 +142,7 @@ class Runner:
             for place in range(lots):
                 lot, turn = self.questions[place::lots], (place + repeat) % len(self.systems)
                 for system in [*self.systems[turn:], *self.systems[:turn]]:
-                    together = [lot] if isinstance(system, Batched) else [[question] for question in lot]
+                    together = [lot] if system.size > 1 else [[question] for question in lot]
                     entries += [(repeat, asked, system) for asked in together]
         return entries
 
@@ -167,11 +167,11 @@ class Runner:
 
     def follow(self) -> None:
         """As another process than rank 0: take part in its answers, and keep nothing."""
-        self.systems = [system for system in self.systems if system.ours]
+        self.systems = [entrant for entrant in self.systems if entrant.system.ours]
         if self.todo:
             self._warm_up()
         for repeat, asked, system in self.todo:
-            if system.ours:
+            if system.system.ours:
                 self._answer(repeat, asked, system)
 
     def _warm_up(self) -> None:
@@ -185,13 +185,13 @@ class Runner:
             except Exception:
                 continue
             known = self.manifest["systems"][system.label]
-            known["comparable"] = known["comparable"] and system.comparable
+            known["comparable"] = known["comparable"] and system.system.comparable
 
     def _answer(self, repeat: int, asked: Sequence[Question], system: Contestant) -> list[Record]:
         """What a system answers: all first turns, then all second ones, each after the own answer to the first."""
         turns: dict[QuestionId, list[Turn]] = {question.id: [] for question in asked}
         errors: dict[QuestionId, str] = {}
-        trace = repeat == 0 and not isinstance(system, Batched)
+        trace = repeat == 0 and system.size == 1
         for number in range(max(len(question.turns) for question in asked)):
             prompts: dict[QuestionId, list[int]] = {}
             outputs: dict[QuestionId, Output | Exception] = {}
@@ -201,9 +201,10 @@ class Runner:
                         prompts[question.id] = self._prompt(question, turns[question.id])
             with _failing(errors, *prompts):
                 if number == 0:
-                    system.reset()
+                    system.system.reset()
                 self._memory.reset()
-                outputs = dict(zip(prompts, self._outputs(system, list(prompts.values())), strict=True))
+                found = system.answer(list(prompts.values()), self.plan.max_new_tokens)
+                outputs = dict(zip(prompts, found, strict=True))
             memory = self._memory.read()
             for known, output in outputs.items():
                 with _failing(errors, known):
@@ -226,11 +227,6 @@ class Runner:
     def _prompt(self, question: Question, turns: Sequence[Turn]) -> list[int]:
         said = [turn.text.strip() if question.format != "plain" else turn.text for turn in turns]
         return self.engine.encode(build_prompt(question, said, self.plan.format, self.engine.tokenizer))
-
-    def _outputs(self, system: Contestant, prompts: Sequence[list[int]]) -> Sequence[Output | Exception]:
-        if isinstance(system, Batched):
-            return system.answer_all(prompts, self.plan.max_new_tokens)
-        return [system.answer(prompt, self.plan.max_new_tokens) for prompt in prompts]
 
     def _turn(self, prompt: list[int], output: Output, memory: int | None, *, trace: bool) -> Turn:
         tokenizer: Any = self.engine.tokenizer
@@ -282,7 +278,7 @@ def _pieces(tokenizer: Any, output: Output) -> list[str]:
     return pieces
 
 
-def _describe(system: Contestant) -> dict[str, Any]:
+def _about(system: System) -> dict[str, Any]:
     known = {name: getattr(system, name) for name in ("ours", "lossy", "comparable")}
     return {**known, "options": dict(system.options)}
 

@@ -7,13 +7,13 @@ class has ``build(label, engine, plan, options)``, and its instances are a :clas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -34,11 +34,11 @@ from specdec.registry import drafter_names, make_drafter, parse_drafter
 
 __all__ = [
     "GROUP",
-    "Batched",
     "Batching",
     "Contestant",
     "Drafted",
     "Output",
+    "Rival",
     "System",
     "TransformersSystem",
     "check_specs",
@@ -83,32 +83,28 @@ class Batching(System, Protocol):
         """Answer all prompts, so many at once; a prompt that fails does so alone."""
 
 
-class Batched:
-    """A system that answers ``batch`` prompts at once."""
+@dataclass(frozen=True, eq=False)
+class Contestant:
+    """Who takes part in a run: a system that answers ``size`` prompts at once."""
 
-    def __init__(self, system: Batching, batch: int) -> None:
-        self._system, self._batch = system, batch
-        self.label, self.options = with_batch(system.label, batch), system.options
-        self.ours, self.lossy = system.ours, system.lossy
+    system: System
+    size: int = 1
 
     @property
-    def comparable(self) -> bool:
-        return self._system.comparable
+    def label(self) -> str:
+        return with_batch(self.system.label, self.size)
 
     def warm_up(self, prompt: list[int], budget: int) -> None:
-        self._system.warm_up(prompt, budget)
-        self.answer_all([prompt] * self._batch, budget)
+        """Answer once, uncounted."""
+        self.system.warm_up(prompt, budget)
+        if self.size > 1:
+            self.answer([prompt] * self.size, budget)
 
-    def reset(self) -> None:
-        self._system.reset()
-
-    def answer_all(self, prompts: Sequence[list[int]], budget: int) -> list[Output | Exception]:
-        """Answer all prompts; each has its share of the clock."""
-        return self._system.answer_batch(prompts, budget, self._batch)
-
-
-Contestant = System | Batched
-"""Who takes part in a run."""
+    def answer(self, prompts: Sequence[list[int]], budget: int) -> Sequence[Output | Exception]:
+        """Answer all prompts; of several at once, each has its share of the clock."""
+        if self.size == 1:
+            return [self.system.answer(prompt, budget) for prompt in prompts]
+        return cast(Batching, self.system).answer_batch(prompts, budget, self.size)
 
 
 class Drafted:
@@ -223,8 +219,8 @@ class _Watched(DrafterWrapper):
         self._session.observe(seen)
 
 
-class TransformersSystem:
-    """Transformers' ``generate`` on the same model object, with its own attention; subclasses add their arguments."""
+class Rival:
+    """What rivals have in common; subclasses say what ``Options`` they take, and how they answer."""
 
     ours = False
     lossy = False
@@ -235,19 +231,12 @@ class TransformersSystem:
             if name not in self.Options:
                 raise ConfigError(unknown(f"option of {label}", name, self.Options))
         self.label, self.options = label, {**self.Options, **options}
-        self._target, self._plan = engine.target, plan
-        if not isinstance(engine.target, TransformersTarget):
-            raise ConfigError(f"{label} needs a transformers model, and the target is {type(engine.target).__name__}")
-        self._model: Any = engine.target.plain_model()  # ours may have repacked its weights
-        self.comparable = plan.temperature == 0  # its random numbers are its own
+        self.target, self.plan = engine.target, plan
+        self.comparable = plan.temperature == 0  # else its random numbers are its own
 
     @classmethod
-    def build(cls, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> TransformersSystem:
+    def build(cls, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> Rival:
         return cls(label, engine, plan, options)
-
-    def arguments(self) -> dict[str, Any]:
-        """Further arguments of ``generate``."""
-        return dict(self.options)
 
     def warm_up(self, prompt: list[int], budget: int) -> None:
         self.answer(prompt, budget)
@@ -256,18 +245,35 @@ class TransformersSystem:
         pass
 
     def answer(self, prompt: list[int], budget: int) -> Output:
+        raise NotImplementedError
+
+
+class TransformersSystem(Rival):
+    """Transformers' ``generate`` on the same model object, with its own attention; subclasses add their arguments."""
+
+    def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
+        super().__init__(label, engine, plan, options)
+        if not isinstance(engine.target, TransformersTarget):
+            raise ConfigError(f"{label} needs a transformers model, and the target is {type(engine.target).__name__}")
+        self._model: Any = engine.target.plain_model()  # ours may have repacked its weights
+
+    def arguments(self) -> dict[str, Any]:
+        """Further arguments of ``generate``."""
+        return dict(self.options)
+
+    def answer(self, prompt: list[int], budget: int) -> Output:
         return self._generate([prompt], budget)[0]
 
     def _generate(self, prompts: Sequence[list[int]], budget: int) -> list[Output]:
         """Answer all prompts at once, padded on the left."""
-        plan, device, eos = self._plan, self._target.device, self._target.eos_ids
+        plan, device, eos = self.plan, self.target.device, self.target.eos_ids
         width = max(map(len, prompts))
         padding, clock = min(eos, default=0), _Clock(len(prompts))
         padded = [[padding] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         ids, attention_mask = torch.tensor(padded, device=device), torch.tensor(mask, device=device)
         arguments: dict[str, Any] = {
-            "max_new_tokens": min(budget, self._target.context_length - width),
+            "max_new_tokens": min(budget, self.target.context_length - width),
             "do_sample": plan.temperature > 0,
             "num_beams": 1,
             "repetition_penalty": 1.0,  # a checkpoint may bring its own, and ours does not take it either
@@ -348,7 +354,7 @@ class TransformersAssisted(TransformersSystem):
             raise ConfigError(f"{label} needs a draft model; give --set {label}.assistant=PATH")
         try:
             assistant: Any = load_model(
-                path, dtype=self._model.dtype, device=self._target.device, device_map=None, trust_remote_code=False
+                path, dtype=self._model.dtype, device=self.target.device, device_map=None, trust_remote_code=False
             )
         except CheckpointError as error:
             raise CheckpointError(f"cannot load the assistant {path!r} of {label}: {error}") from error
@@ -401,14 +407,14 @@ def make_systems(plan: Plan, engine: Engine) -> tuple[list[Contestant], dict[str
     larger = plan.sizes[1:]
     for make in makers:
         system = make()
-        systems.append(system)
+        systems.append(Contestant(system))
         if hasattr(system, "answer_batch"):
             # What a drafter has learned at one size must not help it at another.
-            systems += [Batched(make() if plan.persistent else system, size) for size in larger]
+            systems += [Contestant(make() if plan.persistent else system, size) for size in larger]
         elif larger:
             which = " and ".join(with_batch(system.label, size) for size in larger)
             left_out[which] = f"{system.label} answers one prompt at a time"
-    baseline = systems[0].options.get("name")
+    baseline = systems[0].system.options.get("name")
     if baseline != BASELINE:
         raise ConfigError(f"{BASELINE!r} labels the drafter {baseline!r}; that label is plain decoding's")
     return systems, left_out

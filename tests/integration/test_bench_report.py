@@ -201,15 +201,6 @@ def test_audit_of_a_wrong_answer_fails(small: list[str], tmp_path: Path, capsys:
     assert "BUG: lookahead, question" in capsys.readouterr().out
 
 
-def test_audit_alone_leaves_nothing_behind(
-    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["audit", *small]) == 0
-    assert capsys.readouterr().out.splitlines() == ["none: identical", "lookahead: identical"]
-    assert {path.name for path in tmp_path.iterdir()} == {"mine.txt"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -225,7 +216,6 @@ def test_audit_alone_leaves_nothing_behind(
         (["bench", "--set", "batch=4"], "bench.batch is 4, of type int; it must be a list of sizes of at least 1"),
         (["bench", "--categories", "tabels"], "unknown category 'tabels'; did you mean 'tables'?"),
         (["audit", "absent"], "'absent' holds no run"),
-        (["audit", "absent", "--limit", "3"], "--limit is an option of a new run"),
         (["compare", "absent", "absent"], "'absent' holds no run"),
     ],
 )

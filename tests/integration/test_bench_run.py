@@ -271,7 +271,7 @@ def test_shares_of_the_clock_add_up_and_a_prompt_s_begins_when_it_is_taken(
 
 def test_a_rival_does_not_look_at_its_padding(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of each row is as long as its prompt, and the prompt stands under it."""
-    system: Any = make(drafters=["none"], systems=["transformers"]).systems[-1]
+    system: Any = make(drafters=["none"], systems=["transformers"]).systems[-1].system
     generate, prompts, seen = system._model.generate, [[5, 6], [7, 8, 9, 10], [11]], []
 
     def noted(ids: torch.Tensor, *, attention_mask: torch.Tensor, **options: Any) -> Any:
@@ -347,9 +347,7 @@ def test_a_killed_run_of_batches_goes_on_lot_by_lot(make: Make, questions: str) 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_drafter_that_is_kept_is_kept_for_one_size(make: Make, persistent: bool) -> None:
     systems: list[Any] = make(drafters=["prompt_lookup"], batch=[2], persistent=persistent).systems
-    drafters = {
-        id(system._system._engine.drafter if "@" in system.label else system._engine.drafter) for system in systems
-    }
+    drafters = {id(entrant.system._engine.drafter) for entrant in systems}
     assert len(drafters) == (4 if persistent else 2)
 
 
@@ -477,7 +475,7 @@ def test_a_third_party_system_is_found(
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
     runner = make(systems=["beams"])
-    assert isinstance(runner.systems[-1], TransformersSystem)
+    assert isinstance(runner.systems[-1].system, TransformersSystem)
     assert runner.systems[-1].label == "beams"
 
 
