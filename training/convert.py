@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig
 
 from drafters.adapter import Adapter, AdapterConfig
 from drafters.fingerprint import fingerprint
@@ -67,11 +68,10 @@ def rope_base(values: Mapping[str, Any]) -> float:
     Raises:
         ConfigError: positions that are scaled, which an adapter's are not.
     """
-    parameters: Mapping[str, Any] = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
+    parameters = LlamaConfig(**values).rope_parameters
+    if (kind := parameters["rope_type"]) != "default":
         raise ConfigError(f"its rotary positions are scaled ({kind}), and an adapter's are plain")
-    return float(parameters.get("rope_theta", values.get("rope_theta", 10000.0)))
+    return float(parameters["rope_theta"])
 
 
 def _renamed(tensors: dict[str, torch.Tensor], source: Path) -> dict[str, torch.Tensor]:

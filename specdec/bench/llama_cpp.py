@@ -131,11 +131,10 @@ def write_gguf(engine: Engine, path: Path) -> None:
     config = target.config if isinstance(target, TransformersTarget) else None
     if config is None or config.model_type != "llama" or (kind := str(target.dtype)[6:]) not in _TYPES:
         raise ConfigError(f"llama.cpp is given Llamas in {', '.join(_TYPES)}; the target is {target.name}")
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
     from gguf.quants import quantize
 
     assert isinstance(target, TransformersTarget)
-    state = dict(target.named_weights())
     writer = GGUFWriter(path, "llama")
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -153,28 +152,16 @@ def write_gguf(engine: Engine, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("no_vocab")
 
-    def add(name: str, key: str, turned: int = 0) -> None:
-        tensor = state[key]
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for key, tensor in target.named_weights():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        turned = heads if "q_proj" in key else key_heads if "k_proj" in key else 0
         if turned:
             tensor = tensor.view(turned, 2, dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
         values = tensor.detach().float().contiguous().numpy()
         chosen = GGMLQuantizationType[_TYPES[kind] if values.ndim == 2 else "F32"]
-        writer.add_tensor(name, quantize(values, chosen), raw_dtype=chosen)
-
-    add("token_embd.weight", "model.embed_tokens.weight")
-    add("output_norm.weight", "model.norm.weight")
-    if not config.tie_word_embeddings:
-        add("output.weight", "lm_head.weight")
-    for n in range(config.num_hidden_layers):
-        theirs, layer = f"blk.{n}.", f"model.layers.{n}."
-        add(theirs + "attn_norm.weight", layer + "input_layernorm.weight")
-        add(theirs + "ffn_norm.weight", layer + "post_attention_layernorm.weight")
-        add(theirs + "attn_q.weight", layer + "self_attn.q_proj.weight", heads)
-        add(theirs + "attn_k.weight", layer + "self_attn.k_proj.weight", key_heads)
-        add(theirs + "attn_v.weight", layer + "self_attn.v_proj.weight")
-        add(theirs + "attn_output.weight", layer + "self_attn.o_proj.weight")
-        for name in ("gate", "up", "down"):
-            add(f"{theirs}ffn_{name}.weight", f"{layer}mlp.{name}_proj.weight")
+        writer.add_tensor(str(names.get_name(key, (".weight",))), quantize(values, chosen), raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MinLen, Predicate
 
 from specdec.conversations import is_text, vicuna
 from specdec.errors import ConfigError, PromptError, shown, unknown
 from specdec.files import cache_folder, parse_json, read_text
+from specdec.values import fitting
 
 __all__ = [
     "FORMATS",
@@ -31,6 +34,11 @@ FORMATS = ("auto", "plain", "chat", "vicuna")
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 QuestionId = int | str
+
+_WHOLE = "without halves of surrogate pairs"
+_Text = Annotated[str, MinLen(1), Predicate(is_text), f"a non-empty text {_WHOLE}"]
+_Id = Annotated[int | _Text, f"an integer, or a text {_WHOLE}"]
+_Turns = Annotated[list[_Text], MinLen(1), f"a list of at least one non-empty text {_WHOLE}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,49 +118,22 @@ def _question(line: Any, number: int) -> Question:
     """A line of any known kind; ValueError says what is wrong with it."""
     if not isinstance(line, dict):
         raise ValueError(f"it holds {type(line).__name__}, not an object")
+
+    def read(key: str, kind: Any = _Text, default: Any = None) -> Any:
+        return fitting(key, line.get(key, default), kind)
+
     if "turns" in line:
-        return _spec_bench(line)
+        form = line.get("format")
+        if form is not None and form not in FORMATS:
+            raise ValueError(unknown("prompt format", str(form), FORMATS))
+        turns = tuple(read("turns", _Turns))
+        return Question(id=read("question_id", _Id), category=read("category"), turns=turns, format=form)
     if "prompt" in line:  # HumanEval's code to be completed, or any other
-        category = _text(line, "category") if "category" in line else "humaneval" if "task_id" in line else "prompts"
-        prompt = (_text(line, "prompt"),)
-        return Question(id=_id(line.get("task_id", number)), category=category, turns=prompt, format="plain")
+        category = read("category", default="humaneval" if "task_id" in line else "prompts")
+        return Question(id=read("task_id", _Id, number), category=category, turns=(read("prompt"),), format="plain")
     if "question" in line:
-        return Question(id=_id(line.get("question_id", number)), category="gsm8k", turns=(_text(line, "question"),))
+        return Question(id=read("question_id", _Id, number), category="gsm8k", turns=(read("question"),))
     raise ValueError(f"it has none of the keys turns, prompt and question, but {shown(sorted(line))}")
-
-
-def _spec_bench(line: dict[str, Any]) -> Question:
-    turns = line["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(f"turns must be a list of at least one non-empty text, and is {shown(turns)}")
-    for turn in turns:
-        _check_text("turns", turn)
-    form = line.get("format")
-    if form is not None and form not in FORMATS:
-        raise ValueError(unknown("prompt format", str(form), FORMATS))
-    return Question(id=_id(line.get("question_id")), category=_text(line, "category"), turns=tuple(turns), format=form)
-
-
-def _id(value: Any) -> QuestionId:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"its number is {shown(value)}; question_id must be an integer or a text")
-    if isinstance(value, str):
-        _check_text("question_id", value)
-    return value
-
-
-def _text(line: dict[str, Any], key: str) -> str:
-    value = line.get(key)
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{key} is {shown(value)}; it must be a non-empty text")
-    _check_text(key, value)
-    return value
-
-
-def _check_text(key: str, value: str) -> None:
-    if not is_text(value):
-        odd = next(character for character in value if not is_text(character))
-        raise ValueError(f"{key} holds half of a surrogate pair, {odd!r}, which is no text; mend it")
 
 
 def _prompts(path: Path, text: str) -> list[Question]:

@@ -208,21 +208,23 @@ class ShardedTarget(ParallelTarget):
             words = message.written(output, draft, sampler, ranks.rank)
         except Exception as error:  # the others must not wait for this rank
             failure, words = error, message.failed()
-        words[0] = checksum(draft.tokens, draft.parents, sorted(draft.probes), draft.read, start=cache.text)
-        found = ranks.gather(torch.from_numpy(words)).numpy()
+        message.read(words)["text"] = checksum(
+            draft.tokens, draft.parents, sorted(draft.probes), draft.read, start=cache.text
+        )
+        found = message.read(ranks.gather(torch.from_numpy(words)).numpy())
         if failure is not None:
             raise failure
-        ranks.check_equal("the draft", found[:, 0].tolist())
-        for rank in np.flatnonzero(found[:, 1] < 0).tolist():
+        ranks.check_equal("the draft", found["text"][:, 0].tolist())
+        for rank in np.flatnonzero(found["count"] < 0).tolist():
             raise ParallelError(f"rank {rank} failed in the middle of a step; its own error says why")
-        ways = [message.way(words, draft, share) for words, share in zip(found, output.shares, strict=True)]
+        ways = [message.way(parts, draft, share) for parts, share in zip(found, output.shares, strict=True)]
         self._compare([way[0] for way in ways])
         verdict = _settled(draft, ways)
-        ends = [words for words, way in zip(found, ways, strict=True) if [*way][-1] == verdict.path[-1]]
+        ends = [parts for parts, way in zip(found, ways, strict=True) if [*way][-1] == verdict.path[-1]]
         for layer, own in output.taps.items():
             whole = own.new_full((len(draft), own.shape[-1]), torch.nan)
-            for words in ends[:1]:
-                whole[verdict.path[-1]] = message.tap(words, layer)
+            for parts in ends[:1]:
+                whole[verdict.path[-1]] = message.tap(parts, layer)
             output.taps[layer] = whole
         best = message.best(found, output.shares, output.scored)
         return verdict, GatheredScores(best, draft.scored_rows())
@@ -261,27 +263,33 @@ Way = dict[int, int]
 """Rows that a rank went through, in order, and the target's token after each."""
 
 
-class _Message:
-    """What a rank says of its share: [words] int32, as many for every step of a text.
+Words = np.ndarray[Any, Any]
 
-    Words 0 and 1: a checksum of text and draft, and the tokens of its way, -1 where it failed. Then those tokens, the
-    likeliest tokens of each scored row of its share, and the taps where its way ends.
+
+class _Message:
+    """What a rank says of its share, as many numbers for every step of a text.
+
+    ``text`` is a checksum of text and draft; ``count`` and ``way`` are the tokens of its way, -1 where it failed;
+    ``best`` are the likeliest tokens of each scored row of its share, and the rest the taps where its way ends.
     """
 
     def __init__(self, max_rows: int, likeliest: int, taps: Mapping[int, torch.Tensor]) -> None:
-        self._rows, self._likeliest, self._like = max_rows, likeliest, taps
-        self._best = 2 + max_rows
-        self._taps = self._best + max_rows * likeliest
-        self._size = self._taps + sum(tap.nbytes // 4 for tap in taps.values())
+        self._likeliest, self._like = likeliest, taps
+        numbers = [("text", 1), ("count", 1), ("way", max_rows), ("best", max_rows * likeliest)]
+        numbers += [(str(layer), tap.nbytes // 4) for layer, tap in taps.items()]
+        self._parts = np.dtype([(name, np.int32, (size,)) for name, size in numbers])
 
-    def failed(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        words = np.zeros(self._size, dtype=np.int32)
-        words[1] = -1
+    def read(self, words: Words) -> Words:
+        """The parts, by name, of [..., words] int32."""
+        return words.view(self._parts)[..., 0]
+
+    def failed(self) -> Words:
+        """[words] int32 of a rank that failed."""
+        words = np.zeros(self._parts.itemsize // 4, dtype=np.int32)
+        self.read(words)["count"] = -1
         return words
 
-    def written(
-        self, output: ShareOutput, draft: Draft, sampler: Sampler, rank: int
-    ) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def written(self, output: ShareOutput, draft: Draft, sampler: Sampler, rank: int) -> Words:
         assert output.logits is not None
         share, words = output.shares[rank], self.failed()
         place = {row: at for at, row in enumerate(share)}
@@ -291,47 +299,38 @@ class _Message:
             probes=frozenset(place[row] for row in draft.probes if row in place),
         )
         scores = Scores(output.logits, [place[row] for row in output.scored if row in place])
-        verdict = match(own, scores, sampler)
-        words[1] = len(verdict.tokens)
-        words[2 : 2 + len(verdict.tokens)] = verdict.tokens
+        verdict, parts = match(own, scores, sampler), self.read(words)
+        parts["count"], parts["way"][: len(verdict.tokens)] = len(verdict.tokens), verdict.tokens
         if self._likeliest:
-            best = np.asarray(scores.likeliest(self._likeliest), dtype=np.int32).ravel()
-            words[self._best : self._best + len(best)] = best
-        start = self._taps
-        for tap in output.taps.values():
-            numbers = tap[verdict.path[-1]].cpu().view(torch.int32).numpy()
-            words[start : start + len(numbers)] = numbers
-            start += len(numbers)
+            best = np.ravel(scores.likeliest(self._likeliest))
+            parts["best"][: len(best)] = best
+        for layer, tap in output.taps.items():
+            parts[str(layer)] = tap[verdict.path[-1]].cpu().view(torch.int32).numpy()
         return words
 
-    def way(self, words: Any, draft: Draft, share: Sequence[int]) -> Way:
+    def way(self, parts: Words, draft: Draft, share: Sequence[int]) -> Way:
         """The rows of a rank's way, found again by its tokens."""
         row, way = 0, Way()
-        for token in words[2 : 2 + words[1]].tolist():
+        for token in parts["way"][: int(parts["count"][0])].tolist():
             way[row] = token
             row = next((r for r in share if draft.parents[r] == row and draft.tokens[r] == token
                         and r not in draft.probes), -1)  # fmt: skip
         return way
 
-    def best(self, found: Any, shares: Sequence[Sequence[int]], scored: Sequence[int]) -> list[list[int]]:
+    def best(self, found: Words, shares: Sequence[Sequence[int]], scored: Sequence[int]) -> list[list[int]]:
         """Of each scored row its likeliest tokens, by the first rank that has it."""
         known: dict[int, list[int]] = {}
         wanted, count = set(scored), self._likeliest
-        for words, share in zip(found, shares, strict=True):
+        for parts, share in zip(found, shares, strict=True):
             rows = [row for row in share if row in wanted]
-            table = words[self._best : self._best + len(rows) * count].reshape(len(rows), count).tolist()
+            table = parts["best"][: len(rows) * count].reshape(len(rows), count).tolist()
             known = dict(zip(rows, table, strict=True)) | known
         return [known[row] for row in scored]
 
-    def tap(self, words: Any, layer: int) -> torch.Tensor:
+    def tap(self, parts: Words, layer: int) -> torch.Tensor:
         """[D] of a layer at the end of a rank's way."""
-        start = self._taps
-        for other, like in self._like.items():
-            size = like.nbytes // 4
-            if other == layer:
-                return torch.from_numpy(words[start : start + size].copy()).view(like.dtype).to(like.device)
-            start += size
-        raise KeyError(layer)
+        like = self._like[layer]
+        return torch.from_numpy(parts[str(layer)].copy()).view(like.dtype).to(like.device)
 
 
 def _settled(draft: Draft, ways: Sequence[Way]) -> Verdict:

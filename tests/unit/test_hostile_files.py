@@ -341,12 +341,12 @@ def test_prompts_that_are_no_text_are_left_out(tmp_path: Path, tiny_engine: Engi
     [
         (
             '{"question_id": 1, "category": "qa", "turns": ["a \\ud800"]}',
-            r"turns holds half of a surrogate pair, '\ud800'",
+            "it must be a list of at least one non-empty text without halves of surrogate pairs",
         ),
-        ('{"question_id": "\\udc00", "category": "qa", "turns": ["a"]}', "question_id holds half of a surrogate pair"),
-        ('{"question_id": 1, "category": "\\ud800", "turns": ["a"]}', "category holds half of a surrogate pair"),
-        ('{"prompt": "\\ud800"}', "prompt holds half of a surrogate pair"),
-        ('{"question": "\\ud800"}', "question holds half of a surrogate pair"),
+        ('{"question_id": "\\udc00", "category": "qa", "turns": ["a"]}', r"question_id is '\udc00'"),
+        ('{"question_id": 1, "category": "\\ud800", "turns": ["a"]}', r"category is '\ud800'"),
+        ('{"prompt": "\\ud800"}', r"prompt is '\ud800'"),
+        ('{"question": "\\ud800"}', r"question is '\ud800'"),
         ('{"\\ud800": 1}', r"but ['\ud800']"),
         (f'{{"question_id": {LONG}, "category": "qa", "turns": ["a"]}}', "Exceeds the limit"),
         ('{"question_id": 1, "category": "qa", "turns": %s}' % ("[" * DEEP), "it is nested too deeply"),
