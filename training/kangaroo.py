@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,17 +15,15 @@ from torch import nn
 from drafters.adapter import Adapter, AdapterConfig, fitting_heads
 from drafters.fingerprint import fingerprint
 from drafters.vocabulary import most_frequent, number_in, ranks_of
-from drafters.weights import check_fit
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from training.acceptance import Tally, Written
 from training.card import CardText, among
-from training.config import DTYPES, TrainConfig
 from training.features import FrozenTarget
 from training.packing import Batch
-from training.run import parameters_of, run_training
+from training.run import DTYPES, TrainConfig, parameters_of, run_training, started
 
-__all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss", "started_adapter"]
+__all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,18 +197,6 @@ def new_adapter(
     return adapter
 
 
-def started_adapter(folder: str, target: TransformersTarget) -> Adapter:
-    """The adapter in a folder, to be trained further for a target.
-
-    Raises:
-        CheckpointError: no adapter there, or one of another size.
-    """
-    adapter = Adapter.from_pretrained(folder)
-    check_fit(adapter.config, target, "kangaroo", check_target=False)
-    adapter.config = replace(adapter.config, target=fingerprint(target))
-    return adapter.float()
-
-
 def run(config: Config) -> dict[str, float]:
     """Train an adapter; see :func:`training.run.run_training`."""
     options: dict[str, Any] = {name: getattr(config, name) for name in ("labels", "top_k", "hard_share", "save_dtype")}
@@ -221,7 +207,7 @@ def run(config: Config) -> dict[str, float]:
         make=lambda target, counts: (
             new_adapter(config.adapter, target, counts=counts, seed=config.loop.seed)
             if config.start is None
-            else started_adapter(config.start, target)
+            else started(Adapter, config.start, target, "kangaroo")
         ),
         trainable=lambda adapter, target, texts: KangarooTraining(adapter, target, texts, **options),
     )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Literal, Protocol
@@ -26,11 +27,10 @@ from tqdm import tqdm
 from specdec.errors import NumericalError, pip_line
 from specdec.values import AtLeast1, check_fields
 from training.checkpoint import load_checkpoint, save_checkpoint
-from training.device import half_is_fast
 from training.log import TrainingLog
 from training.packing import Batch, Windows
 
-__all__ = ["LoopConfig", "Trainable", "expected_seconds", "new_accelerator", "rows_of", "train"]
+__all__ = ["LoopConfig", "Trainable", "expected_seconds", "half_is_fast", "new_accelerator", "rows_of", "train"]
 
 Count = Annotated[int, Ge(1), Le(65_536), "from 1 to 65536"]  # windows of a forward, forwards of a step
 Share = Annotated[float, Ge(0), Le(1), "in [0, 1]"]
@@ -100,6 +100,28 @@ class Trainable(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the module for use."""
+
+
+@cache
+def half_is_fast(device: torch.device) -> bool:
+    """Whether a product in bfloat16 takes the device no longer than one in float32; on a CPU both are timed once.
+
+    A checkpoint in bfloat16 says nothing of the machine: a CPU without instructions for it takes ten times as long.
+    """
+    if device.type != "cpu":
+        return device.type != "cuda" or torch.cuda.is_bf16_supported()
+    return _seconds(torch.bfloat16) <= _seconds(torch.float32)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """The least of a few products' times, the first left out."""
+    matrix = torch.ones(512, 512, dtype=dtype)
+    times = []
+    for _ in range(4):
+        began = perf_counter()
+        matrix @ matrix
+        times.append(perf_counter() - began)
+    return min(times[1:])
 
 
 def new_accelerator(config: LoopConfig) -> Accelerator:

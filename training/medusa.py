@@ -16,14 +16,12 @@ from drafters.fingerprint import fingerprint
 from drafters.medusa import Node, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from drafters.vocabulary import most_frequent, number_in, ranks_of
-from drafters.weights import check_fit
 from specdec.model import TransformersTarget
 from training.acceptance import Written
 from training.card import CardText, among
-from training.config import DTYPES, TrainConfig
 from training.features import FrozenTarget
 from training.packing import Batch
-from training.run import parameters_of, run_training
+from training.run import DTYPES, TrainConfig, parameters_of, run_training, started
 
 __all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
 
@@ -219,15 +217,11 @@ def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
     """The heads of ``config.start``, to be trained further for a target.
 
     Raises:
-        CheckpointError: no heads there, or of another size.
-        ConfigError: a tree that they cannot fill.
+        ConfigError: a tree that they cannot fill; else as :func:`training.run.started`.
     """
-    assert config.start is not None
-    heads = MedusaHeads.from_pretrained(config.start)
-    check_fit(heads.config, target, "medusa", check_target=False)
+    heads: MedusaHeads = started(MedusaHeads, str(config.start), target, "medusa")
     check_tree(config.paths, heads=heads.config.heads, ranks=heads.config.ranks)
-    heads.config = replace(heads.config, target=fingerprint(target))
-    return heads.float()
+    return heads
 
 
 def run(config: Config) -> dict[str, float]:

@@ -1,34 +1,107 @@
-"""A training run, from its config to weights with a card beside them, whatever drafter is trained."""
+"""A training run: the options that all drafters' have in common, and from them to weights with a card beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from annotated_types import Ge
 from torch import nn
 
+from drafters.fingerprint import fingerprint
 from drafters.vocabulary import token_counts
+from drafters.weights import check_fit
+from specdec.config import WeightsOptions
 from specdec.engine import Engine
+from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from specdec.text import load_tokenizer
-from training.acceptance import Written, continued_texts
+from specdec.values import check_fields
+from training.acceptance import EvalConfig, Written, continued_texts
 from training.card import CardText, identity, model_card, write_card
-from training.config import TrainConfig
-from training.data import load_samples
-from training.device import frozen_target
+from training.data import TextConfig, load_samples
 from training.log import read_log
-from training.loop import Trainable, new_accelerator, train
+from training.loop import LoopConfig, Trainable, half_is_fast, new_accelerator, train
 from training.packing import pack
 
-__all__ = ["parameters_of", "run_training"]
+__all__ = ["DTYPES", "TrainConfig", "frozen_target", "parameters_of", "run_training", "started"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(WeightsOptions):
+    """Of any drafter's training; ``model`` and ``dtype`` are the frozen target's.
+
+    Attributes:
+        data: ``stdlib``, conversations (``.json``, ``.jsonl``) or text files.
+        eval_data: the same for evaluation; empty holds out a share of ``data``.
+        out: folder of checkpoint, log and result.
+        start: folder of weights to go on from, such as those in this package, on data of one's own; what is trained is
+            as they are then. None trains new ones.
+        labels: ``soft``, the target's distribution, or ``hard``, one token; see the drafter's own.
+        keep_features: GiB of the target's features that are held in memory, so that later epochs need no forward of it.
+        save_dtype: of the weights' file, ``float32`` or ``bfloat16``; checkpoints keep float32.
+        text, loop, evaluation: see their classes.
+
+    Raises:
+        ConfigError: no data, or labels of another kind.
+    """
+
+    data: list[str] = field(default_factory=list)
+    eval_data: list[str] = field(default_factory=list)
+    out: str = "runs/drafter"
+    start: str | None = None
+    labels: Literal["soft", "hard"] = "soft"
+    keep_features: Annotated[float, Ge(0), "a size in GiB, 0 or more"] = 4.0
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    text: TextConfig = field(default_factory=TextConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        WeightsOptions.__post_init__(self)
+        check_fields(self)
+        if not self.data:
+            raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
 
 
 def parameters_of(module: nn.Module) -> int:
     """How many numbers a module holds."""
     return sum(p.numel() for p in module.parameters())
+
+
+def frozen_target(options: WeightsOptions, device: torch.device) -> tuple[TransformersTarget, str]:
+    """The target to train for, in a dtype that the device is fast in where ``auto`` leaves it open; a line about it.
+
+    Native layers are as fast in either, as they widen weights while they read them.
+
+    Raises:
+        SpecdecError: no model there, or one that specdec cannot drive.
+    """
+    target = TransformersTarget.from_pretrained(options.model, dtype=options.dtype, device=device)
+    reason = ""
+    slow = target.dtype is torch.bfloat16 and target.runner.name != "native" and not half_is_fast(device)
+    if options.dtype == "auto" and slow:
+        target = TransformersTarget.from_pretrained(options.model, dtype=torch.float32, device=device)
+        reason = ", as bfloat16 is slow here"
+    dtype = str(target.dtype).removeprefix("torch.")
+    return target, f"the target runs in {dtype} on {target.device}, {target.runner.name} layers{reason}"
+
+
+def started(kind: Any, folder: str, target: TransformersTarget, drafter: str) -> Any:
+    """The weights of a kind in a folder, to be trained further for a target.
+
+    Raises:
+        CheckpointError: there are none, or they are of another size.
+    """
+    module = kind.from_pretrained(folder)
+    check_fit(module.config, target, drafter, check_target=False)
+    module.config = replace(module.config, target=fingerprint(target))
+    return module.float()
 
 
 class Trained(Trainable, Protocol):

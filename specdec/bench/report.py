@@ -1,11 +1,14 @@
-"""Report: one HTML file that needs nothing else, PNGs, and a Markdown table."""
+"""Report: one HTML file that needs nothing else, PNGs, a Markdown table, and answer files in Spec-Bench's format."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,14 @@ from specdec.bench.environment import caption
 from specdec.bench.figures import draw_figures, require_bench_extra
 from specdec.bench.metrics import DEPTH, OVERALL, Metrics
 from specdec.bench.plan import BASELINE, at_once
-from specdec.bench.records import Record, RunFolder
-from specdec.bench.spec_bench import write_answers
+from specdec.bench.questions import QuestionId, group_of
+from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.tables import batch_figures, figures_of
-from specdec.bench.trace import traces
 from specdec.files import replacing, write_json, write_text
 
-__all__ = ["caption_of", "markdown", "write_report"]
+__all__ = ["answer_of", "caption_of", "markdown", "write_answers", "write_report"]
+
+_SHADES = 4  # of a trace
 
 _FIGURES = {
     "batch": (
@@ -194,4 +198,98 @@ def _positions(metrics: Metrics) -> dict[str, Any]:
     return {
         "depth": list(range(1, DEPTH + 1)),
         "rows": [(system, shown(row.ctar), shown(row.acceptance)) for system, row in rows.items()],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One step's text; ``shade`` 0 is a plain step, 1 to 4 alternate; ``about`` is shown on hover."""
+
+    text: str
+    shade: int
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One answer of one system."""
+
+    system: str
+    summary: str
+    pieces: list[Piece]
+
+
+def traces(records: Sequence[Record], systems: Sequence[str]) -> dict[str, list[Trace]]:
+    """Title -> a trace per system, of the first question of each group."""
+    chosen: dict[str, QuestionId] = {}
+    for record in records:
+        chosen.setdefault(group_of(record.category), record.question_id)
+    found: dict[str, list[Trace]] = {}
+    for group, question in chosen.items():
+        answers = {r.system: r for r in records if r.question_id == question and r.repeat == 0 and r.turns}
+        found[f"{group}, question {question}"] = [_trace(answers[s]) for s in systems if s in answers]
+    return found
+
+
+def _trace(record: Record) -> Trace:
+    pieces: list[Piece] = []
+    before = 0
+    for number, turn in enumerate(record.turns):
+        if number:
+            pieces.append(Piece(f"\n--- turn {number + 1} ---\n", 0, "the next question"))
+        pieces += _pieces(record.system, turn, before)
+        before += len(turn.accept_lengths)
+    mean = record.tokens / max(record.steps, 1)
+    return Trace(record.system, f"{record.tokens} tokens in {record.steps} steps, {mean:.2f} per step", pieces)
+
+
+def _pieces(system: str, turn: Turn, before: int) -> list[Piece]:
+    pieces: list[Piece] = []
+    coloured = 0
+    for place, (text, length) in enumerate(zip(turn.pieces, turn.accept_lengths, strict=False)):
+        rows = f" from {turn.rows[place]} rows" if place < len(turn.rows) else ""
+        shade = 0
+        if length > 1:
+            shade = 1 + coloured % _SHADES
+            coloured += 1
+        noun = "token" if length == 1 else "tokens"
+        pieces.append(Piece(text, shade, f"{system}, step {before + place + 1}: {length} {noun}{rows}"))
+    return pieces
+
+
+def write_answers(records: Sequence[Record], folder: Path, model: str) -> list[Path]:
+    """One file per system and repeat, ``run_1/<model>-<system>.jsonl``; questions that failed are left out.
+
+    Returns the files, sorted.
+    """
+    lines: dict[Path, list[str]] = {}
+    for record in sorted(records, key=lambda r: (r.repeat, str(r.system))):
+        name = re.sub(r"[^\w.+-]+", "-", f"{Path(model).name}-{record.system}")
+        file = folder / f"run_{record.repeat + 1}" / f"{name}.jsonl"
+        if record.error is None:
+            lines.setdefault(file, []).append(json.dumps(answer_of(record, name), ensure_ascii=False))
+    for file, content in lines.items():
+        write_text(file, "".join(line + "\n" for line in content))
+    return sorted(lines)
+
+
+def answer_of(record: Record, model_id: str) -> dict[str, Any]:
+    """A record as Spec-Bench writes it: lists over turns, and the accepted lengths of all turns in one list."""
+    key = f"{record.question_id}/{record.system}/{record.repeat}/{record.time}"
+    return {
+        "question_id": record.question_id,
+        "category": record.category,
+        "answer_id": hashlib.sha256(key.encode()).hexdigest()[:22],
+        "model_id": model_id,
+        "choices": [
+            {
+                "index": 0,
+                "turns": [turn.text.strip() for turn in record.turns],
+                "decoding_steps": [len(turn.accept_lengths) for turn in record.turns],
+                "new_tokens": [len(turn.token_ids) for turn in record.turns],
+                "wall_time": [turn.seconds["wall"] for turn in record.turns],
+                "accept_lengths": [length for turn in record.turns for length in turn.accept_lengths],
+            }
+        ],
+        "tstamp": record.time,
     }

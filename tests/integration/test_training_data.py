@@ -14,9 +14,9 @@ from specdec.config import override
 from specdec.conversations import vicuna
 from specdec.errors import ConfigError
 from specdec.pretrained import embedded_model
-from training.config import TrainConfig
 from training.data import Sample, Skips, TextConfig, read_samples, trained_tokens
 from training.packing import pack
+from training.run import TrainConfig
 
 
 @pytest.fixture(scope="module")

@@ -40,11 +40,12 @@ from training.card import command_line, write_card
 from training.cli import coloured
 from training.convert import convert
 from training.data import Sample, TextConfig, load_samples
-from training.device import frozen_target, half_is_fast
 from training.features import FrozenTarget
-from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss, started_adapter
+from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss
 from training.log import read_log
+from training.loop import half_is_fast
 from training.packing import pack
+from training.run import frozen_target, started
 
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]  # accelerate starts GPUs so
 
@@ -143,7 +144,7 @@ def test_half_precision_is_left_where_it_is_slow(
     cpu = torch.device("cpu")
     assert isinstance(half_is_fast(cpu), bool)
     for fast, auto in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("training.device.half_is_fast", lambda device, fast=fast: fast)
+        monkeypatch.setattr("training.run.half_is_fast", lambda device, fast=fast: fast)
         target, line = frozen_target(WeightsOptions(model=str(tmp_path)), cpu)
         assert target.dtype is auto
         assert ("slow here" in line) is not fast
@@ -307,13 +308,13 @@ def test_a_card_that_cannot_be_written_leaves_the_former_one(
 def test_training_goes_on_from_a_given_adapter(target_of: Callable[..., TransformersTarget], tmp_path: Path) -> None:
     target = target_of("llama")
     given = random_adapter(target, tmp_path / "own", exit_layer=2, variant="layer", draft_vocab=8)
-    adapter = started_adapter(str(tmp_path / "own"), target)
+    adapter = started(Adapter, str(tmp_path / "own"), target, "kangaroo")
     assert adapter.config == given.config
     weights = adapter.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in given.state_dict().items())
     assert all(weight.dtype == torch.float32 and weight.requires_grad for weight in adapter.parameters())
     with pytest.raises(CheckpointError, match="width is 32, the model's is"):
-        started_adapter(str(tmp_path / "own"), TransformersTarget.from_pretrained(embedded_model()))
+        started(Adapter, str(tmp_path / "own"), TransformersTarget.from_pretrained(embedded_model()), "kangaroo")
 
 
 class TestBadInput:

@@ -14,7 +14,7 @@ from specdec.bench.compare import compare_runs
 from specdec.bench.figures import draw_figures
 from specdec.bench.metrics import OVERALL, Metrics, bootstrap, measure, ratio_interval, repeat_share
 from specdec.bench.records import Record, RunFolder, Turn
-from specdec.bench.spec_bench import answer_of, write_answers
+from specdec.bench.report import answer_of, write_answers
 from specdec.errors import ConfigError
 
 
