@@ -16,6 +16,7 @@ from specdec import show
 from specdec.config import RunConfig, resolve
 from specdec.errors import ConfigError, PromptError, unknown
 from specdec.options import Given, option, with_options
+from specdec.values import AtLeast1
 
 if TYPE_CHECKING:
     from specdec.engine import Engine
@@ -32,7 +33,7 @@ class ChatConfig(RunConfig):
     """A run's options, with defaults for talking."""
 
     drafter: str | dict[str, object] = option("auto", "Who drafts; see `specdec drafters`.", metavar="NAME")
-    max_new_tokens: int = option(1024, "Most new tokens of an answer.")
+    max_new_tokens: AtLeast1 = option(1024, "Most new tokens of an answer.")
 
 
 @with_options(ChatConfig, without=["parallel"], file="configs/drafter/lookahead.yaml", setting="lookahead.window=15")

@@ -22,7 +22,7 @@ from specdec.options import Given, option
 from specdec.parallel import PARALLEL
 from specdec.params import SamplingParams
 from specdec.runners import EXECUTIONS
-from specdec.values import fitting
+from specdec.values import AtLeast1, check_fields, fitting
 
 __all__ = [
     "ModelOptions",
@@ -137,7 +137,7 @@ class RunConfig(ModelOptions):
     """What a YAML file for the command line may hold."""
 
     drafter: str | dict[str, Any] = option("none", "Who drafts; see `specdec drafters`.", metavar="NAME")
-    max_new_tokens: int = option(128, "Most new tokens.")
+    max_new_tokens: AtLeast1 = option(128, "Most new tokens.")
     stop: str | list[str] = option(list, "Text that ends the answer; repeatable.")
     policy: str = policy_option()
     parallel: str = parallel_option()
@@ -145,7 +145,7 @@ class RunConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        check_positive(max_new_tokens=self.max_new_tokens)
+        check_fields(self)
         fitting("stop", self.stop, ARGUMENTS["stop"])
         check_policy(self.policy)
         check_parallel(self.parallel)

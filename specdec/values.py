@@ -17,7 +17,7 @@ from specdec.errors import ConfigError, shown
 
 __all__ = ["AtLeast1", "check_fields", "fitting", "having", "read_json"]
 
-AtLeast1 = Annotated[int, Ge(1), "at least 1"]
+AtLeast1 = Annotated[int, Ge(1), "an integer >= 1"]
 
 # Pydantic's names for a value of the right type that is out of bounds.
 _BOUNDS = {
@@ -116,5 +116,5 @@ def _is_one(kind: type, value: Any) -> bool:
 def _words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
-    said = next((part for part in get_args(kind) if isinstance(part, str)), None)
+    said = next((part for one in (kind, *get_args(kind)) for part in get_args(one) if isinstance(part, str)), None)
     return said or f"of type {kind.__name__ if type(kind) is type else str(kind).replace('typing.', '')}"

@@ -37,9 +37,9 @@ class TextConfig:
         held_out_one_in: samples kept for evaluation, by a hash of their text, where no evaluation data is given.
     """
 
-    length: Annotated[int, Ge(8), Le(1 << 20), "from 8 to 1048576 tokens"] = 512
+    length: Annotated[int, Ge(8), Le(1 << 20), "an integer from 8 to 1048576"] = 512
     template: Literal["auto", "tokenizer", "vicuna", "plain"] = "auto"
-    held_out_one_in: Annotated[int, Ge(2), "at least 2"] = 50
+    held_out_one_in: Annotated[int, Ge(2), "an integer >= 2"] = 50
 
     def __post_init__(self) -> None:
         check_fields(self, "text.")

@@ -57,8 +57,8 @@ class Config(TrainConfig):
     """
 
     out: str = "runs/kangaroo"
-    top_k: Annotated[int, Ge(0), ">= 0, where 0 keeps the whole distribution"] = 0
-    hard_share: Annotated[float, Ge(0), Le(1), "in [0, 1]"] = 0.0
+    top_k: Annotated[int, Ge(0), "an integer >= 0, where 0 keeps the whole distribution"] = 0
+    hard_share: Annotated[float, Ge(0), Le(1), "a number in [0, 1]"] = 0.0
     adapter: NewAdapter = field(default_factory=NewAdapter)
 
 

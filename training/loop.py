@@ -32,8 +32,8 @@ from training.packing import Batch, Windows
 
 __all__ = ["LoopConfig", "Trainable", "expected_seconds", "half_is_fast", "new_accelerator", "rows_of", "train"]
 
-Count = Annotated[int, Ge(1), Le(65_536), "from 1 to 65536"]  # windows of a forward, forwards of a step
-Share = Annotated[float, Ge(0), Le(1), "in [0, 1]"]
+Count = Annotated[int, Ge(1), Le(65_536), "an integer from 1 to 65536"]  # windows of a forward, forwards of a step
+Share = Annotated[float, Ge(0), Le(1), "a number in [0, 1]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +59,19 @@ class LoopConfig:
         wandb: ``off``, ``offline`` (used where installed) or ``online``.
     """
 
-    epochs: Annotated[float, Gt(0), Lt(math.inf), "> 0 and finite"] = 1.0
-    steps: Annotated[int, Ge(0), ">= 0, where 0 follows from epochs"] = 0
+    epochs: Annotated[float, Gt(0), Lt(math.inf), "a finite number > 0"] = 1.0
+    steps: Annotated[int, Ge(0), "an integer >= 0, where 0 follows from epochs"] = 0
     batch: Count = 8
     accumulate: Count = 1
     optimizer: Literal["adamw", "muon"] = "adamw"
-    lr: Annotated[float, Gt(0), Lt(math.inf), "> 0 and finite"] = 1e-3
-    weight_decay: Annotated[float, Ge(0), Lt(math.inf), ">= 0 and finite"] = 0.0
-    beta2: Annotated[float, Ge(0), Lt(1), "in [0, 1)"] = 0.99
+    lr: Annotated[float, Gt(0), Lt(math.inf), "a finite number > 0"] = 1e-3
+    weight_decay: Annotated[float, Ge(0), Lt(math.inf), "a finite number >= 0"] = 0.0
+    beta2: Annotated[float, Ge(0), Lt(1), "a number in [0, 1)"] = 0.99
     warmup: Share = 0.03
     decay: Share = 0.97
-    clip: Annotated[float, Ge(0), ">= 0, where 0 is off"] = 1.0
+    clip: Annotated[float, Ge(0), "a number >= 0, where 0 is off"] = 1.0
     precision: Literal["auto", "no", "bf16"] = "auto"
-    seed: Annotated[int, Ge(0), Lt(2**63), "in [0, 2^63)"] = 0
+    seed: Annotated[int, Ge(0), Lt(2**63), "an integer in [0, 2^63)"] = 0
     eval_every: AtLeast1 = 200
     save_every: AtLeast1 = 100
     log_every: AtLeast1 = 10

@@ -51,7 +51,7 @@ class Config(TrainConfig):
 
     out: str = "runs/medusa"
     labels: Literal["soft", "hard"] = "hard"
-    decay: Annotated[float, Gt(0), Le(1), "in (0, 1]"] = 0.8
+    decay: Annotated[float, Gt(0), Le(1), "a number in (0, 1]"] = 0.8
     tree: str | list[list[int]] = "small"
     heads: NewHeads = field(default_factory=NewHeads)
 

@@ -8,7 +8,7 @@ may break either way. A wider gap is a bug, of the system or of plain decoding i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -129,12 +129,6 @@ class Audit:
     @property
     def passed(self) -> bool:
         return not self.bugs
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "passed": self.passed,
-            "systems": {label: asdict(verdict) | {"bugs": verdict.bugs} for label, verdict in self.systems.items()},
-        }
 
 
 def audit(

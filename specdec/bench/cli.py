@@ -36,7 +36,6 @@ def bench(
     download: Annotated[
         bool, typer.Option("--download", help="Fetch Spec-Bench's questions, and do nothing else.")
     ] = False,
-    sha256: Annotated[str | None, typer.Option(metavar="SUM", help="Of the file that --download fetches.")] = None,
 ) -> None:
     """Compare drafters, and transformers' own decoding, on the same questions; audit the answers; write a report.
 
@@ -46,7 +45,7 @@ def bench(
     if download:
         from specdec.bench.download import download_spec_bench
 
-        path, digest = download_spec_bench(sha256)
+        path, digest = download_spec_bench()
         typer.echo(f"{path}\nsha256 {digest}\nuse it with --questions spec_bench")
         return
     plan = resolve(Plan, given, where="bench")

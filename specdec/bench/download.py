@@ -21,16 +21,14 @@ SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/dat
 _GROUPS = dict.fromkeys(("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"), 80)
 
 
-def download_spec_bench(
-    sha256: str | None = None, url: str = SPEC_BENCH_URL, timeout: float = 30.0
-) -> tuple[Path, str]:
+def download_spec_bench(url: str = SPEC_BENCH_URL, timeout: float = 30.0) -> tuple[Path, str]:
     """Fetch the file unless it is there; returns its path and its SHA-256.
 
-    The authors publish no checksum. ``sha256`` is compared where it is given; in any case the file must hold 80
-    questions in each of the six subtasks, and a file that was fetched earlier must still be the one that was fetched.
+    The authors publish no checksum. The file must hold 80 questions in each of the six subtasks, and one that was
+    fetched earlier must still be the one that was fetched.
 
     Raises:
-        ConfigError: no network, a connection that broke, a wrong checksum, or a file that is not Spec-Bench's.
+        ConfigError: no network, a connection that broke, or a file that is not Spec-Bench's.
     """
     path = spec_bench_path()
     note = path.with_suffix(".sha256")
@@ -45,16 +43,17 @@ def download_spec_bench(
                 f"stopped, or save the file as {str(path)!r} on your own"
             ) from error
         try:
-            _check(part, sha256, f"what {url} sent", "look at the sum that you gave, or run this again")
+            _check(part, f"what {url} sent", "run this again")
         except ConfigError:
             part.unlink()  # or every later try would go on with it
             raise
         part.replace(path)
         write_text(note, digest_of(path) + "\n")
-    if sha256 is None and note.is_file():
-        sha256 = note.read_text(encoding="ascii").strip()
-    _check(path, sha256, repr(str(path)), "delete it and fetch it again")
-    return path, digest_of(path)
+    digest, remedy = digest_of(path), "delete it and fetch it again"
+    if note.is_file() and digest != (fetched := note.read_text(encoding="ascii").strip()):
+        raise ConfigError(f"{str(path)!r} has the SHA-256 {digest}, not {fetched} as when it was fetched; {remedy}")
+    _check(path, repr(str(path)), remedy)
+    return path, digest
 
 
 def _fetch(url: str, part: Path, timeout: float) -> None:
@@ -81,11 +80,8 @@ def _fetch(url: str, part: Path, timeout: float) -> None:
         raise ConnectionError(f"the connection ended after {got} of {announced} bytes")
 
 
-def _check(path: Path, sha256: str | None, what: str, remedy: str) -> None:
-    """Raises ConfigError where the file at ``path``, called ``what``, is not the one that is wanted."""
-    digest = digest_of(path)
-    if sha256 is not None and digest != sha256.lower():
-        raise ConfigError(f"{what} has the SHA-256 {digest}, not {sha256}; {remedy}")
+def _check(path: Path, what: str, remedy: str) -> None:
+    """Raises ConfigError where the file at ``path``, called ``what``, is not Spec-Bench's."""
     groups = Counter(group_of(question.category) for question in read_questions(path))
     if dict(groups) != _GROUPS:
         raise ConfigError(

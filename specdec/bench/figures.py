@@ -150,6 +150,12 @@ def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
     return figure
 
 
+def _one_panel(height: float) -> tuple[Figure, Axes]:
+    """A figure with one panel, and room for a legend."""
+    figure = new_figure(7.6, height)
+    return figure, figure.subplots()
+
+
 def _batch(rows: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | None:
     """Speedup over batch size, a line per system; one that answers one at a time is a mark."""
     lines: dict[str, dict[int, float]] = {}
@@ -160,8 +166,7 @@ def _batch(rows: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | Non
     sizes = sorted({size for points in lines.values() for size in points})
     if len(sizes) < 2:
         return None
-    figure = new_figure(7.6, 4.2)
-    axes = figure.subplots()
+    figure, axes = _one_panel(4.2)
     for system, points in lines.items():
         axes.plot(list(points), list(points.values()), lw=1.6, ms=5, label=system, clip_on=False, **styles[system])
     axes.axhline(1, color=_PLAIN, lw=1, zorder=0)
@@ -175,8 +180,7 @@ def _ctar(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | N
     rows = {system: row for system, row in overall.items() if row.ctar and row.ctar[0] > 0}
     if not rows:
         return None
-    figure = new_figure(7.6, 4.2)
-    axes = figure.subplots()
+    figure, axes = _one_panel(4.2)
     depth = range(1, DEPTH + 1)
     for system, row in rows.items():
         # One zero ends a curve: a row of them at the bottom would only hide one another.
@@ -211,8 +215,7 @@ def _shares(overall: Mapping[str, Row]) -> Figure | None:
     rows = {system: row for system, row in overall.items() if "target" in row.shares}
     if not rows:
         return None
-    figure = new_figure(7.6, 0.32 * len(rows) + 1.2)
-    axes = figure.subplots()
+    figure, axes = _one_panel(0.32 * len(rows) + 1.2)
     left = [0.0] * len(rows)
     for phase, colour in _PHASES.items():
         widths = [100 * row.shares.get(phase, 0.0) for row in rows.values()]
@@ -236,8 +239,7 @@ def _cost(overall: Mapping[str, Row], styles: Mapping[str, Style], cost: Mapping
         return None
     seconds = {int(rows): taken for rows, taken in cost["seconds"].items()}
     one = seconds[min(seconds)]
-    figure = new_figure(7.6, 4.4)
-    axes = figure.subplots()
+    figure, axes = _one_panel(4.4)
     axes.plot(
         list(seconds), [taken / one for taken in seconds.values()], color="#333333", lw=1.4, label="forward alone"
     )

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,14 +111,6 @@ class Metrics:
     def one_by_one(self) -> Metrics:
         """Those of the systems that answer one question at a time."""
         return Metrics(self.groups, {label: rows for label, rows in self.rows.items() if at_once(label)[1] == 1})
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "groups": self.groups,
-            "systems": {
-                system: {group: asdict(row) for group, row in groups.items()} for system, groups in self.rows.items()
-            },
-        }
 
 
 def bootstrap(count: int, seed: int = 0, samples: int = _SAMPLES) -> NDArray[np.intp]:

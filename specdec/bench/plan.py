@@ -10,11 +10,11 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from specdec.bench.questions import FORMATS
-from specdec.config import ModelOptions, check_parallel, check_policy, check_positive, parallel_option, policy_option
+from specdec.config import ModelOptions, check_parallel, check_policy, parallel_option, policy_option
 from specdec.errors import ConfigError, unknown
 from specdec.options import option
 from specdec.params import SamplingParams
-from specdec.values import fitting
+from specdec.values import AtLeast1, check_fields
 
 __all__ = ["ALL", "BASELINE", "Plan", "at_once", "label_of", "with_batch"]
 
@@ -50,12 +50,12 @@ class Plan(ModelOptions):
         commas=True,
     )
     categories: list[str] = option(list, "Only questions of these.", metavar="A,B,C", commas=True)
-    limit: int | None = option(None, "Only so many questions, evenly from all categories.")
+    limit: AtLeast1 | None = option(None, "Only so many questions, evenly from all categories.")
     batch: Sizes = option(
         lambda: [1], "How many questions at once, size by size; 1 is always one of them.", metavar="1,2,4", commas=True
     )
-    max_new_tokens: int = option(96, "Most new tokens of each turn.")
-    repeats: int = option(2, "How often each question is answered by each system.")
+    max_new_tokens: AtLeast1 = option(96, "Most new tokens of each turn.")
+    repeats: AtLeast1 = option(2, "How often each question is answered by each system.")
     format: str = option("auto", "How turns become a prompt: auto, plain, chat or vicuna.")
     persistent: bool = option(False, "Keep drafters for the whole run, with what they learned.")
     keep_prefix: bool = option(False, "Keep our drafters' cache between the turns of a question.")
@@ -68,13 +68,12 @@ class Plan(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        check_positive(max_new_tokens=self.max_new_tokens, repeats=self.repeats, limit=self.limit)
+        check_fields(self)
         if self.format not in FORMATS:
             raise ConfigError(unknown("prompt format", self.format, FORMATS))
         check_policy(self.policy)
         if check_parallel(self.parallel) == "tensor":
             raise ConfigError("a bench takes parallel 'rows' or 'off': the audit and the rivals run on rank 0 alone")
-        fitting("batch", self.batch, Sizes)
         for what, given in (("parallel", self.parallel != "off"), ("keep-prefix", self.keep_prefix)):
             if given and self.sizes != [1]:
                 raise ConfigError(f"batch is {self.batch}, and --{what} is for one question at a time; leave out one")

@@ -8,7 +8,7 @@ import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,9 @@ def write_report(folder: RunFolder, audit: Audit, metrics: Metrics) -> Path:
     manifest, records = folder.manifest(), folder.records()
     path = folder.path / "report.html"
     with folder.on_disk("the report"):
-        write_json(folder.path / "metrics.json", metrics.to_json())
-        write_json(folder.path / "audit.json", audit.to_json())
+        write_json(folder.path / "metrics.json", {"groups": metrics.groups, "systems": asdict(metrics)["rows"]})
+        verdicts = {label: asdict(verdict) | {"bugs": verdict.bugs} for label, verdict in audit.systems.items()}
+        write_json(folder.path / "audit.json", {"passed": audit.passed, "systems": verdicts})
         alone = [record for record in records if at_once(record.system)[1] == 1]
         write_answers(alone, folder.path / "spec_bench", manifest["model"]["name"])
         write_text(folder.path / "report.md", markdown(metrics, manifest, audit))

@@ -150,7 +150,7 @@ def test_format_of_the_file_holds_unless_another_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"repeats": 0}, "repeats is 0; it must be at least 1"),
+        ({"repeats": 0}, "repeats is 0; it must be an integer >= 1"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"format": "vicunia"}, "did you mean 'vicuna'"),
         ({"dtype": "float23"}, "unknown dtype 'float23'"),

@@ -70,7 +70,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["--drafter", "jacobi", "--set", "jacobi.guesses=big"], "jacobi.guesses is 'big', of type str; it must be of"),
         (["--set", "window"], "--set takes KEY=VALUE, such as lookahead.window=15; got 'window'"),
         (["--set", "max_new_token=4"], "unknown option of run 'max_new_token'; did you mean 'max_new_tokens'?"),
-        (["--max-new-tokens", "-4"], "max_new_tokens is -4; it must be at least 1"),
+        (["--max-new-tokens", "-4"], "max_new_tokens is -4; it must be an integer >= 1"),
         (["--temperature", "-1"], "temperature is -1.0; it must be a finite number >= 0"),
         (["--top-p", "0"], "top_p is 0.0; it must be a number in (0, 1]"),
         (["--acceptance", "typical", "--temperature", "1"], "acceptance='typical' changes the output distribution"),
