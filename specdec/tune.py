@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specdec.bench.plan import Sizes
 from specdec.config import ModelOptions, resolve
 from specdec.errors import ConfigError
 from specdec.files import replacing
-from specdec.options import Given, with_options
+from specdec.options import Given, option, with_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,11 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["plot", "table", "tune"]
 
 
-@with_options(ModelOptions)
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(ModelOptions):
+    """Of what the cost is measured."""
+
+    rows: Sizes = option(list, "Rows to time; 1 is always among them.", metavar="1,2,4,...", commas=True)
+    lengths: Sizes = option(list, "Tokens in the cache.", metavar="128,512,...", commas=True)
+
+
+@with_options(TuneOptions)
 def tune(
     given: Given,
-    rows: Annotated[str | None, typer.Option(metavar="1,2,4,...", help="Rows to time; the first is 1.")] = None,
-    lengths: Annotated[str | None, typer.Option(metavar="128,512,...", help="Tokens in the cache.")] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Where to put the figures (default: where auto finds them).")] = None,
     figure: Annotated[
@@ -41,18 +49,16 @@ def tune(
     from specdec.cost import LENGTHS, ROWS, describe, measure, stored_at
     from specdec.load import load
 
-    grids = [
-        _numbers(name, text) if text else list(default)
-        for name, text, default in (("rows", rows, ROWS), ("lengths", lengths, LENGTHS))
-    ]
-    target = load(resolve(ModelOptions, given)).target
+    options = resolve(TuneOptions, given, where="tune")
+    rows, lengths = sorted({1, *(options.rows or ROWS)}), sorted({*(options.lengths or LENGTHS)})
+    target = load(options).target
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("Timing", total=1.0)
         curve = measure(
             target,
-            rows=grids[0],
-            lengths=grids[1],
+            rows=rows,
+            lengths=lengths,
             seconds=seconds,
             progress=lambda share: progress.update(task, completed=share),
         )
@@ -63,16 +69,6 @@ def tune(
     if figure is not None:
         plot(curve, figure)
         errors.print(f"drawn in {figure}", soft_wrap=True)
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        found = sorted({int(word) for word in text.split(",") if word.strip()})
-    except ValueError:
-        found = []
-    if not found or found[0] < 1 or (name == "rows" and found[0] != 1):
-        raise ConfigError(f"--{name} is {text!r}; give positive numbers such as 1,2,4,8" + ", 1 among the rows")
-    return found
 
 
 def table(curve: CostCurve) -> Table:

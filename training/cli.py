@@ -167,7 +167,7 @@ def tree_search(
     """
     from specdec.load import load
     from training.acceptance import EvalConfig
-    from training.tree_report import report
+    from training.tree_search import report
 
     config = resolve(RunConfig, given)
     if config.drafter not in ("none", "medusa"):

@@ -26,7 +26,6 @@ from specdec.registry import make_drafter
 from tests.models import prompt_of
 from training.acceptance import Written
 from training.medusa import NewHeads, new_heads
-from training.tree_report import plot, write_tree
 from training.tree_search import (
     Judged,
     Odds,
@@ -36,9 +35,11 @@ from training.tree_search import (
     expected,
     grow,
     judge,
+    plot,
     search,
     step_seconds,
     timed_sizes,
+    write_tree,
 )
 
 

@@ -119,6 +119,7 @@ OTHERS: list[tuple[list[str], str]] = [
     (["info", "--device", "abacus"], "device 'abacus' cannot be used"),
     (["tune", "--threads", "0"], "threads is 0"),
     (["tune", "--dtype", "x"], "unknown dtype 'x'"),
+    (["tune", "--rows", "0,2"], "tune.rows is [0, 2], of type list; it must be a list of sizes of at least 1"),
     (["drafters", "more"], "more"),
     (["train", "nosuch"], "nosuch"),
     (["--nosuch"], "--nosuch"),
