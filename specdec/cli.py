@@ -233,7 +233,8 @@ def demo(
 
     On a terminal, the tokens of one step share a colour; tokens without one came singly, from a plain step.
     """
-    from specdec.demo import Race, model_at_hand, next_prompt
+    from specdec.bench.questions import build_prompt
+    from specdec.demo import Race, model_at_hand, question_for
     from specdec.load import load
     from specdec.panes import Panes
     from specdec.params import SamplingParams
@@ -254,9 +255,10 @@ def demo(
     engine = load(options)
     race = Race(engine, drafters, max_new_tokens=max_new_tokens, sampling=sampling)
     race.warm_up()
-    answers: list[str] = []
-    while (prompt := next_prompt(chosen, answers)) is not None:
-        painter.write(f"{prompt if isinstance(prompt, str) else '> ' + prompt[-1]['content']}\n\n", "dim")
+    question, answers = question_for(chosen), list[str]()
+    for turn in question.turns:
+        prompt = build_prompt(question, answers, "auto", engine.tokenizer)
+        painter.write(f"{'' if small else '> '}{turn}\n\n", "dim")
         if console.is_terminal:
             with Panes(console, list(race.engines)) as panes:
                 answers.append(race.turn(prompt, lambda name, chunk: panes(name, chunk, race.speed(name))))
@@ -265,6 +267,6 @@ def demo(
             for name, result in race.results.items():
                 painter.write(f"--- {name} ---\n{result.generations[-1].text}\n\n")
     for _ in range(2 if small else 0):  # its answers take no time, and so a clock says little of one
-        race.turn(next_prompt(chosen, []) or "")
+        race.turn(build_prompt(question, [], "auto", engine.tokenizer))
     note = f"{chosen}, temperature {sampling.temperature:g}; tokens/s of decoding alone, steps taken in turn"
     console.print(show.race_table(list(race.results.values()), note))

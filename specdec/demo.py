@@ -6,10 +6,11 @@ at their true speeds against each other, though in fact one works at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from specdec.bench.questions import Question, find_questions, read_questions
 from specdec.decoding import Decoding
 from specdec.engine import Engine, Prompt
 from specdec.errors import CheckpointError
@@ -18,38 +19,7 @@ from specdec.prefix import PrefixCache
 from specdec.results import Chunk, Generation
 from specdec.sampling import SamplingParams
 
-__all__ = ["TALK", "TEXT", "Race", "Result", "model_at_hand", "next_prompt"]
-
-TALK = (
-    "Give me three tips for keeping basil alive on a kitchen window, with a sentence for each.",
-    "Which of the three matters most, and why?",
-)
-"""What a user asks, turn by turn."""
-
-TEXT = '''"""Tests of the shelf that holds the books."""
-
-import unittest
-
-from library import Book, Shelf
-
-
-class ShelfTest(unittest.TestCase):
-
-    def setUp(self):
-        self.shelf = Shelf(capacity=3)
-
-    def test_new_shelf_is_empty(self):
-        self.assertEqual(len(self.shelf), 0)
-        self.assertFalse(self.shelf.full())
-
-    def test_add_book(self):
-        book = Book("Emma", author="Austen")
-        self.shelf.add(book)
-        self.assertEqual(len(self.shelf), 1)
-        self.assertIn(book, self.shelf)
-
-    def test_remove_book(self):'''
-"""What the embedded model goes on from, as it knows Python code and nothing else."""
+__all__ = ["Race", "Result", "model_at_hand", "question_for"]
 
 
 def model_at_hand() -> tuple[str, str | None]:
@@ -59,6 +29,12 @@ def model_at_hand() -> tuple[str, str | None]:
     except CheckpointError as error:
         return "tiny", str(error)
     return "smollm2", None
+
+
+def question_for(model: str) -> Question:
+    """What the model is asked; the embedded one, which knows Python code and nothing else, goes on with some."""
+    file, number = ("tiny", 15) if model == "tiny" else ("six_kinds", 1)
+    return next(question for question in read_questions(find_questions(file)) if question.id == number)
 
 
 @dataclass(slots=True)
@@ -132,14 +108,3 @@ class Race:
     def speed(self, name: str) -> float:
         """Tokens per second of an answer under way."""
         return self._under_way[name].stats.tokens_per_second
-
-
-def next_prompt(model: str, answers: Sequence[str]) -> str | list[dict[str, str]] | None:
-    """The prompt after these answers; None at the end."""
-    if model == "tiny":
-        return None if answers else TEXT
-    if len(answers) == len(TALK):
-        return None
-    said = [message for pair in zip(TALK, answers, strict=False) for message in pair]
-    roles = ("user", "assistant")
-    return [{"role": roles[n % 2], "content": text} for n, text in enumerate([*said, TALK[len(answers)]])]

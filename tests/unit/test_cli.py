@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,9 +20,10 @@ from rich.console import Console
 
 import specdec
 from specdec import Chunk, Engine, SamplingParams, Step, cli, cost, show
+from specdec.bench.questions import build_prompt
 from specdec.config import RunConfig
 from specdec.decoding import Decoding
-from specdec.demo import TALK, Race, Result, next_prompt
+from specdec.demo import Race, Result, question_for
 from specdec.errors import ConfigError
 from specdec.native.library import library
 from specdec.panes import Panes
@@ -491,10 +493,12 @@ def test_a_race_goes_through_a_conversation(tiny_engine: Engine) -> None:
     seen: list[str] = []
     answers: list[str] = []
     asked = []
-    while (prompt := next_prompt("any", answers)) is not None:
+    question = question_for("any")
+    for _ in question.turns:
+        prompt: Any = build_prompt(question, answers, "chat", SimpleNamespace(chat_template="..."))
         asked.append(prompt)
         answers.append(race.turn(prompt, lambda name, chunk: seen.append(name)))
-    assert [message["content"] for message in asked[1]] == [TALK[0], answers[0], TALK[1]]  # type: ignore[index]
+    assert [message["content"] for message in asked[1]] == [question.turns[0], answers[0], question.turns[1]]
     assert answers == [tiny_engine.generate(prompt, 6).text for prompt in asked]
     plain, drafted = race.results.values()
     assert drafted.first_difference(plain) is None
