@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -204,14 +203,14 @@ def drafters(
     """List the registered drafters with their options; set one with --set DRAFTER.OPTION=VALUE."""
     from specdec.registry import drafter_names, drafter_type
 
-    found: list[show.Description] = []
+    found: list[dict[str, Any]] = []
     for name in drafter_names():
         try:
             found.append(show.describe(name, drafter_type(name)))
         except SpecdecError as error:
-            found.append(show.Description(name, error=str(error)))
+            found.append({"name": name, "summary": "", "options": [], "error": str(error)})
     if as_json:
-        typer.echo(json.dumps([asdict(drafter) for drafter in found], indent=2))
+        typer.echo(json.dumps(found, indent=2))
     else:
         Console().print(show.drafter_list(found))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "COLOURS",
     "PICTURES",
-    "Description",
-    "Option",
     "StepPainter",
     "describe",
     "drafter_list",
@@ -112,36 +110,19 @@ def to_json(generation: Generation, drafter: str) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option of a drafter; ``default`` is its repr, None where it has to be given."""
+def describe(name: str, kind: Any) -> dict[str, Any]:
+    """What ``specdec drafters`` tells of a drafter class: its docstring's first line, and the fields of its ``Config``.
 
-    name: str
-    type: str
-    default: str | None
-    help: str
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What ``specdec drafters`` tells of one drafter; ``error`` if it does not import."""
-
-    name: str
-    summary: str = ""
-    options: Sequence[Option] = ()
-    error: str | None = None
-
-
-def describe(name: str, kind: Any) -> Description:
-    """Read a drafter class: the first line of its docstring, and the fields of its ``Config``."""
+    An option's ``default`` is its repr, None where it has to be given.
+    """
     about = _attributes(kind.Config)
     options = [
-        Option(f.name, f.type if isinstance(f.type, str) else str(f.type), _default(f), about.get(f.name, ""))
+        {"name": f.name, "type": str(f.type), "default": _default(f), "help": about.get(f.name, "")}
         for f in fields(kind.Config)
         if f.init
     ]
     summary = (inspect.getdoc(kind) or "").partition("\n")[0]
-    return Description(name, summary.replace("``", ""), options)
+    return {"name": name, "summary": summary.replace("``", ""), "options": options, "error": None}
 
 
 def _default(field: Any) -> str | None:
@@ -161,22 +142,22 @@ def _attributes(config: Any) -> dict[str, str]:
     return about
 
 
-def drafter_list(drafters: Sequence[Description]) -> Group:
-    """What each drafter is, and a table of its options below."""
-    names = [len(option.name) for drafter in drafters for option in drafter.options]
+def drafter_list(drafters: Sequence[Mapping[str, Any]]) -> Group:
+    """What each drafter is, and a table of its options below; ``error`` says why one does not import."""
+    names = [len(option["name"]) for drafter in drafters for option in drafter["options"]]
     parts: list[RenderableType] = []
     for drafter in drafters:
-        about = Text(drafter.error, style="red") if drafter.error else Text(drafter.summary)
-        parts.append(Text.assemble((drafter.name, "bold cyan"), "  ", about))
+        about = Text(drafter["error"], style="red") if drafter["error"] else Text(drafter["summary"])
+        parts.append(Text.assemble((drafter["name"], "bold cyan"), "  ", about))
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column(width=2)
         table.add_column(no_wrap=True, min_width=max(names))
         table.add_column(no_wrap=True, min_width=11, style="green")
         table.add_column(overflow="fold")
-        for option in drafter.options:
-            default = "(required)" if option.default is None else option.default
-            table.add_row("", Text(option.name), Text(default), Text(option.help))
-        parts += [table, Text()] if drafter.options else [Text()]
+        for option in drafter["options"]:
+            default = "(required)" if option["default"] is None else option["default"]
+            table.add_row("", Text(option["name"]), Text(default), Text(option["help"]))
+        parts += [table, Text()] if drafter["options"] else [Text()]
     return Group(*parts[:-1])
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from specdec.bench.figures import draw_figures, require_bench_extra
 from specdec.bench.metrics import DEPTH, OVERALL, Metrics
 from specdec.bench.plan import BASELINE, at_once
 from specdec.bench.questions import QuestionId, group_of
-from specdec.bench.records import Record, RunFolder, Turn
+from specdec.bench.records import Record, RunFolder
 from specdec.bench.tables import batch_figures, figures_of
 from specdec.files import replacing, write_json, write_text
 
@@ -202,60 +202,33 @@ def _positions(metrics: Metrics) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One step's text; ``shade`` 0 is a plain step, 1 to 4 alternate; ``about`` is shown on hover."""
-
-    text: str
-    shade: int
-    about: str
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """One answer of one system."""
-
-    system: str
-    summary: str
-    pieces: list[Piece]
-
-
-def traces(records: Sequence[Record], systems: Sequence[str]) -> dict[str, list[Trace]]:
+def traces(records: Sequence[Record], systems: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Title -> a trace per system, of the first question of each group."""
     chosen: dict[str, QuestionId] = {}
     for record in records:
         chosen.setdefault(group_of(record.category), record.question_id)
-    found: dict[str, list[Trace]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for group, question in chosen.items():
         answers = {r.system: r for r in records if r.question_id == question and r.repeat == 0 and r.turns}
         found[f"{group}, question {question}"] = [_trace(answers[s]) for s in systems if s in answers]
     return found
 
 
-def _trace(record: Record) -> Trace:
-    pieces: list[Piece] = []
-    before = 0
-    for number, turn in enumerate(record.turns):
-        if number:
-            pieces.append(Piece(f"\n--- turn {number + 1} ---\n", 0, "the next question"))
-        pieces += _pieces(record.system, turn, before)
-        before += len(turn.accept_lengths)
+def _trace(record: Record) -> dict[str, Any]:
+    """An answer as its steps' texts; shade 0 is a plain step, 1 to 4 take turns, and ``about`` is shown on hover."""
+    pieces: list[dict[str, Any]] = []
+    step = coloured = 0
+    for number, turn in enumerate(record.turns, 1):
+        if number > 1:
+            pieces.append({"text": f"\n--- turn {number} ---\n", "shade": 0, "about": "the next question"})
+        for place, (text, length) in enumerate(zip(turn.pieces, turn.accept_lengths, strict=False)):
+            step, coloured = step + 1, coloured + (length > 1)
+            rows = f" from {turn.rows[place]} rows" if place < len(turn.rows) else ""
+            about = f"{record.system}, step {step}: {length} {'token' if length == 1 else 'tokens'}{rows}"
+            pieces.append({"text": text, "shade": 1 + coloured % _SHADES if length > 1 else 0, "about": about})
     mean = record.tokens / max(record.steps, 1)
-    return Trace(record.system, f"{record.tokens} tokens in {record.steps} steps, {mean:.2f} per step", pieces)
-
-
-def _pieces(system: str, turn: Turn, before: int) -> list[Piece]:
-    pieces: list[Piece] = []
-    coloured = 0
-    for place, (text, length) in enumerate(zip(turn.pieces, turn.accept_lengths, strict=False)):
-        rows = f" from {turn.rows[place]} rows" if place < len(turn.rows) else ""
-        shade = 0
-        if length > 1:
-            shade = 1 + coloured % _SHADES
-            coloured += 1
-        noun = "token" if length == 1 else "tokens"
-        pieces.append(Piece(text, shade, f"{system}, step {before + place + 1}: {length} {noun}{rows}"))
-    return pieces
+    summary = f"{record.tokens} tokens in {record.steps} steps, {mean:.2f} per step"
+    return {"system": record.system, "summary": summary, "pieces": pieces}
 
 
 def write_answers(records: Sequence[Record], folder: Path, model: str) -> list[Path]:
