@@ -23,6 +23,7 @@ from specdec.load import load
 from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
 from specdec.sampling import SamplingParams
+from specdec.values import read_json
 from tests.models import new_model
 
 QUESTIONS = [
@@ -55,7 +56,7 @@ def make(tiny_engine: Engine, questions: str, tmp_path: Path) -> Make:
 
 
 def keys(folder: RunFolder) -> list[tuple[int | str, str, int]]:
-    return [Record.of(json.loads(line)).key for line in folder.answers.read_text().splitlines()]
+    return [read_json(Record, line).key for line in folder.answers.read_text().splitlines()]
 
 
 def target_of(engine: Engine) -> TransformersTarget:
