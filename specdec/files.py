@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import platformdirs
 
-from specdec.errors import CheckpointError, ConfigError, first_line, shown
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown
 
 __all__ = [
     "Unfinished",
@@ -30,6 +30,7 @@ __all__ = [
     "unfinished",
     "write_json",
     "write_text",
+    "writing",
 ]
 
 T = TypeVar("T")
@@ -106,6 +107,15 @@ def replacing(path: Path) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(what: str, path: Path, remedy: str, kind: type[SpecdecError] = CheckpointError) -> Iterator[None]:
+    """Turns what a disk can do to a write into an error of a kind, which says what could not be written, and where."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot write {what} {str(path)!r}: {error}; {remedy}") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -242,10 +252,6 @@ def unfinished(
     refuse_existing(out)
     partial = out.with_name(out.name + ".partial")
     asked = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
-    try:
+    with writing("the answers", out, "make room, and the same command goes on where it was"):
         yield Unfinished(partial, {**run, "prompts": len(prompts), "asked": asked}, len(prompts), check)
         partial.unlink()
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {str(out)!r}: {error}; make room, and the same command goes on where it was"
-        ) from error

@@ -22,7 +22,7 @@ import typer
 from filelock import FileLock, Timeout
 
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, unknown
-from specdec.files import cache_folder, digest_of, read_text, replacing, write_json
+from specdec.files import cache_folder, digest_of, read_text, replacing, write_json, writing
 from specdec.named import NamedModel, named_models
 
 __all__ = ["pull", "pull_model"]
@@ -70,21 +70,19 @@ def pull_model(model: NamedModel, told: Told = lambda what, share: None) -> Path
     place = model.place
     if model.folder:
         return place
-    try:
+    remedy = "about 500 MB are needed there while it is made. Mend that and run this again"
+    with writing(f"{model.name} to", place.parent, remedy):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(place.parent / f".{place.name}.lock").acquire(timeout=0):
+        try:
+            lock = FileLock(place.parent / f".{place.name}.lock").acquire(timeout=0)
+        except Timeout as error:
+            raise ConfigError(f"another process is pulling {model.name}; wait for it") from error
+        with lock:
             for left in place.parent.glob(f".{place.stem}.*.new*"):  # of a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             told("Checking", None)
             if not _is_whole(place):
                 _make(model, place, told)
-    except Timeout as error:
-        raise ConfigError(f"another process is pulling {model.name}; wait for it") from error
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {model.name} to {str(place.parent)!r}: {error}; about 500 MB are needed there while it is "
-            "made. Mend that and run this again"
-        ) from error
     return place
 
 

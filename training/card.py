@@ -14,8 +14,7 @@ import torch
 import transformers
 import yaml
 
-from specdec.errors import CheckpointError
-from specdec.files import write_text
+from specdec.files import write_text, writing
 from training.packing import Windows
 
 __all__ = ["CardText", "among", "command_line", "identity", "model_card", "write_card"]
@@ -108,10 +107,8 @@ def write_card(folder: Path, text: str) -> None:
     Raises:
         CheckpointError: it could not be written.
     """
-    try:
+    with writing("the card in", folder, "the weights are there"):
         write_text(folder / "README.md", text)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the card in {str(folder)!r}: {error}; the weights are there") from error
 
 
 def _table(lines: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:

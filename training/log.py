@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import CheckpointError, ConfigError, pip_line
-from specdec.files import append_lines, read_lines, replacing, write_text
+from specdec.errors import ConfigError, pip_line
+from specdec.files import append_lines, read_lines, replacing, write_text, writing
 from specdec.values import read_json
 
 __all__ = ["TrainingLog", "draw_curves", "plot", "read_log"]
@@ -33,8 +33,11 @@ class TrainingLog:
         self.path = folder / "log.jsonl"
         self._run = _wandb_run(wandb, folder, config)
         kept = [line for line in read_log(self.path) if line["step"] <= step]
-        with _disk(self.path):
+        with self._disk():
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def _disk(self) -> AbstractContextManager[None]:
+        return writing("the log", self.path, "the last checkpoint is whole. Make room and start the same command again")
 
     def write(self, **values: Any) -> None:
         """One line; ``step`` must be among the values.
@@ -42,30 +45,18 @@ class TrainingLog:
         Raises:
             CheckpointError: the disk is full, or the folder gone.
         """
-        with _disk(self.path):
+        with self._disk():
             append_lines(self.path, values)
         if self._run is not None:
             self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
 
     def close(self) -> bool:
         """Draw the plot and end the wandb run; False where there is nothing to draw with."""
-        with _disk(self.path.with_name("loss.png")):
+        with self._disk():
             drawn = plot(read_log(self.path), self.path.with_name("loss.png"))
         if self._run is not None:
             self._run.finish()
         return drawn
-
-
-@contextmanager
-def _disk(path: Path) -> Iterator[None]:
-    """Turns what a disk can do to a write into an error that says so."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write the log {str(path)!r}: {error}; the last checkpoint is whole. Make room and start the same "
-            "command again"
-        ) from error
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ from drafters.medusa_heads import MedusaHeads
 from drafters.weights import check_fit, weights_folder
 from specdec.drafter import Drafter
 from specdec.engine import Decoding, Engine
-from specdec.errors import CheckpointError, ConfigError, pip_line
-from specdec.files import write_text
+from specdec.errors import ConfigError, pip_line
+from specdec.files import write_text, writing
 from specdec.results import Statistics
 from specdec.sampling import SamplingParams
 from training.acceptance import EvalConfig, Written, continued_texts
@@ -350,10 +350,8 @@ def write_tree(path: Path, tree: list[list[int]], options: Mapping[str, Any], re
     head = "".join(f"# {line}".rstrip() + "\n" for line in remarks)
     body = yaml.safe_dump({"drafter": {"name": "medusa", **options}}, sort_keys=False)
     rows = "".join(f"    - {node}\n" for node in tree)
-    try:
+    with writing("the tree to", path, "give another --out"):
         write_text(path, f"{head}{body}  tree:\n{rows}")
-    except OSError as error:
-        raise CheckpointError(f"cannot write the tree to {str(path)!r}: {error}; give another --out") from error
 
 
 def plot(sizes: Sequence[Size], chosen: Size, path: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from specdec.bench.questions import QuestionId
 from specdec.errors import ConfigError
-from specdec.files import append_lines, drop_unfinished, read_lines, write_json
+from specdec.files import append_lines, drop_unfinished, read_lines, write_json, writing
 from specdec.values import read_json
 
 __all__ = ["Key", "Output", "Record", "RunFolder", "Turn", "repeats_of"]
@@ -149,16 +149,13 @@ class RunFolder:
         with self.on_disk("the manifest"):
             write_json(self.manifest_path, manifest)
 
-    @contextmanager
-    def on_disk(self, what: str) -> Iterator[None]:
+    def on_disk(self, what: str) -> AbstractContextManager[None]:
         """Turns what a disk can do to a write into an error that says so."""
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {what} in {str(self.path)!r}: {error}; the answers so far are whole. Make room, or give "
-                f"another folder, and with --out {str(self.path)!r} the same command goes on"
-            ) from error
+        remedy = (
+            "the answers so far are whole. Make room, or give another folder, and with --out "
+            f"{str(self.path)!r} the same command goes on"
+        )
+        return writing(f"{what} in", self.path, remedy, ConfigError)
 
     def records(self) -> list[Record]:
         """All whole records; the last one of a key counts.
