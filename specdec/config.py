@@ -25,17 +25,15 @@ from specdec.runners import EXECUTIONS
 from specdec.values import AtLeast1, check_fields, fitting
 
 __all__ = [
+    "EngineOptions",
     "ModelOptions",
     "RunConfig",
     "WeightsOptions",
     "check_parallel",
-    "check_policy",
     "check_positive",
     "load_yaml",
     "override",
-    "parallel_option",
     "parse",
-    "policy_option",
     "resolve",
 ]
 
@@ -45,21 +43,6 @@ Options = TypeVar("Options", bound="WeightsOptions")
 _DEEPEST, _LARGEST = 32, 1_000_000  # of a YAML value
 
 _model_option = functools.partial(option, panel="Model")
-policy_option = functools.partial(
-    _model_option,
-    "acceptance",
-    "How many rows a drafter gets. acceptance: one that keeps failing rests; cost: only rows that pay on this machine; "
-    "FILE: by a file of `specdec tune`; off: as many as it asks for.",
-    metavar="acceptance|cost|FILE|off",
-)
-
-parallel_option = functools.partial(
-    _model_option,
-    "off",
-    "For processes started by torchrun. rows: each has the model and runs a share of a step's rows; tensor: each "
-    "weight is split over them.",
-    metavar="off|rows|tensor",
-)
 
 
 def check_parallel(choice: str) -> str:
@@ -71,12 +54,6 @@ def check_parallel(choice: str) -> str:
     if choice not in PARALLEL:
         raise ConfigError(unknown("parallel", choice, PARALLEL))
     return choice
-
-
-def check_policy(choice: str) -> str:
-    from specdec import policy
-
-    return policy.check_policy(choice)
 
 
 def check_positive(where: str = "", /, most: int | None = None, **values: int | None) -> None:
@@ -133,22 +110,43 @@ class ModelOptions(WeightsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(ModelOptions):
+class EngineOptions(ModelOptions):
+    """Which weights, how the model is run, and how many rows a step gets, by how many processes."""
+
+    policy: str = _model_option(
+        "acceptance",
+        "How many rows a drafter gets. acceptance: one that keeps failing rests; cost: only rows that pay on this "
+        "machine; FILE: by a file of `specdec tune`; off: as many as it asks for.",
+        metavar="acceptance|cost|FILE|off",
+    )
+    parallel: str = _model_option(
+        "off",
+        "For processes started by torchrun. rows: each has the model and runs a share of a step's rows; tensor: each "
+        "weight is split over them.",
+        metavar="off|rows|tensor",
+    )
+
+    def __post_init__(self) -> None:
+        from specdec.policy import check_policy
+
+        ModelOptions.__post_init__(self)
+        check_policy(self.policy)
+        check_parallel(self.parallel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(EngineOptions):
     """What a YAML file for the command line may hold."""
 
     drafter: str | dict[str, Any] = option("none", "Who drafts; see `specdec drafters`.", metavar="NAME")
     max_new_tokens: AtLeast1 = option(128, "Most new tokens.")
     stop: str | list[str] = option(list, "Text that ends the answer; repeatable.")
-    policy: str = policy_option()
-    parallel: str = parallel_option()
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
+        EngineOptions.__post_init__(self)
         check_fields(self)
         fitting("stop", self.stop, ARGUMENTS["stop"])
-        check_policy(self.policy)
-        check_parallel(self.parallel)
 
     @classmethod
     def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from specdec.bench.questions import FORMATS
-from specdec.config import ModelOptions, check_parallel, check_policy, parallel_option, policy_option
+from specdec.config import EngineOptions
 from specdec.errors import ConfigError, unknown
 from specdec.options import option
 from specdec.params import SamplingParams
@@ -30,7 +30,7 @@ _sampling_option = functools.partial(option, panel="Sampling")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(ModelOptions):
+class Plan(EngineOptions):
     """Options of a run; plain decoding always runs, and without a policy.
 
     Raises:
@@ -59,20 +59,17 @@ class Plan(ModelOptions):
     format: str = option("auto", "How turns become a prompt: auto, plain, chat or vicuna.")
     persistent: bool = option(False, "Keep drafters for the whole run, with what they learned.")
     keep_prefix: bool = option(False, "Keep our drafters' cache between the turns of a question.")
-    policy: str = policy_option()
-    parallel: str = parallel_option()
     temperature: float = _sampling_option(0.0, "0 is greedy.")
     seed: int = _sampling_option(0, "Of the sampling noise.")
     acceptance: str = _sampling_option("match", "match (same text under every drafter), reject, auto or typical.")
     allow_lossy: bool = _sampling_option(False, "Permit an acceptance that changes the text.")
 
     def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
+        EngineOptions.__post_init__(self)
         check_fields(self)
         if self.format not in FORMATS:
             raise ConfigError(unknown("prompt format", self.format, FORMATS))
-        check_policy(self.policy)
-        if check_parallel(self.parallel) == "tensor":
+        if self.parallel == "tensor":
             raise ConfigError("a bench takes parallel 'rows' or 'off': the audit and the rivals run on rank 0 alone")
         for what, given in (("parallel", self.parallel != "off"), ("keep-prefix", self.keep_prefix)):
             if given and self.sizes != [1]:
