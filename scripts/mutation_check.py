@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("specdec", "drafters", "training", "tests", "pyproject.toml")
+PARTS = ("specdec", "drafters", "training", "tests", "scripts", "docs", "pyproject.toml")
 SECONDS = 600  # a mutant that loops for ever has been noticed
 
 

@@ -342,6 +342,12 @@ class TransformersLookup(TransformersSystem):
     Options: ClassVar[dict[str, Any]] = {"prompt_lookup_num_tokens": 10}
 
 
+class TransformersEarlyExit(TransformersSystem):
+    """Transformers' self-speculation: the first layers draft, through the model's own head (LayerSkip)."""
+
+    Options: ClassVar[dict[str, Any]] = {"assistant_early_exit": 4}
+
+
 class TransformersAssisted(TransformersSystem):
     """Transformers' assisted generation: ``assistant`` is a smaller model with the same tokenizer."""
 
@@ -373,6 +379,7 @@ class TransformersAssisted(TransformersSystem):
 _BUILT_IN: Mapping[str, Any] = {
     "transformers": TransformersBatches,
     "transformers_lookup": TransformersLookup,
+    "transformers_early_exit": TransformersEarlyExit,
     "transformers_assisted": TransformersAssisted,
 }
 

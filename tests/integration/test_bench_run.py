@@ -66,9 +66,10 @@ def target_of(engine: Engine) -> TransformersTarget:
 
 @pytest.mark.slow
 def test_all_systems_give_the_same_text_and_say_what_it_cost(make: Make, tiny_engine: Engine) -> None:
-    folder = make(systems=["transformers", "transformers_lookup"], repeats=2).run()
+    early_exit = {"name": "transformers_early_exit", "assistant_early_exit": 2}
+    folder = make(systems=["transformers", "transformers_lookup", early_exit], repeats=2).run()
     records = folder.records()
-    assert len(records) == 2 * 5 * 2
+    assert len(records) == 2 * 6 * 2
     assert {record.error for record in records} == {None}
     for record in records:
         for turn in record.turns:

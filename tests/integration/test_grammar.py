@@ -13,6 +13,7 @@ import torch
 from specdec import Engine, SamplingParams, TransformersTarget
 from tests.fakes import Drawing, Oracle
 from tests.models import VOCAB, new_model, prompt_of, reference
+from tests.unit.third_party_grammar import JsonSchema
 
 ALPHABET = '  {}[]:,"ab012'  # token -> character; the first two are no JSON here
 END = 20
@@ -140,3 +141,25 @@ def test_drawn_drafts_that_break_the_grammar_are_rejected(target: TransformersTa
         sampling = SamplingParams(temperature=1.0, seed=seed)
         found = engine(target, Drawing(q, (2, 2))).generate(PROMPTS[0], 25, sampling, logits_processor=[Grammar()])
         assert follows(found.token_ids)
+
+
+SCHEMA = """{"type": "array", "minItems": 3, "maxItems": 3, "items": {"type": "object", "required": ["name", "size"],
+    "additionalProperties": false, "properties": {
+        "name": {"type": "string", "maxLength": 12}, "size": {"type": "integer", "minimum": 0, "maximum": 99}}}}"""
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: f"T={sampling.temperature}")
+def test_a_schema_by_another_library(tiny_engine: Engine, sampling: SamplingParams) -> None:
+    grammar = JsonSchema(SCHEMA, tiny_engine.tokenizer, tiny_engine.target.vocab_size)
+    plain, *others = (
+        tiny_engine.with_drafter(name).generate_batch(
+            ["config = ", "class Stack:\n"], 96, sampling, logits_processor=[grammar]
+        )
+        for name in ("none", "auto", "prompt_lookup", "lookahead")
+    )
+    for one in plain:
+        assert one.finish_reason == "eos"
+        assert [set(item) for item in json.loads(one.text)] == 3 * [{"name", "size"}]
+    for found in others:
+        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert any(one.stats.steps < len(one.token_ids) for found in others for one in found)

@@ -239,7 +239,7 @@ def test_a_library_built_into_the_package_needs_no_compiler_and_is_held_against_
     assert native.library()._name == str(path)
     assert not (fresh / "native").exists()
 
-    path.write_bytes(path.read_bytes()[:100])
+    replaced(path, path.read_bytes()[:100])
     native.library.cache_clear()
     with pytest.warns(SpecdecWarning, match=r"not what was compiled; run python -m specdec\.native again"):
         assert native.library() is None

@@ -1,4 +1,4 @@
-"""What README shows is what is tested."""
+"""What README and docs show is what is tested."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ ROOT = Path(__file__).parents[2]
 def test_the_drafter_that_readme_shows_is_the_tested_one() -> None:
     source = (ROOT / "tests/unit/third_party_drafter.py").read_text()
     assert source.strip() in (ROOT / "README.md").read_text()
+
+
+def test_the_grammar_that_docs_show_is_the_tested_one() -> None:
+    source = (ROOT / "tests/unit/third_party_grammar.py").read_text()
+    assert source.strip() in (ROOT / "docs/batch.md").read_text()
 
 
 def test_readme_names_every_drafter() -> None:
