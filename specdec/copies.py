@@ -24,9 +24,12 @@ def is_apart(device: torch.device | None) -> bool:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given, so that a clock that is read next tells the truth."""
+    """Until the device has done what this thread gave it, so that a clock that is read next tells the truth.
+
+    Others' streams are not waited for: one of them may be in the midst of a capture, which that would break.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def address(tensor: torch.Tensor) -> int:

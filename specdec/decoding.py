@@ -125,7 +125,8 @@ class Decoding:
         rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self._drafter.draws)
         self._by_rows = sampling.acceptance == "typical" or (self.sampler.sample and rejects)
         # Of several processes none decides by itself what its rows say.
-        self._apart = copies.is_apart(target.head_device) and not isinstance(target, ParallelTarget)
+        apart = copies.is_apart(target.device) and copies.is_apart(target.head_device)
+        self._apart = apart and not isinstance(target, ParallelTarget)
         self._asks = self._apart and isinstance(self._session, AskingSession)
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)

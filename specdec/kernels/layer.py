@@ -57,7 +57,7 @@ def add_norm(
     return total, normed
 
 
-@triton.jit(do_not_specialize=("layer", "epsilon"))
+@triton.jit(do_not_specialize=("layer", "epsilon", "places"))  # places: of a batch's sequence, not in sixteens
 def _turn_and_store(
     heads, cosines, sines, places, query_weight, key_weight, query, counts, table,
     layer, epsilon,

@@ -59,6 +59,7 @@ def _part(
     each = tl.cdiv(tl.cdiv(end - low, PARTS), KEYS) * KEYS
     low += part * each
     end = tl.minimum(end, low + each)
+    first = low % slots  # what is seen goes round a ring once at most, and a remainder per key would take long
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -67,7 +68,8 @@ def _part(
         key = start + tl.arange(0, KEYS)
         known = key < end
         drafted = key >= length
-        slot = key % slots
+        slot = first + key - low
+        slot = tl.where(slot < slots, slot, slot - slots)
         k = tl.load(keys + slot[None, :] * WIDTH + wide[:, None], mask=known[None, :] & inside[:, None], other=0.0)
         at = row[:, None] * REACH + (key - length)[None, :]
         mine = tl.load(closure + at, mask=live[:, None] & (known & drafted)[None, :], other=0) != 0
@@ -112,10 +114,13 @@ def _join(mixed_parts, weight_parts, output, WIDTH: tl.constexpr, WIDE: tl.const
     tl.store(output + one * WIDTH + wide, result.to(output.dtype.element_ty), mask=wide < WIDTH)
 
 
-def constants(rows: int, reach: int, heads: int, group: int, width: int, *, windowed: bool) -> dict[str, Any]:
+def constants(
+    rows: int, reach: int, heads: int, group: int, width: int, itemsize: int, *, windowed: bool
+) -> dict[str, Any]:
     """What the first kernel is compiled for: a bucket of rows, of the tree's rows, and heads of keys."""
     wide = max(16, triton.next_power_of_2(width))
-    tile = min(64 if wide <= 128 else 16, max(16, triton.next_power_of_2(rows * group)))
+    most = 64 if wide * itemsize <= 256 else 16  # with more, a block of a smaller GPU has no room for it
+    tile = min(most, max(16, triton.next_power_of_2(rows * group)))
     parts = _PROGRAMS // (heads * triton.cdiv(rows * group, tile))
     return {
         "GROUP": group, "WIDTH": width, "WIDE": wide, "ROWS": tile, "KEYS": _KEYS,
@@ -140,12 +145,13 @@ def step_attention(
         layer, key_heads, window: of whose keys and values there are.
     """
     _, heads, rows, width = query.shape
-    fixed = constants(rows, len(where["places"]), key_heads, heads // key_heads, width, windowed=window is not None)
+    reach, group, itemsize = len(where["places"]), heads // key_heads, query.element_size()
+    fixed = constants(rows, reach, key_heads, group, width, itemsize, windowed=window is not None)
     parts = fixed["PARTS"]
     mixed = torch.empty(parts, rows, heads, width, dtype=torch.float32, device=query.device)
     weights = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)
     output = torch.empty(rows, heads * width, dtype=query.dtype, device=query.device)
-    first: Any = _part[(key_heads, triton.cdiv(rows * (heads // key_heads), fixed["ROWS"]), parts)]
+    first: Any = _part[(key_heads, triton.cdiv(rows * group, fixed["ROWS"]), parts)]
     second: Any = _join[(rows * heads,)]
     with on_device(query):
         first(

@@ -9,10 +9,12 @@ bucket are computed and read by nobody; they store nothing.
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -36,26 +38,49 @@ class Recorder(Protocol):
 class CudaRecorder:
     """By CUDA graphs of one memory pool: none runs beside another, and outcomes are copied before the next one runs."""
 
+    _one: ClassVar[threading.Lock] = threading.Lock()  # torch waits for the device before it captures: none may be then
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
 
     def record(self, work: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
-        with torch.cuda.device(self._device):
+        with self._one, torch.cuda.device(self._device), _uncollected():
             if self._pool is None:
                 stream: Any = torch.cuda.Stream
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), stream()
             here = torch.cuda.current_stream()
             self._stream.wait_stream(here)
+            # Torch's own context would leave its stream in the place of this one where a capture fails to end.
             with torch.cuda.stream(self._stream):
-                for _ in range(2):  # kernels are compiled, and libraries take their workspaces
-                    work()
-            here.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may go on to allocate meanwhile.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                outcome = work()
+                try:
+                    for _ in range(2):  # kernels are compiled, and libraries take their workspaces
+                        work()
+                finally:
+                    here.wait_stream(self._stream)
+                graph = torch.cuda.CUDAGraph()
+                try:
+                    # Other threads may go on to allocate meanwhile.
+                    with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                        outcome = work()
+                except BaseException:
+                    # Where it failed to end, the generator still takes itself for captured, and would draw nothing.
+                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                    generator.graphsafe_set_state(generator.clone_state())
+                    raise
         return outcome, graph.replay
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """While inside, garbage waits: a graph of before that is destroyed in the midst of a capture makes it fail."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class StepInputs:

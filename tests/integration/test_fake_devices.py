@@ -170,7 +170,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: tree_kernel)
     monkeypatch.setattr(copies, "address", lambda tensor: 0)
-    monkeypatch.setattr(plan, "layer_kernels", lambda: LAYER)
+    monkeypatch.setattr(plan, "layer_kernels", lambda *shapes: LAYER)
     monkeypatch.setattr(plan, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list)))
     monkeypatch.setattr(plan.RunnerMaker, "unpack", lambda maker: None)
     monkeypatch.setattr(model, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB))

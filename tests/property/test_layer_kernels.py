@@ -10,12 +10,13 @@ import torch.nn.functional as F
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.block import Batch, Block
+from specdec.errors import SpecdecWarning
 from specdec.rotary import rotate, signed
 from specdec.runners import plan
 from specdec.runners.cuda import CudaRunner
 from tests.models import new_model, prompt_of
 
-pytest.importorskip("triton", reason="Triton is not installed")
+CompilationError = pytest.importorskip("triton", reason="Triton is not installed").CompilationError
 kernels = pytest.importorskip("specdec.kernels.layer")
 
 
@@ -59,6 +60,22 @@ def test_turn_and_store(width: int, stored: int, normed: bool, first: int) -> No
     assert torch.equal(values[1][:, there], v[:, :stored])
     for store in (keys, values):
         assert int((store != 0).any(-1).sum()) == stored * key_heads
+
+
+def test_kernels_are_tried_on_the_layers_that_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's errors are no RuntimeErrors, and one in the midst of loading would end it."""
+    load, shapes = plan.layer_kernels.__wrapped__, frozenset({(4, 2, 12, True), (4, 4, 8, False)})
+    assert load(torch.device("cpu"), torch.float32, shapes) is kernels
+    tried = []
+
+    def refused(*arguments: object) -> None:
+        tried.append(arguments[-1])
+        raise CompilationError("", None, "cannot take constexpr")
+
+    monkeypatch.setattr(kernels, "turn_and_store", refused)
+    with pytest.warns(SpecdecWarning, match=r"kernels for layers are not used.*CompilationError"):
+        assert load(torch.device("cpu"), torch.float32, shapes) is None
+    assert tried[0] in {(4, 2, 12), (4, 4, 8)}
 
 
 @pytest.fixture
