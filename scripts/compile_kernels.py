@@ -29,7 +29,7 @@ from specdec.kernels import layer, step, tree
 
 DTYPES = ("bf16", "fp16", "fp32")
 WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)
-SHARED = {80: 163 << 10, 90: 227 << 10}
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a block may have, by architecture."""
 
 Variant = tuple[str, Any, dict[str, str], dict[str, Any]]  # name, kernel, types of arguments, constants

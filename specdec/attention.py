@@ -239,7 +239,8 @@ def _flash_takes(device: torch.device, dtype: torch.dtype, width: int, value_wid
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    built = torch.backends.cuda.is_flash_attention_available  # some builds of torch have none
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and built()
 
 
 def _split(
