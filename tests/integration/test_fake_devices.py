@@ -25,6 +25,7 @@ from specdec import Draft, Engine, SamplingParams, TransformersTarget, attention
 from specdec.block import Block
 from specdec.cache import LayerSpec
 from specdec.joints import Joints
+from specdec.pages import FilePages
 from specdec.registry import drafter_names
 from specdec.runners import known, plan
 from tests import models
@@ -52,8 +53,9 @@ class Numbers(TorchFunctionMode):
         if name == "__getitem__" and args[0].is_cuda:
             return _part(args[0], args[1])
         if name == "tensor":
+            own = {"i": torch.long, "b": torch.bool}.get(np.asarray(args[0]).dtype.kind)
             kind = {key: value for key, value in (kwargs or {}).items() if key in ("dtype", "device")}
-            return torch.zeros(np.shape(args[0]), **kind)
+            return torch.zeros(np.shape(args[0]), **{"dtype": own, **kind})
         if name == "__invert__":
             return torch.logical_not(args[0])
         if name == "rms_norm":
@@ -301,6 +303,24 @@ def test_every_drafter(
         for sampling in (None, SAMPLED):
             engine = Engine(target, None, options, max_rows=24, prefill_chunk=16)
             assert engine.generate(prompt_of(20), 12, sampling).finish_reason == "length"
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_an_embedding_beside_the_host(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Its rows are sent nowhere, so that nothing is there with them of what decides on the head's device."""
+    options = dict(settings_of("medusa", models.target_of(family), tmp_path)[0])
+    heads = MedusaHeads.from_pretrained(options["heads"])
+    monkeypatch.setattr(MedusaHeads, "from_pretrained", lambda folder: heads)
+    monkeypatch.setattr(MedusaHeads, "to", lambda self, device, dtype: move(self, device, dtype) or self)
+    monkeypatch.setattr(FilePages, "release", lambda *_: None)  # fake weights have no pages
+    request.getfixturevalue("fake")
+    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=2, first="cpu")
+    assert (target.device.type, target.head_device.type) == ("cpu", "cuda")
+    for sampling in (None, SAMPLED):
+        engine = Engine(target, None, {**options, "check_target": False}, max_rows=24, prefill_chunk=16)
+        assert engine.generate(prompt_of(20), 6, sampling).finish_reason == "length"
 
 
 @pytest.mark.usefixtures("fake")
