@@ -72,9 +72,8 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, int], int]:
 
 def fill(buffer: npt.NDArray[np.uint8], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write the arrays to their places."""
-    for name, start in pack(arrays)[0].items():
-        flat = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
-        buffer[start : start + len(flat)] = flat
+    padded = (array.tobytes() + bytes(-array.nbytes % _ALIGN) for array in arrays.values())
+    buffer[:] = np.frombuffer(b"".join(padded), dtype=np.uint8)
 
 
 def views(buffer: torch.Tensor, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:

@@ -285,7 +285,7 @@ class Decoding:
         device = own.device
         wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
         asked: torch.Tensor | None = None
-        if isinstance(self._session, AskingSession):
+        if self._asks and isinstance(self._session, AskingSession):
             rows = (
                 block.tokens[0],
                 block.sent["parent_places"],
