@@ -81,7 +81,7 @@ def step_variants(sample: bool) -> Iterator[Variant]:
         types = {"query": dtype, "counts": "i64", "table": "i64", "places": "i64", "closure": "i1",
                  "mixed_parts": "fp32", "weight_parts": "fp32"}  # fmt: skip
         for rows, windowed in kinds:
-            constants = step.constants(rows, 2 * rows, 8, 4, width, 4 if dtype == "fp32" else 2, windowed=windowed)
+            constants = step.constants(1, rows, 8, 4, width, 4 if dtype == "fp32" else 2, windowed=windowed)
             name = f"step {dtype} width {width} rows {rows}{' windowed' if windowed else ''}"
             yield name, step._part, types, constants
         joined = {name: constants[name] for name in ("WIDTH", "WIDE", "PARTS")}

@@ -10,6 +10,7 @@ bucket are computed and read by nobody; they store nothing.
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -19,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from specdec import copies
-from specdec.block import Block
+from specdec.block import Batch, Rows
 from specdec.errors import SpecdecWarning, first_line
 
 __all__ = ["CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
@@ -92,15 +93,15 @@ class StepInputs:
         windows: of each layer's attention.
     """
 
-    def __init__(self, hidden: torch.Tensor, block: Block, turns: Turns) -> None:
-        rows, width = len(block.step["closure"]), turns[0].shape[1]
+    def __init__(self, hidden: torch.Tensor, block: Rows, turns: Turns) -> None:
+        rows, width = block.shapes["closure"][..., 0].size, turns[0].shape[1]
         self.hidden = hidden.new_zeros(rows, hidden.shape[1])
         self.turns = (
             turns[0].new_zeros(rows, width),
             turns[1].new_zeros(rows, width),
             torch.arange(rows, device=hidden.device),
         )
-        self.windows = [group.window for group in block.cache.group_of]
+        self.windows = [group.window for group in block.parts[0][0].cache.group_of]
         self._bytes = torch.empty_like(block.sent["step"])
         self._where = copies.views(self._bytes, block.shapes)
         self.parts = ((self, 0, rows),)
@@ -109,13 +110,19 @@ class StepInputs:
         """As a block's."""
         return self._where
 
-    def fill(self, hidden: torch.Tensor, block: Block, turns: Turns) -> None:
-        """Have a block's rows."""
-        block.where()
+    def fill(self, hidden: torch.Tensor, block: Rows, turns: Turns) -> None:
+        """Have the rows of a block, or of a batch."""
+        for part, _, _ in block.parts:
+            part.where()
         self._bytes.copy_(block.sent["step"])
-        self.hidden[: block.rows].copy_(hidden)
-        for own, values in zip(self.turns[:2], turns[:2], strict=True):
-            torch.index_select(values, 0, turns[2], out=own[: block.rows])
+        cos, sin, at = turns
+        if isinstance(block, Batch):
+            torch.index_select(hidden, 0, block.sent["spread"], out=self.hidden)
+            at = at.index_select(0, block.sent["spread"])
+        else:
+            self.hidden[: block.rows].copy_(hidden)
+        for own, values in zip(self.turns[:2], (cos, sin), strict=True):
+            torch.index_select(values, 0, at, out=own[: len(at)])
 
 
 class StepGraphs:
@@ -136,16 +143,18 @@ class StepGraphs:
         self._lock = threading.Lock()  # threads that share a target share its inputs
         self.failed: str | None = None
 
-    def takes(self, block: object) -> bool:
-        """Whether such rows are run by a graph: one sequence's, again and again, with attention by no named kernel."""
-        fits = isinstance(block, Block) and block.again and block.backend == "auto" and "step" in block.sent
-        return fits and self.failed is None
+    def takes(self, block: Rows) -> bool:
+        """Whether such rows are run by a graph: they come again and again, with attention by no named kernel."""
+        there = "step" in block.sent or isinstance(block, Batch)
+        return there and block.again and block.backend == "auto" and self.failed is None
 
     def run(
-        self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int], turns: Turns
+        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], turns: Turns
     ) -> Outcome | None:
         """As a runner's; None where it cannot be recorded, with a warning that says why."""
-        sizes = tuple(block.step["closure"].shape)
+        if isinstance(block, Batch):
+            block.send()
+        sizes = block.shapes["closure"].shape
         wanted = frozenset(tap for tap in taps if first <= tap < last)
         with self._lock:
             if sizes not in self._inputs:
@@ -160,16 +169,18 @@ class StepGraphs:
                 except Exception as error:  # the driver's, the allocator's and the compiler's share no class but this
                     self.failed = f"{type(error).__name__}: {first_line(error)}"
                     warnings.warn(
-                        f"steps are launched kernel by kernel, more slowly, as no CUDA graph of {sizes[0]} rows can be "
-                        f"recorded: {self.failed}",
+                        f"steps are launched kernel by kernel, more slowly, as no CUDA graph of {len(inputs.hidden)} "
+                        f"rows can be recorded: {self.failed}",
                         SpecdecWarning,
                         stacklevel=2,
                     )
                     return None
             (output, found), replay = self._graphs[key]
             replay()
-            # The next one is computed at the same place.
-            return output[: block.rows].clone(), {tap: rows[: block.rows].clone() for tap, rows in found.items()}
+            # Copies: the next one is computed at the same place.
+            packed = block.sent.get("packed")
+            own = (lambda rows: rows[: block.rows].clone()) if packed is None else (lambda rows: rows[packed])
+            return own(output), {tap: own(rows) for tap, rows in found.items()}
 
     def told(self, backend: str) -> str:
         """What is used, or why nothing is."""
@@ -177,6 +188,6 @@ class StepGraphs:
             return f"not used: attention={backend!r} is told the text's length by the host; leave it at auto"
         if self.failed is not None:
             return f"not used: {self.failed}"
-        sizes = sorted({sizes[0] for sizes, *_ in self._graphs})
+        sizes = sorted({math.prod(sizes[:-1]) for sizes, *_ in self._graphs})
         recorded = f"; recorded: {len(self._graphs)}, of {', '.join(map(str, sizes))} rows" if sizes else ""
         return f"one for each bucket of rows, attention by Triton{recorded}"

@@ -132,13 +132,13 @@ def _add_norm(residual: Any, delta: Any, weight: Any, epsilon: float) -> Any:
 def _turned(heads: Any, cos: Any, sin: Any, at: Any, norms: Any, where: Any, layer: int, shape: Any) -> Any:
     same(heads, cos, sin, at, *(norms or ())[:2], *where.values())
     assert at.shape == (len(heads),)
-    assert layer < len(where["table"])
+    assert layer < where["table"].shape[-2]
     return heads.new_empty(1, shape[0], len(heads), shape[2])
 
 
 def _attended(query: Any, where: Any, layer: int, key_heads: int, window: int | None, scale: float) -> Any:
     same(query, *where.values())
-    assert where["closure"].shape == (query.shape[2], len(where["places"]))
+    assert (query.shape[2], where["places"].shape[-1]) == (where["closure"][..., 0].numel(), where["closure"].shape[-1])
     return query.new_empty(query.shape[2], query.shape[1] * query.shape[3])
 
 

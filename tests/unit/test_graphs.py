@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
-from specdec.block import Block
+from specdec.block import Batch, Block
 from specdec.draft import Entry
 from specdec.errors import SpecdecWarning, TargetError
 from specdec.registry import drafter_names
@@ -176,6 +176,28 @@ def test_one_graph_does_for_two_engines_and_for_texts_that_alternate(recorder: R
     assert len(recorder.made) == made
 
 
+@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, top_p=0.9, seed=4)])
+@pytest.mark.parametrize("drafter", ["none", "token_recycling", "kangaroo", "draft_model"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_texts_of_a_batch_are_those_of_each(
+    family: str, drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
+) -> None:
+    """Prompts of several lengths, of which three are under way, with rows of several numbers."""
+    plain = TransformersTarget(new_model(family, torch.float64))
+    target = fused(new_model(family, torch.float64))
+    prompts = [prompt_of(size, seed=size) for size in (20, 1, 9, 33)]
+    for options in settings_of(drafter, plain, tmp_path)[:2]:
+        if drafter == "kangaroo":
+            options = {**options, "check_target": False}
+        expected = [Engine(plain, None, options, max_rows=12).generate(prompt, 12, sampling) for prompt in prompts]
+        recorded = len(recorder.made)
+        found = Engine(target, None, options, max_rows=12).generate_batch(prompts, 12, sampling, batch=3)
+        assert [one.error for one in found] == [None] * 4
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected], options
+        assert any(rows % 4 == 0 for rows in recorder.made[recorded:])
+    assert any(replays > 3 for replays in recorder.replays.values())
+
+
 def test_threads_share_graphs(recorder: Recorder) -> None:
     target = fused(new_model("llama", torch.float64))
     prompts = [prompt_of(size, seed=size) for size in range(5, 9)]
@@ -228,7 +250,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
 
 
 def test_what_is_not_recorded(recorder: Recorder) -> None:
-    """Chunks of a prompt, more rows than a graph pays for, a batch, and attention that was asked for by name."""
+    """Chunks of a prompt, more rows than a graph pays for, and attention that was asked for by name."""
     target = fused(new_model("llama", torch.float64))
     made, replays = len(recorder.made), sum(recorder.replays.values())
     engine = Engine(target)
@@ -237,9 +259,8 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
         decoding.prefill()
         cache = target.new_cache(capacity=300, rows=200)
         target.forward(Block(cache, [3] * 129, device=target.device))
-    prompts = [PROMPT[:1], PROMPT[1:2]]
-    together = engine.generate_batch(prompts, 4, batch=2)
-    assert [one.token_ids for one in together] == [reference(target.model, prompt, 4) for prompt in prompts]
+        caches = [target.new_cache(capacity=60, rows=40) for _ in range(3)]
+        target.forward(Batch([Block(cache, [3] * 33, device=target.device) for cache in caches]))  # 4 x 64
     named = fused(new_model("llama", torch.float64), attention="split")
     assert Engine(named).generate(PROMPT, 4).token_ids == reference(target.model, PROMPT, 4)
     assert (len(recorder.made), sum(recorder.replays.values())) == (made, replays)
