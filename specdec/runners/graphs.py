@@ -4,7 +4,8 @@ A graph repeats its launches with the very same arguments, so whatever differs f
 not move: hidden states, cosines and sines, and what the block sends (:attr:`specdec.block.Block.step`), the addresses
 of the sequence's cache among it. So one graph does for every text of every length, for caches that grow, and for as
 many as there are; it is recorded per bucket of rows, of the tree's rows, and per layers that are run. Rows that fill a
-bucket are computed and read by nobody; they store nothing.
+bucket are computed and read by nobody; they store nothing. Of a batch (:class:`specdec.block.Batch`) each sequence
+has a bucket.
 """
 
 from __future__ import annotations
@@ -125,6 +126,12 @@ class StepInputs:
             torch.index_select(values, 0, at, out=own[: len(at)])
 
 
+def _own(rows: torch.Tensor, block: Rows) -> torch.Tensor:
+    """A copy of the block's rows of what a graph computed: the next one is computed at the same place."""
+    packed = block.sent.get("packed")
+    return rows[: block.rows].clone() if packed is None else rows.index_select(0, packed)
+
+
 class StepGraphs:
     """Graphs of one runner, recorded when such a step is first asked for.
 
@@ -177,10 +184,7 @@ class StepGraphs:
                     return None
             (output, found), replay = self._graphs[key]
             replay()
-            # Copies: the next one is computed at the same place.
-            packed = block.sent.get("packed")
-            own = (lambda rows: rows[: block.rows].clone()) if packed is None else (lambda rows: rows[packed])
-            return own(output), {tap: own(rows) for tap, rows in found.items()}
+            return _own(output, block), {tap: _own(rows, block) for tap, rows in found.items()}
 
     def told(self, backend: str) -> str:
         """What is used, or why nothing is."""

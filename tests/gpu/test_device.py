@@ -166,6 +166,14 @@ def test_replayed_steps_are_those_that_are_launched(family: str) -> None:
     assert "recorded" in target.runner.graphs("auto")
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_texts_of_a_batch_are_those_of_each(family: str) -> None:
+    engine = Engine(target_of(family, execution="fused"), None, "token_recycling", max_rows=16)
+    prompts = [prompt_of(size, seed=size) for size in (40, 1, 9, 33)]
+    found = engine.generate_batch(prompts, NEW, batch=3)
+    assert [one.token_ids for one in found] == [greedy(family, prompt) for prompt in prompts]
+
+
 def test_what_was_warmed_up_is_not_recorded_again() -> None:
     target = TransformersTarget(random_model("toy", torch.bfloat16, DEVICE), owned=True)
     target.warm_up(64)

@@ -113,7 +113,7 @@ def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch
     recorder = launch(monkeypatch, kernels)
     target = TransformersTarget(new_model("mistral", torch.float32), execution="fused", owned=True)
     assert isinstance(target.runner, CudaRunner)
-    drafts = [Draft((3, 4, 5, 6), (-1, 0, 0, 2)), Draft.chain((3,)), Draft((8, 4, 5), (-1, 0, 0))]
+    drafts = [Draft((3, 4, 5, 6), (-1, 0, 0, 2)), Draft.chain((3,)), Draft((8, 4, 5, 6), (-1, 0, 1, 1))]
     made, found = len(recorder.made), []
     for together in (False, True):
         with target.active():
