@@ -29,7 +29,7 @@ from specdec.kernels import layer, step, tree
 
 DTYPES = ("bf16", "fp16", "fp32")
 WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)
-SHARED = {80: 163 << 10, 90: 227 << 10}
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a block may have, by architecture."""
 
 Variant = tuple[str, Any, dict[str, str], dict[str, Any]]  # name, kernel, types of arguments, constants
@@ -81,7 +81,7 @@ def step_variants(sample: bool) -> Iterator[Variant]:
         types = {"query": dtype, "counts": "i64", "table": "i64", "places": "i64", "closure": "i1",
                  "mixed_parts": "fp32", "weight_parts": "fp32"}  # fmt: skip
         for rows, windowed in kinds:
-            constants = step.constants(rows, 2 * rows, 8, 4, width, windowed=windowed)
+            constants = step.constants(1, rows, 8, 4, width, 4 if dtype == "fp32" else 2, windowed=windowed)
             name = f"step {dtype} width {width} rows {rows}{' windowed' if windowed else ''}"
             yield name, step._part, types, constants
         joined = {name: constants[name] for name in ("WIDTH", "WIDE", "PARTS")}

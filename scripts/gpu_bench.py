@@ -141,12 +141,15 @@ def attending(target: Any, backend: str) -> Iterator[None]:
 
 
 def cost(target: TransformersTarget, context: int, rows: list[int], backend: str, tree: bool) -> Figures:
-    """T(rows) after ``context`` tokens, in seconds and in forwards of one row; the rows are a chain or a tree."""
+    """T(rows) after ``context`` tokens, in seconds and in forwards of one row; the rows are a chain or a tree.
+
+    Where the model's context holds no so many with the rows, they are as many as it holds.
+    """
     with attending(target, backend):
         curve = measure(target, rows=sorted({1, *rows}), lengths=[context], seconds=math.inf, tree=tree)
     seconds = dict(zip(curve.rows, curve.seconds[0], strict=True))
     return {
-        "context": context,
+        "context": curve.lengths[0],
         "backend": backend,
         "graphs": target.runner.graphs(backend),
         "rows": "tree" if tree else "chain",
@@ -212,7 +215,7 @@ def bench_shape(report: Report, shape: str, args: argparse.Namespace) -> None:
         with attending(target, "aten"):
             run = lambda: plain(engine, prompt, args.max_new_tokens, args.repeats, speed)  # noqa: E731
             report.run(found, "plain, launched", run)
-    for context in args.contexts:
+    for context in [size for size in args.contexts if size <= target.context_length]:
         for backend in args.backends:
             for tree in (False, True):
                 report.run(

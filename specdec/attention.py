@@ -239,7 +239,8 @@ def _flash_takes(device: torch.device, dtype: torch.dtype, width: int, value_wid
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    built = torch.backends.cuda.is_flash_attention_available  # some builds of torch have none
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and built()
 
 
 def _split(
@@ -302,11 +303,12 @@ def _load_tree_kernel(
     """The kernel, tried once on a few zeros of this kind; None, with a warning, where it is missing or fails."""
     try:
         kernel: Callable[..., torch.Tensor] = importlib.import_module("specdec.kernels.tree").tree_attention
-        query, keys, values, mask = (
-            torch.zeros(1, heads, rows, size, dtype=dtype, device=device)
-            for heads, rows, size in ((group, 2, width), (1, 2, width), (1, 2, value_width), (1, 2, 2))
+        query, keys, values, mask, prior = (
+            torch.zeros(1, heads, 2, size, dtype=dtype, device=device)
+            for heads, size in ((group, width), (1, width), (1, value_width), (1, 2), (group, value_width))
         )
-        kernel(query, keys, values, (0, 2), mask[0, 0], 1.0)
+        # Of its variants the one that takes the most of a processor's memory.
+        kernel(query, keys, values, (0, 2), mask[0, 0], 1.0, (prior, prior[..., 0]))
     except Exception as error:  # the compiler's, the driver's and the linker's share no class but this
         warnings.warn(
             f"the Triton kernel for trees is not used, and torch's products do its work, more slowly: "

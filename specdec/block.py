@@ -57,6 +57,8 @@ class Rows(ABC):
         end: the position after the last one that a row stands at.
         tokens: [1, T].
         backend: attention backend, see :mod:`specdec.attention`.
+        again: such rows come again and again, so that it pays to keep how they are run.
+        sent, shapes: what is on a device, and in "step" what kernels read there; see :class:`Block`.
     """
 
     rows: int
@@ -64,6 +66,9 @@ class Rows(ABC):
     end: int
     tokens: torch.Tensor
     backend: str
+    again: bool
+    sent: dict[str, torch.Tensor]
+    shapes: dict[str, npt.NDArray[Any]]
 
     @property
     @abstractmethod
@@ -144,7 +149,7 @@ class Block(Rows):
         self._device = device
         self._grown = cache.grown
         self.again = again and self.rows <= _REPLAYED
-        self.sent: dict[str, torch.Tensor] = {}
+        self.sent = {}
         self.step: dict[str, torch.Tensor] = {}
         if copies.is_apart(device):
             assert device is not None
@@ -319,7 +324,12 @@ class Block(Rows):
 
 
 class Batch(Rows):
-    """Blocks of several sequences, each with a cache of its own, as the rows of one forward."""
+    """Blocks of several sequences, each with a cache of its own, as the rows of one forward.
+
+    Where they come again on a device, ``step`` has one more dimension than a block's: so many sequences, a power of
+    two of them, each with as many rows as the longest. ``spread`` [sequences x rows] says which of the T rows is there,
+    and ``packed`` [T] where each of them is.
+    """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         ends = list(accumulate(block.rows for block in blocks))
@@ -327,6 +337,24 @@ class Batch(Rows):
         self.rows, self.start, self.end = ends[-1], None, max(block.end for block in blocks)
         self.tokens = torch.cat([block.tokens for block in blocks], 1)
         self.backend = blocks[0].backend
+        self.again, self.sent = all(block.again and block.sent for block in blocks), {}
+        if self.again:
+            rows = bucket(max(block.rows for block in blocks))
+            self.again = bucket(len(blocks)) * rows <= _REPLAYED
+
+    def send(self) -> None:
+        """Have ``sent``, by one copy."""
+        blocks = [block for block, _, _ in self._parts]
+        self.shapes = {name: _stacked([block.shapes[name] for block in blocks]) for name in blocks[0].shapes}
+        self.shapes["table"][len(blocks) :] = blocks[0].shapes["table"]  # who has no rows needs slots, to divide by
+        sequences, rows, _ = self.shapes["closure"].shape
+        packed = [rows * number + row for number, block in enumerate(blocks) for row in range(block.rows)]
+        spread = np.zeros(sequences * rows, dtype=np.int64)
+        spread[packed] = np.arange(self.rows)
+        step = np.empty(copies.pack(self.shapes)[1], dtype=np.uint8)
+        copies.fill(step, self.shapes)
+        index = {"spread": spread, "packed": np.array(packed, dtype=np.int64)}
+        self.sent = copies.copy_in({"step": step, **index}, self.tokens.device)
 
     @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
@@ -339,6 +367,15 @@ class Batch(Rows):
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         for block, first, last in self.parts:
             block.store(keys[:, :, first:last], values[:, :, first:last], layer)
+
+
+def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Arrays of as many dimensions, one for each sequence of a power of two of them, filled with zeros."""
+    shape = np.max([array.shape for array in arrays], 0)
+    stacked = np.zeros((bucket(len(arrays)), *shape), dtype=arrays[0].dtype)
+    for own, array in zip(stacked, arrays, strict=False):
+        own[tuple(map(slice, array.shape))] = array
+    return stacked
 
 
 def rows_of(blocks: Sequence[Block]) -> Rows:

@@ -24,9 +24,12 @@ def is_apart(device: torch.device | None) -> bool:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given, so that a clock that is read next tells the truth."""
+    """Until the device has done what this thread gave it, so that a clock that is read next tells the truth.
+
+    Others' streams are not waited for: one of them may be in the midst of a capture, which that would break.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -69,9 +72,8 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, int], int]:
 
 def fill(buffer: npt.NDArray[np.uint8], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write the arrays to their places."""
-    for name, start in pack(arrays)[0].items():
-        flat = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
-        buffer[start : start + len(flat)] = flat
+    padded = (array.tobytes() + bytes(-array.nbytes % _ALIGN) for array in arrays.values())
+    buffer[:] = np.frombuffer(b"".join(padded), dtype=np.uint8)
 
 
 def views(buffer: torch.Tensor, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:

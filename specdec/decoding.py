@@ -125,7 +125,8 @@ class Decoding:
         rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self._drafter.draws)
         self._by_rows = sampling.acceptance == "typical" or (self.sampler.sample and rejects)
         # Of several processes none decides by itself what its rows say.
-        self._apart = copies.is_apart(target.head_device) and not isinstance(target, ParallelTarget)
+        apart = copies.is_apart(target.device) and copies.is_apart(target.head_device)
+        self._apart = apart and not isinstance(target, ParallelTarget)
         self._asks = self._apart and isinstance(self._session, AskingSession)
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
@@ -284,7 +285,7 @@ class Decoding:
         device = own.device
         wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
         asked: torch.Tensor | None = None
-        if isinstance(self._session, AskingSession):
+        if self._asks and isinstance(self._session, AskingSession):
             rows = (
                 block.tokens[0],
                 block.sent["parent_places"],

@@ -135,8 +135,8 @@ class Reference:
         """How the target, on the runner that it has now, differs from its model by more than rounding, or None."""
         try:
             got = self._logits(self._specs)
-        except RuntimeError as error:
-            return f"it fails: {first_line(error)}"
+        except Exception as error:  # a library's, a compiler's and a driver's share no class but this
+            return f"it fails: {type(error).__name__}: {first_line(error)}"
         if self._shadow is None:
             off, most = self._distance(got)
         else:

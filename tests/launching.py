@@ -49,14 +49,23 @@ class Kernels:
         if norms is not None:
             q, k = (F.rms_norm(x, (width,), weight, norms[2]) for x, weight in ((q, norms[0]), (k, norms[1])))
         q, k = (rotate(x, cos[at], signed(sin[at])) for x in (q, k))
-        length, before, rows = where["counts"].tolist()
-        own_keys, own_values, slots = self._stores(where, layer)
-        slot = torch.arange(length + before, length + before + rows) % slots
-        own_keys[0][:, slot], own_values[0][:, slot] = k[:, :rows], v[:, :rows]
+        each = len(heads) // (where["counts"].numel() // 3)
+        for number, one in enumerate(_sequences(where)):
+            length, before, rows = one["counts"].tolist()
+            own_keys, own_values, slots = self._stores(one, layer)
+            slot, own = torch.arange(length + before, length + before + rows) % slots, slice(number * each, None)
+            own_keys[0][:, slot], own_values[0][:, slot] = k[:, own][:, :rows], v[:, own][:, :rows]
         return q.transpose(0, 1).contiguous().transpose(0, 1)[None]
 
     def step_attention(
         self, query: Any, where: Mapping[str, Any], layer: int, key_heads: int, window: int | None, scale: float
+    ) -> torch.Tensor:
+        parts = query.split(where["closure"].shape[-2], 2)
+        both = zip(parts, _sequences(where), strict=True)
+        return torch.cat([self._attended(part, one, layer, window, scale) for part, one in both])
+
+    def _attended(
+        self, query: Any, where: Mapping[str, Any], layer: int, window: int | None, scale: float
     ) -> torch.Tensor:
         length, before, rows = where["counts"].tolist()
         keys, values, slots = self._stores(where, layer)
@@ -78,6 +87,13 @@ class Kernels:
         keys, values, slots = where["table"][layer].tolist()
         assert self._memory[keys].shape[2] == slots
         return self._memory[keys], self._memory[values], slots
+
+
+def _sequences(where: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """What kernels read of each sequence."""
+    if where["counts"].ndim == 1:
+        return [dict(where)]
+    return [{name: values[number] for name, values in where.items()} for number in range(len(where["counts"]))]
 
 
 class Recorder:

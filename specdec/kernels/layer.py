@@ -57,22 +57,25 @@ def add_norm(
     return total, normed
 
 
-@triton.jit(do_not_specialize=("layer", "epsilon"))
+# Places begin anywhere where they are those of one sequence of several.
+@triton.jit(do_not_specialize=("layer", "layers", "each", "epsilon", "places"))
 def _turn_and_store(
     heads, cosines, sines, places, query_weight, key_weight, query, counts, table,
-    layer, epsilon,
+    layer, layers, each, epsilon,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    own_table = table + 3 * layer
+    sequence, own_row = row // each, row % each
+    counts += 3 * sequence
+    own_table = table + 3 * (sequence * layers + layer)
     slots = tl.load(own_table + 2)
-    stored = row < tl.load(counts + 2)  # not a row that fills a bucket
+    stored = own_row < tl.load(counts + 2)  # not a row that fills a bucket
     at = tl.arange(0, HALF)
     inside = at < WIDTH // 2
     own = heads + (row * (QUERIES + 2 * KEYS) + head) * WIDTH + at
     low = tl.load(own, mask=inside, other=0.0)
     high = tl.load(own + WIDTH // 2, mask=inside, other=0.0)
-    slot = (tl.load(counts) + tl.load(counts + 1) + row) % slots
+    slot = (tl.load(counts) + tl.load(counts + 1) + own_row) % slots
     if head >= QUERIES + KEYS:  # a value is stored as it is
         values = tl.load(own_table + 1).to(tl.pointer_type(heads.dtype.element_ty))
         there = values + ((head - QUERIES - KEYS) * slots + slot) * WIDTH + at
@@ -124,7 +127,7 @@ def turn_and_store(
         cosines, sines: [positions, d] in the dtype of ``heads``.
         places: int64 [T], which row of these a row is turned by.
         norms: weights [d] of the norms per query and per key head, and epsilon; or None.
-        where: of the block, see :class:`specdec.block.Block`: rows beyond its own are not stored.
+        where: of the rows, see :class:`specdec.block.Block` and ``Batch``: what fills a bucket is not stored.
         layer: whose keys and values they are.
         shape: Hq, Hkv and d.
     """
@@ -136,7 +139,7 @@ def turn_and_store(
     with on_device(heads):
         launch(
             heads, cosines, sines, places, query_weight, key_weight, query, where["counts"], where["table"],
-            layer, epsilon,
+            layer, where["table"].shape[-2], rows // (where["counts"].numel() // 3), epsilon,
             QUERIES=query_heads, KEYS=key_heads, WIDTH=width, HALF=triton.next_power_of_2(width // 2),
             NORMED=norms is not None,
         )  # fmt: skip

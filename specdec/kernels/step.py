@@ -26,29 +26,38 @@ _PROGRAMS = 256  # about as many as run at once on two for each of an H100's 132
 _MOST_PARTS = 32
 
 
-@triton.jit(do_not_specialize=("layer", "scale", "window"))
+@triton.jit(do_not_specialize=("layer", "layers", "bucket", "reach", "scale", "window"))
 def _part(
     query, counts, table, places, closure, mixed_parts, weight_parts,
-    layer, scale, window,
+    layer, layers, bucket, reach, scale, window,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PARTS: tl.constexpr, BUCKET: tl.constexpr, REACH: tl.constexpr, WINDOWED: tl.constexpr,
+    PARTS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     head, part = tl.program_id(0), tl.program_id(2)
     heads = tl.num_programs(0) * GROUP
-    place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # row r of the block, head g of the group: r * GROUP + g
+    tiles = tl.cdiv(bucket * GROUP, ROWS)
+    sequence, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
+    place = tile * ROWS + tl.arange(0, ROWS)  # row r of the sequence, head g of the group: r * GROUP + g
     row, own = place // GROUP, head * GROUP + place % GROUP
+    counts += 3 * sequence
+    table += 3 * (sequence * layers + layer)
+    places += sequence * reach
+    closure += sequence * bucket * reach
+    before_it, of_all = sequence * bucket, tl.num_programs(1) // tiles * bucket  # rows
     length, before, rows = tl.load(counts), tl.load(counts + 1), tl.load(counts + 2)
     live = row < rows
     element = query.dtype.element_ty
-    slots = tl.load(table + 3 * layer + 2)
-    keys = tl.load(table + 3 * layer).to(tl.pointer_type(element)) + head * slots * WIDTH
-    values = tl.load(table + 3 * layer + 1).to(tl.pointer_type(element)) + head * slots * WIDTH
+    slots = tl.load(table + 2)
+    keys = tl.load(table).to(tl.pointer_type(element)) + head * slots * WIDTH
+    values = tl.load(table + 1).to(tl.pointer_type(element)) + head * slots * WIDTH
     if WIDTH % 8 == 0:  # else they are read number by number: the compiler knows nothing of an address from memory
         keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
     wide = tl.arange(0, WIDE)
     inside = wide < WIDTH
     q = tl.load(
-        query + (row * heads + own)[:, None] * WIDTH + wide[None, :], mask=live[:, None] & inside[None, :], other=0.0
+        query + ((before_it + row) * heads + own)[:, None] * WIDTH + wide[None, :],
+        mask=live[:, None] & inside[None, :],
+        other=0.0,
     )
     stand = tl.load(places + before + row, mask=live, other=0)
 
@@ -59,6 +68,7 @@ def _part(
     each = tl.cdiv(tl.cdiv(end - low, PARTS), KEYS) * KEYS
     low += part * each
     end = tl.minimum(end, low + each)
+    first = low % slots  # what is seen goes round a ring once at most, and a remainder per key would take long
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -67,9 +77,10 @@ def _part(
         key = start + tl.arange(0, KEYS)
         known = key < end
         drafted = key >= length
-        slot = key % slots
+        slot = first + key - low
+        slot = tl.where(slot < slots, slot, slot - slots)
         k = tl.load(keys + slot[None, :] * WIDTH + wide[:, None], mask=known[None, :] & inside[:, None], other=0.0)
-        at = row[:, None] * REACH + (key - length)[None, :]
+        at = row[:, None] * reach + (key - length)[None, :]
         mine = tl.load(closure + at, mask=live[:, None] & (known & drafted)[None, :], other=0) != 0
         seen = live[:, None] & known[None, :] & (mine | (key < length)[None, :])
         if WINDOWED:
@@ -86,8 +97,8 @@ def _part(
         total = total * shrink + tl.sum(share, 1)
         top = higher
 
-    there = (part * BUCKET + row) * heads + own
-    fits = row < BUCKET
+    there = (part * of_all + before_it + row) * heads + own
+    fits = row < bucket
     some = tl.where(total == 0.0, 1.0, total)
     tl.store(weight_parts + there, top + tl.log(some), mask=fits)
     tl.store(
@@ -112,15 +123,18 @@ def _join(mixed_parts, weight_parts, output, WIDTH: tl.constexpr, WIDE: tl.const
     tl.store(output + one * WIDTH + wide, result.to(output.dtype.element_ty), mask=wide < WIDTH)
 
 
-def constants(rows: int, reach: int, heads: int, group: int, width: int, *, windowed: bool) -> dict[str, Any]:
-    """What the first kernel is compiled for: a bucket of rows, of the tree's rows, and heads of keys."""
+def constants(
+    sequences: int, rows: int, heads: int, group: int, width: int, itemsize: int, *, windowed: bool
+) -> dict[str, Any]:
+    """What the first kernel is compiled for: sequences with a bucket of rows each, and heads of keys."""
     wide = max(16, triton.next_power_of_2(width))
-    tile = min(64 if wide <= 128 else 16, max(16, triton.next_power_of_2(rows * group)))
-    parts = _PROGRAMS // (heads * triton.cdiv(rows * group, tile))
+    most = 64 if wide * itemsize <= 256 else 16  # with more, a block of a smaller GPU has no room for it
+    tile = min(most, max(16, triton.next_power_of_2(rows * group)))
+    parts = _PROGRAMS // (sequences * heads * triton.cdiv(rows * group, tile))
     return {
         "GROUP": group, "WIDTH": width, "WIDE": wide, "ROWS": tile, "KEYS": _KEYS,
         "PARTS": 1 << min(max(1, parts), _MOST_PARTS).bit_length() - 1,
-        "BUCKET": rows, "REACH": reach, "WINDOWED": windowed,
+        "WINDOWED": windowed,
     }  # fmt: skip
 
 
@@ -136,21 +150,23 @@ def step_attention(
 
     Args:
         query: [1, Hq, T, d] as :func:`specdec.kernels.layer.turn_and_store` gives it, T a bucket.
-        where: of a block that comes again, see :class:`specdec.block.Block`; its rows are in their slots.
+        where: of rows that come again, see :class:`specdec.block.Block` and ``Batch``; they are in their slots.
         layer, key_heads, window: of whose keys and values there are.
     """
     _, heads, rows, width = query.shape
-    fixed = constants(rows, len(where["places"]), key_heads, heads // key_heads, width, windowed=window is not None)
+    sequences, group, itemsize = where["counts"].numel() // 3, heads // key_heads, query.element_size()
+    each, reach = where["closure"].shape[-2:]
+    fixed = constants(sequences, each, key_heads, group, width, itemsize, windowed=window is not None)
     parts = fixed["PARTS"]
     mixed = torch.empty(parts, rows, heads, width, dtype=torch.float32, device=query.device)
     weights = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)
     output = torch.empty(rows, heads * width, dtype=query.dtype, device=query.device)
-    first: Any = _part[(key_heads, triton.cdiv(rows * (heads // key_heads), fixed["ROWS"]), parts)]
+    first: Any = _part[(key_heads, sequences * triton.cdiv(each * group, fixed["ROWS"]), parts)]
     second: Any = _join[(rows * heads,)]
     with on_device(query):
         first(
             query, where["counts"], where["table"], where["places"], where["closure"], mixed, weights,
-            layer, scale, window or 0, **fixed,
+            layer, where["table"].shape[-2], each, reach, scale, window or 0, **fixed,
         )  # fmt: skip
         second(mixed, weights, output, WIDTH=width, WIDE=fixed["WIDE"], PARTS=parts)
     return output

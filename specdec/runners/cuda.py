@@ -82,7 +82,7 @@ class CudaRunner(LayerByLayer):
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         turns = self._rotary.turns(block, hidden)
-        if isinstance(block, Block) and self._graphs.takes(block):
+        if self._graphs.takes(block):
             outcome = self._graphs.run(hidden, block, first, last, taps, turns)
             if outcome is not None:
                 return outcome

@@ -4,20 +4,24 @@ A graph repeats its launches with the very same arguments, so whatever differs f
 not move: hidden states, cosines and sines, and what the block sends (:attr:`specdec.block.Block.step`), the addresses
 of the sequence's cache among it. So one graph does for every text of every length, for caches that grow, and for as
 many as there are; it is recorded per bucket of rows, of the tree's rows, and per layers that are run. Rows that fill a
-bucket are computed and read by nobody; they store nothing.
+bucket are computed and read by nobody; they store nothing. Of a batch (:class:`specdec.block.Batch`) each sequence
+has a bucket.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import threading
 import warnings
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from specdec import copies
-from specdec.block import Block
+from specdec.block import Batch, Rows
 from specdec.errors import SpecdecWarning, first_line
 
 __all__ = ["CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
@@ -36,26 +40,49 @@ class Recorder(Protocol):
 class CudaRecorder:
     """By CUDA graphs of one memory pool: none runs beside another, and outcomes are copied before the next one runs."""
 
+    _one: ClassVar[threading.Lock] = threading.Lock()  # torch waits for the device before it captures: none may be then
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
 
     def record(self, work: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
-        with torch.cuda.device(self._device):
+        with self._one, torch.cuda.device(self._device), _uncollected():
             if self._pool is None:
                 stream: Any = torch.cuda.Stream
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), stream()
             here = torch.cuda.current_stream()
             self._stream.wait_stream(here)
+            # Torch's own context would leave its stream in the place of this one where a capture fails to end.
             with torch.cuda.stream(self._stream):
-                for _ in range(2):  # kernels are compiled, and libraries take their workspaces
-                    work()
-            here.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may go on to allocate meanwhile.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                outcome = work()
+                try:
+                    for _ in range(2):  # kernels are compiled, and libraries take their workspaces
+                        work()
+                finally:
+                    here.wait_stream(self._stream)
+                graph = torch.cuda.CUDAGraph()
+                try:
+                    # Other threads may go on to allocate meanwhile.
+                    with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                        outcome = work()
+                except BaseException:
+                    # Where it failed to end, the generator still takes itself for captured, and would draw nothing.
+                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                    generator.graphsafe_set_state(generator.clone_state())
+                    raise
         return outcome, graph.replay
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """While inside, garbage waits: a graph of before that is destroyed in the midst of a capture makes it fail."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class StepInputs:
@@ -67,15 +94,15 @@ class StepInputs:
         windows: of each layer's attention.
     """
 
-    def __init__(self, hidden: torch.Tensor, block: Block, turns: Turns) -> None:
-        rows, width = len(block.step["closure"]), turns[0].shape[1]
+    def __init__(self, hidden: torch.Tensor, block: Rows, turns: Turns) -> None:
+        rows, width = block.shapes["closure"][..., 0].size, turns[0].shape[1]
         self.hidden = hidden.new_zeros(rows, hidden.shape[1])
         self.turns = (
             turns[0].new_zeros(rows, width),
             turns[1].new_zeros(rows, width),
             torch.arange(rows, device=hidden.device),
         )
-        self.windows = [group.window for group in block.cache.group_of]
+        self.windows = [group.window for group in block.parts[0][0].cache.group_of]
         self._bytes = torch.empty_like(block.sent["step"])
         self._where = copies.views(self._bytes, block.shapes)
         self.parts = ((self, 0, rows),)
@@ -84,13 +111,25 @@ class StepInputs:
         """As a block's."""
         return self._where
 
-    def fill(self, hidden: torch.Tensor, block: Block, turns: Turns) -> None:
-        """Have a block's rows."""
-        block.where()
+    def fill(self, hidden: torch.Tensor, block: Rows, turns: Turns) -> None:
+        """Have the rows of a block, or of a batch."""
+        for part, _, _ in block.parts:
+            part.where()
         self._bytes.copy_(block.sent["step"])
-        self.hidden[: block.rows].copy_(hidden)
-        for own, values in zip(self.turns[:2], turns[:2], strict=True):
-            torch.index_select(values, 0, turns[2], out=own[: block.rows])
+        cos, sin, at = turns
+        if isinstance(block, Batch):
+            torch.index_select(hidden, 0, block.sent["spread"], out=self.hidden)
+            at = at.index_select(0, block.sent["spread"])
+        else:
+            self.hidden[: block.rows].copy_(hidden)
+        for own, values in zip(self.turns[:2], (cos, sin), strict=True):
+            torch.index_select(values, 0, at, out=own[: len(at)])
+
+
+def _own(rows: torch.Tensor, block: Rows) -> torch.Tensor:
+    """A copy of the block's rows of what a graph computed: the next one is computed at the same place."""
+    packed = block.sent.get("packed")
+    return rows[: block.rows].clone() if packed is None else rows.index_select(0, packed)
 
 
 class StepGraphs:
@@ -111,16 +150,18 @@ class StepGraphs:
         self._lock = threading.Lock()  # threads that share a target share its inputs
         self.failed: str | None = None
 
-    def takes(self, block: object) -> bool:
-        """Whether such rows are run by a graph: one sequence's, again and again, with attention by no named kernel."""
-        fits = isinstance(block, Block) and block.again and block.backend == "auto" and "step" in block.sent
-        return fits and self.failed is None
+    def takes(self, block: Rows) -> bool:
+        """Whether such rows are run by a graph: they come again and again, with attention by no named kernel."""
+        there = "step" in block.sent or isinstance(block, Batch)
+        return there and block.again and block.backend == "auto" and self.failed is None
 
     def run(
-        self, hidden: torch.Tensor, block: Block, first: int, last: int, taps: Collection[int], turns: Turns
+        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], turns: Turns
     ) -> Outcome | None:
         """As a runner's; None where it cannot be recorded, with a warning that says why."""
-        sizes = tuple(block.step["closure"].shape)
+        if isinstance(block, Batch):
+            block.send()
+        sizes = block.shapes["closure"].shape
         wanted = frozenset(tap for tap in taps if first <= tap < last)
         with self._lock:
             if sizes not in self._inputs:
@@ -135,16 +176,15 @@ class StepGraphs:
                 except Exception as error:  # the driver's, the allocator's and the compiler's share no class but this
                     self.failed = f"{type(error).__name__}: {first_line(error)}"
                     warnings.warn(
-                        f"steps are launched kernel by kernel, more slowly, as no CUDA graph of {sizes[0]} rows can be "
-                        f"recorded: {self.failed}",
+                        f"steps are launched kernel by kernel, more slowly, as no CUDA graph of {len(inputs.hidden)} "
+                        f"rows can be recorded: {self.failed}",
                         SpecdecWarning,
                         stacklevel=2,
                     )
                     return None
             (output, found), replay = self._graphs[key]
             replay()
-            # The next one is computed at the same place.
-            return output[: block.rows].clone(), {tap: rows[: block.rows].clone() for tap, rows in found.items()}
+            return _own(output, block), {tap: _own(rows, block) for tap, rows in found.items()}
 
     def told(self, backend: str) -> str:
         """What is used, or why nothing is."""
@@ -152,6 +192,6 @@ class StepGraphs:
             return f"not used: attention={backend!r} is told the text's length by the host; leave it at auto"
         if self.failed is not None:
             return f"not used: {self.failed}"
-        sizes = sorted({sizes[0] for sizes, *_ in self._graphs})
+        sizes = sorted({math.prod(sizes[:-1]) for sizes, *_ in self._graphs})
         recorded = f"; recorded: {len(self._graphs)}, of {', '.join(map(str, sizes))} rows" if sizes else ""
         return f"one for each bucket of rows, attention by Triton{recorded}"

@@ -159,11 +159,15 @@ class RunnerMaker:
 
     def _kernels(self) -> ModuleType | None:
         """Triton's kernels, where all layers are known, on one CUDA device and in no more than full precision."""
-        weights = list(self.layers.parameters())
-        fits = all(weight.is_cuda and weight.dtype != torch.float64 for weight in weights)
-        if not fits or any(isinstance(layer, UnknownModule) for layer in self.known):
+        weights = {(weight.device, weight.dtype) for weight in self.layers.parameters()}
+        known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
+        if len(weights) > 1 or len(known) < len(self.known):
             return None
-        return layer_kernels() if len({weight.device for weight in weights}) == 1 else None
+        ((device, dtype),) = weights
+        if device.type != "cuda" or dtype == torch.float64:
+            return None
+        shapes = {(layer.query_heads, layer.key_heads, layer.head_dim, bool(layer.head_norms)) for layer in known}
+        return layer_kernels(device, dtype, frozenset(shapes))
 
     def module_layer(self, number: int, kind: type[ModuleLayer] = ModuleLayer, **arguments: Any) -> ModuleLayer:
         """A layer that is run by its own module."""
@@ -181,12 +185,24 @@ class RunnerMaker:
 
 
 @cache
-def layer_kernels() -> ModuleType | None:
-    """The Triton kernels of layers, tried once; None, with a warning, where they are missing or fail."""
+def layer_kernels(
+    device: torch.device, dtype: torch.dtype, shapes: frozenset[tuple[int, int, int, bool]]
+) -> ModuleType | None:
+    """The Triton kernels of layers, tried once on such ones; None, with a warning, where they are missing or fail.
+
+    ``shapes``: query heads, key heads, their width, and whether each is normed.
+    """
     try:
         kernels = importlib.import_module("specdec.kernels.layer")
-        rows = torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda")
+        rows = torch.zeros(1, 64, dtype=dtype, device=device)
         kernels.gate(kernels.add_norm(rows, rows, rows[0], 1e-6)[1])
+        counts = torch.zeros(3, dtype=torch.long, device=device)  # no row is stored
+        where = {"counts": counts, "table": torch.ones(1, 3, dtype=torch.long, device=device)}
+        for query_heads, key_heads, width, normed in shapes:
+            heads = torch.zeros(1, (query_heads + 2 * key_heads) * width, dtype=dtype, device=device)
+            turns, norms = heads[:, :width], (heads[0], heads[0], 1e-6) if normed else None
+            shape = query_heads, key_heads, width
+            kernels.turn_and_store(heads, turns, turns, counts[:1], norms, where, 0, shape)
     except Exception as error:  # the compiler's, the driver's and the linker's share no class but this
         warnings.warn(
             f"Triton's kernels for layers are not used, and torch's operations do their work, more slowly: "

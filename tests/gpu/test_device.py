@@ -17,6 +17,7 @@ from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import ancestors
 from specdec.registry import drafter_names
+from specdec.runners.graphs import CudaRecorder
 from specdec.sampling import Noise
 from tests.models import new_model, prompt_of, reference, settings_of
 
@@ -85,7 +86,7 @@ def test_half_precision_writes_a_text_without_ties(attention: str, dtype: torch.
 # -- Attention ---------------------------------------------------------------------------------------------------------
 
 # What a softmax over [-1, 1] values may be off by, in one dtype.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 TREES = {
     "root": [-1],
     "chain": list(range(-1, 15)),
@@ -165,6 +166,14 @@ def test_replayed_steps_are_those_that_are_launched(family: str) -> None:
     assert "recorded" in target.runner.graphs("auto")
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_texts_of_a_batch_are_those_of_each(family: str) -> None:
+    engine = Engine(target_of(family, execution="fused"), None, "token_recycling", max_rows=16)
+    prompts = [prompt_of(size, seed=size) for size in (40, 1, 9, 33)]
+    found = engine.generate_batch(prompts, NEW, batch=3)
+    assert [one.token_ids for one in found] == [greedy(family, prompt) for prompt in prompts]
+
+
 def test_what_was_warmed_up_is_not_recorded_again() -> None:
     target = TransformersTarget(random_model("toy", torch.bfloat16, DEVICE), owned=True)
     target.warm_up(64)
@@ -172,6 +181,22 @@ def test_what_was_warmed_up_is_not_recorded_again() -> None:
     assert "of 1, 2, 4, 8, 16, 32, 64 rows" in told
     Engine(target, None, "token_recycling", max_rows=64).generate(random_prompt(256, 300), 100)
     assert target.describe()["execution"]["CUDA graphs"] == told
+
+
+def test_a_capture_that_fails_leaves_the_device_as_it_was() -> None:
+    """Here for a copy to the host, which no graph takes."""
+    recorder, here, before = CudaRecorder(DEVICE), torch.cuda.current_stream(), torch.cuda.get_rng_state()
+
+    def work() -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        ones = torch.ones(3, device=DEVICE)
+        return ones * ones.sum().item(), {}
+
+    with pytest.raises(RuntimeError):
+        recorder.record(work)
+    assert torch.cuda.current_stream() == here
+    first = torch.rand(4, device=DEVICE)
+    torch.cuda.set_rng_state(before)
+    assert torch.equal(torch.rand(4, device=DEVICE), first)
 
 
 # -- Memory ------------------------------------------------------------------------------------------------------------

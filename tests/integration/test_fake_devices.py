@@ -25,6 +25,7 @@ from specdec import Draft, Engine, SamplingParams, TransformersTarget, attention
 from specdec.block import Block
 from specdec.cache import LayerSpec
 from specdec.joints import Joints
+from specdec.pages import FilePages
 from specdec.registry import drafter_names
 from specdec.runners import known, plan
 from tests import models
@@ -52,8 +53,9 @@ class Numbers(TorchFunctionMode):
         if name == "__getitem__" and args[0].is_cuda:
             return _part(args[0], args[1])
         if name == "tensor":
+            own = {"i": torch.long, "b": torch.bool}.get(np.asarray(args[0]).dtype.kind)
             kind = {key: value for key, value in (kwargs or {}).items() if key in ("dtype", "device")}
-            return torch.zeros(np.shape(args[0]), **kind)
+            return torch.zeros(np.shape(args[0]), **{"dtype": own, **kind})
         if name == "__invert__":
             return torch.logical_not(args[0])
         if name == "rms_norm":
@@ -130,13 +132,13 @@ def _add_norm(residual: Any, delta: Any, weight: Any, epsilon: float) -> Any:
 def _turned(heads: Any, cos: Any, sin: Any, at: Any, norms: Any, where: Any, layer: int, shape: Any) -> Any:
     same(heads, cos, sin, at, *(norms or ())[:2], *where.values())
     assert at.shape == (len(heads),)
-    assert layer < len(where["table"])
+    assert layer < where["table"].shape[-2]
     return heads.new_empty(1, shape[0], len(heads), shape[2])
 
 
 def _attended(query: Any, where: Any, layer: int, key_heads: int, window: int | None, scale: float) -> Any:
     same(query, *where.values())
-    assert where["closure"].shape == (query.shape[2], len(where["places"]))
+    assert (query.shape[2], where["places"].shape[-1]) == (where["closure"][..., 0].numel(), where["closure"].shape[-1])
     return query.new_empty(query.shape[2], query.shape[1] * query.shape[3])
 
 
@@ -170,7 +172,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: tree_kernel)
     monkeypatch.setattr(copies, "address", lambda tensor: 0)
-    monkeypatch.setattr(plan, "layer_kernels", lambda: LAYER)
+    monkeypatch.setattr(plan, "layer_kernels", lambda *shapes: LAYER)
     monkeypatch.setattr(plan, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list)))
     monkeypatch.setattr(plan.RunnerMaker, "unpack", lambda maker: None)
     monkeypatch.setattr(model, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB))
@@ -301,6 +303,24 @@ def test_every_drafter(
         for sampling in (None, SAMPLED):
             engine = Engine(target, None, options, max_rows=24, prefill_chunk=16)
             assert engine.generate(prompt_of(20), 12, sampling).finish_reason == "length"
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_an_embedding_beside_the_host(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Its rows are sent nowhere, so that nothing is there with them of what decides on the head's device."""
+    options = dict(settings_of("medusa", models.target_of(family), tmp_path)[0])
+    heads = MedusaHeads.from_pretrained(options["heads"])
+    monkeypatch.setattr(MedusaHeads, "from_pretrained", lambda folder: heads)
+    monkeypatch.setattr(MedusaHeads, "to", lambda self, device, dtype: move(self, device, dtype) or self)
+    monkeypatch.setattr(FilePages, "release", lambda *_: None)  # fake weights have no pages
+    request.getfixturevalue("fake")
+    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=2, first="cpu")
+    assert (target.device.type, target.head_device.type) == ("cpu", "cuda")
+    for sampling in (None, SAMPLED):
+        engine = Engine(target, None, {**options, "check_target": False}, max_rows=24, prefill_chunk=16)
+        assert engine.generate(prompt_of(20), 6, sampling).finish_reason == "length"
 
 
 @pytest.mark.usefixtures("fake")

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.block import Batch, Block
+from specdec.errors import SpecdecWarning
 from specdec.rotary import rotate, signed
 from specdec.runners import plan
 from specdec.runners.cuda import CudaRunner
+from tests.launching import launch
 from tests.models import new_model, prompt_of
 
-pytest.importorskip("triton", reason="Triton is not installed")
+CompilationError = pytest.importorskip("triton", reason="Triton is not installed").CompilationError
 kernels = pytest.importorskip("specdec.kernels.layer")
 
 
@@ -61,6 +63,22 @@ def test_turn_and_store(width: int, stored: int, normed: bool, first: int) -> No
         assert int((store != 0).any(-1).sum()) == stored * key_heads
 
 
+def test_kernels_are_tried_on_the_layers_that_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's errors are no RuntimeErrors, and one in the midst of loading would end it."""
+    load, shapes = plan.layer_kernels.__wrapped__, frozenset({(4, 2, 12, True), (4, 4, 8, False)})
+    assert load(torch.device("cpu"), torch.float32, shapes) is kernels
+    tried = []
+
+    def refused(*arguments: object) -> None:
+        tried.append(arguments[-1])
+        raise CompilationError("", None, "cannot take constexpr")
+
+    monkeypatch.setattr(kernels, "turn_and_store", refused)
+    with pytest.warns(SpecdecWarning, match=r"kernels for layers are not used.*CompilationError"):
+        assert load(torch.device("cpu"), torch.float32, shapes) is None
+    assert tried[0] in {(4, 2, 12), (4, 4, 8)}
+
+
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused runners are those of a CUDA device."""
@@ -89,20 +107,26 @@ def test_a_model_is_itself(family: str, target_of: Callable[..., TransformersTar
         assert texts[0] == texts[1]
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_rows_of_several_sequences_are_those_of_each() -> None:
-    """Two texts of other lengths, so that the rows stand elsewhere in each."""
+@pytest.mark.parametrize("replayed", [False, True])
+def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of other lengths, so that the rows stand elsewhere in each; replayed, a fourth one has none."""
+    recorder = launch(monkeypatch, kernels)
     target = TransformersTarget(new_model("mistral", torch.float32), execution="fused", owned=True)
     assert isinstance(target.runner, CudaRunner)
-    draft, found = Draft((3, 4, 5, 6), (-1, 0, 0, 2)), []
+    drafts = [Draft((3, 4, 5, 6), (-1, 0, 0, 2)), Draft.chain((3,)), Draft((8, 4, 5, 6), (-1, 0, 1, 1))]
+    made, found = len(recorder.made), []
     for together in (False, True):
         with target.active():
-            caches = [target.new_cache(capacity=20, rows=8) for _ in range(2)]
-            for cache, text in zip(caches, ([7, 8, 9], [7]), strict=True):
-                target.forward(Block(cache, text), rows=())
-                cache.commit(range(len(text)))
-            blocks = [Block.of(draft, cache, target.device) for cache in caches]
+            caches = [target.new_cache(capacity=20, rows=8) for _ in drafts]
+            for cache, text in zip(caches, ([7, 8, 9], [7], [8, 8, 7, 7, 9, 9, 9, 8, 7]), strict=True):
+                for start in range(0, len(text), 8):
+                    target.forward(Block(cache, text[start : start + 8], device=target.device, again=False), rows=())
+                    cache.commit(range(len(text[start : start + 8])))
+            blocks = [Block.of(draft, cache, target.device) for draft, cache in zip(drafts, caches, strict=True)]
+            for block in blocks:
+                block.again = replayed and together
             outputs = [target.forward(rows) for rows in ([Batch(blocks)] if together else blocks)]
         found.append(torch.cat([output.hidden for output in outputs]))
+    assert recorder.made[made:] == ([16] if replayed else [])
     assert torch.allclose(*found, rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(found[0][:4], found[0][4:], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(found[0][:4], found[0][5:], rtol=1e-3, atol=1e-4)

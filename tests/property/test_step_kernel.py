@@ -62,5 +62,5 @@ def test_more_rows_and_keys_than_one_program_takes(length: int, rows: int) -> No
 
 
 def test_keys_are_cut_into_few_parts_where_rows_are_many() -> None:
-    parts = [step.constants(rows, rows, 8, 4, 128, windowed=False)["PARTS"] for rows in (1, 4, 16, 64, 128)]
+    parts = [step.constants(1, rows, 8, 4, 128, 2, windowed=False)["PARTS"] for rows in (1, 4, 16, 64, 128)]
     assert parts == [32, 32, 32, 8, 4]

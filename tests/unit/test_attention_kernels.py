@@ -153,6 +153,18 @@ def test_a_model_that_a_kernel_cannot_run_is_refused_at_load() -> None:
         TransformersTarget(model_of("llama"), attention="aten")
 
 
+@pytest.mark.parametrize(
+    ("capability", "built", "way"), [((9, 0), True, "aten"), ((7, 5), True, "split"), ((9, 0), False, "split")]
+)
+def test_flash_is_taken_where_torch_has_it(
+    capability: tuple[int, int], built: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    monkeypatch.setattr(attention, "_has_flash", attention._has_flash.__wrapped__)
+    assert attention._way("auto", torch.device("cuda"), torch.bfloat16, 64, 64) == way
+
+
 def test_auto_picks_by_capability_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: print)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
-from specdec.block import Block
+from specdec.block import Batch, Block
 from specdec.draft import Entry
 from specdec.errors import SpecdecWarning, TargetError
 from specdec.registry import drafter_names
+from specdec.runners.graphs import CudaRecorder
 from specdec.target import FINAL
 from tests.launching import Recorder, fused, launch
 from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
@@ -172,6 +176,28 @@ def test_one_graph_does_for_two_engines_and_for_texts_that_alternate(recorder: R
     assert len(recorder.made) == made
 
 
+@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, top_p=0.9, seed=4)])
+@pytest.mark.parametrize("drafter", ["none", "token_recycling", "kangaroo", "draft_model"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_texts_of_a_batch_are_those_of_each(
+    family: str, drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
+) -> None:
+    """Prompts of several lengths, of which three are under way, with rows of several numbers."""
+    plain = TransformersTarget(new_model(family, torch.float64))
+    target = fused(new_model(family, torch.float64))
+    prompts = [prompt_of(size, seed=size) for size in (20, 1, 9, 33)]
+    for options in settings_of(drafter, plain, tmp_path)[:2]:
+        if drafter == "kangaroo":
+            options = {**options, "check_target": False}
+        expected = [Engine(plain, None, options, max_rows=12).generate(prompt, 12, sampling) for prompt in prompts]
+        recorded = len(recorder.made)
+        found = Engine(target, None, options, max_rows=12).generate_batch(prompts, 12, sampling, batch=3)
+        assert [one.error for one in found] == [None] * 4
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected], options
+        assert any(rows % 4 == 0 for rows in recorder.made[recorded:])
+    assert any(replays > 3 for replays in recorder.replays.values())
+
+
 def test_threads_share_graphs(recorder: Recorder) -> None:
     target = fused(new_model("llama", torch.float64))
     prompts = [prompt_of(size, seed=size) for size in range(5, 9)]
@@ -224,7 +250,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
 
 
 def test_what_is_not_recorded(recorder: Recorder) -> None:
-    """Chunks of a prompt, more rows than a graph pays for, a batch, and attention that was asked for by name."""
+    """Chunks of a prompt, more rows than a graph pays for, and attention that was asked for by name."""
     target = fused(new_model("llama", torch.float64))
     made, replays = len(recorder.made), sum(recorder.replays.values())
     engine = Engine(target)
@@ -233,9 +259,110 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
         decoding.prefill()
         cache = target.new_cache(capacity=300, rows=200)
         target.forward(Block(cache, [3] * 129, device=target.device))
-    prompts = [PROMPT[:1], PROMPT[1:2]]
-    together = engine.generate_batch(prompts, 4, batch=2)
-    assert [one.token_ids for one in together] == [reference(target.model, prompt, 4) for prompt in prompts]
+        caches = [target.new_cache(capacity=60, rows=40) for _ in range(3)]
+        target.forward(Batch([Block(cache, [3] * 33, device=target.device) for cache in caches]))  # 4 x 64
     named = fused(new_model("llama", torch.float64), attention="split")
     assert Engine(named).generate(PROMPT, 4).token_ids == reference(target.model, PROMPT, 4)
     assert (len(recorder.made), sum(recorder.replays.values())) == (made, replays)
+
+
+# -- The recorder of a CUDA device, against what torch does there ------------------------------------------------------
+
+
+class Driver:
+    """What torch.cuda does to streams when a graph is captured.
+
+    Attributes:
+        done: what was waited for and run, and on which stream.
+        ends: whether a capture ends as it should; else torch leaves its stream current.
+        states: of the generator of random numbers.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.ends, self.current, self.states = True, self.stream("main"), ["begun"]
+        generator = SimpleNamespace(clone_state=lambda: "anew", graphsafe_set_state=self.states.append)
+        parts = {
+            "device": lambda device: nullcontext(),
+            "graph_pool_handle": lambda: "pool",
+            "Stream": lambda: self.stream("side"),
+            "current_stream": lambda: self.current,
+            "current_device": lambda: 1,
+            "default_generators": [None, generator],
+            "stream": self.on,
+            "graph": self.captured,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.done.append("replayed")),
+        }
+        for name, part in parts.items():
+            patch.setattr(torch.cuda, name, part)
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.done.append(f"{name} waits for {other.name}"))
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        former, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = former
+
+    @contextmanager
+    def captured(self, graph: Any, pool: str, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, capture_error_mode) == ("pool", "thread_local")
+        former, self.current = self.current, SimpleNamespace(name="capture")
+        yield
+        if not self.ends:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current = former
+
+    def work(self) -> Any:
+        assert not gc.isenabled()
+        assert not CudaRecorder._one.acquire(blocking=False)  # nobody else waits for the device meanwhile
+        self.done.append(f"work on {self.current.name}")
+        return "outcome"
+
+
+WARM = ["side waits for main", "work on side", "work on side", "main waits for side"]
+
+
+def test_a_graph_is_captured_where_work_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    recorder: Any = CudaRecorder(torch.device("cuda:1"))
+    for _ in range(2):
+        outcome, replay = recorder.record(driver.work)
+        assert outcome == "outcome"
+    assert driver.done == 2 * [*WARM, "work on capture"]
+    replay()
+    assert driver.done[-1] == "replayed"
+    assert gc.isenabled()
+    assert driver.states == ["begun"]
+
+
+def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither another stream, nor a generator that takes itself for captured, nor garbage that is not collected."""
+    driver = Driver(monkeypatch)
+    driver.ends = False
+    recorder: Any = CudaRecorder(torch.device("cuda:1"))
+    with pytest.raises(RuntimeError, match="during capture"):
+        recorder.record(driver.work)
+    assert driver.done == [*WARM, "work on capture"]
+    assert driver.current.name == "main"
+    assert driver.states == ["begun", "anew"]
+    assert gc.isenabled()
+    assert not CudaRecorder._one.locked()
+
+
+def test_work_that_fails_before_a_capture_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had launched writes to the cache, as will the kernels that are launched in its place."""
+    driver = Driver(monkeypatch)
+
+    def work() -> Any:
+        driver.work()
+        raise ValueError("no kernel")
+
+    recorder: Any = CudaRecorder(torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="no kernel"):
+        recorder.record(work)
+    assert driver.done == [*WARM[:2], WARM[-1]]
+    assert driver.current.name == "main"

@@ -375,6 +375,19 @@ def test_a_runner_that_differs_is_not_taken(dtype: torch.dtype, monkeypatch: pyt
     assert Engine(target).generate(prompt, 30).token_ids == expected
 
 
+def test_a_runner_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises: the errors of compilers and drivers are of no one class."""
+
+    class Broken(FusedLayer):
+        def __call__(self, *_: Any) -> torch.Tensor:
+            raise SyntaxError("no such instruction\nhere")
+
+    monkeypatch.setattr(plan, "FusedLayer", Broken)
+    with pytest.warns(SpecdecWarning, match="fused layers are not used: .* it fails: SyntaxError: no such instruction"):
+        target = TransformersTarget(models.new_model("llama", torch.float32), owned=True, attention="sdpa")
+    assert target.runner.name == "transformers"
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_layers_that_differ_are_not_taken(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
