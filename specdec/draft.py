@@ -45,6 +45,7 @@ class Draft:
         entry: hidden states of rows that already passed the first layers, or None.
         match_length: tokens of the text's end that the draft's source had found elsewhere; drafts of like lengths are
             judged by how such drafts have fared.
+        cost: plain steps that a model took to make it, besides the rows; for policies that read no clock.
 
     Raises:
         DraftError: the rows do not form a tree in topological order, or name rows that do not exist.
@@ -60,6 +61,7 @@ class Draft:
     q: Mapping[int, torch.Tensor] = field(default_factory=dict)
     entry: Entry | None = None
     match_length: int = 0
+    cost: float = 0.0
     depths: list[int] = field(init=False)
     is_chain: bool = field(init=False)
 

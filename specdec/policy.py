@@ -198,12 +198,12 @@ class AcceptancePolicy:
         return min(limit, max(bisect_right(steps, 1 + self._left - fixed) - 1, 2))
 
     def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
-        """As :meth:`RowPolicy.learn`; a drafter that had nothing to say is not judged."""
+        """As :meth:`RowPolicy.learn`; a drafter that had nothing to say, and ran no model for it, is not judged."""
         rows = len(draft)
         self.prices.learn(rows, len(path), length, 0.0, 0.0)
-        if rows == 1:
+        if rows == 1 and not draft.cost:
             return
-        spent = self.prices.steps(length, rows)[rows] - 1 + self._fixed(length)
+        spent = self.prices.steps(length, rows)[rows] - 1 + self._fixed(length) + draft.cost
         self._left = min(self._left + len(path) - 1 - spent, _MOST)
         if self._left >= _START:
             self._patience.paid()

@@ -160,6 +160,17 @@ def test_fixed_costs_are_paid_for_in_time() -> None:
     assert CostPolicy(tiny).prices.drafting(7.0, 4, 0) == pytest.approx(7000)
 
 
+def test_what_a_model_computed_for_a_draft_is_paid_for() -> None:
+    """Half a plain step for each draft: two in vain empty the account, whether or not a row came of them."""
+    for tokens in ([1], [1, 2]):
+        policy = AcceptancePolicy(curve_of(row=0.01))
+        rooms = []
+        for _ in range(4):
+            rooms.append(policy.room(9, 0))
+            policy.learn(Draft(tokens, range(-1, len(tokens) - 1), cost=0.5 if rooms[-1] > 1 else 0.0), [0], 0, 0.0, 0.0)
+        assert rooms == [9, 9, 2, 1]
+
+
 def test_rows_that_cost_next_to_nothing_are_not_withheld() -> None:
     assert set(spend(AcceptancePolicy(curve_of(row=0.002)), 0, 30)) == {9}
 
