@@ -3,7 +3,7 @@
 A round runs the newest token through layers [0, l), keeps its feature, and lets the adapter guess the next token from
 it; in the paper it ends after gamma guesses, or after one that the adapter does not trust (confidence <= eta), which is
 kept. Without an eta what pays is drafted: a guess is kept if its chance is worth its own shallow pass and its row of
-verification, and followed by another one if that one's chance is worth the adapter and head, too. Verification enters at
+verification, and followed by another one if that one's chance is worth adapter and head, too. Verification enters at
 layer l with the kept features, so no layer runs twice for a token, and draft and verification share one cache.
 
 The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows beyond its last one wait
