@@ -18,6 +18,7 @@ import torch
 from drafters.fingerprint import known_tokenizer
 from specdec.block import Block
 from specdec.config import check_positive
+from specdec.cost import pass_price
 from specdec.draft import Draft
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
@@ -127,6 +128,8 @@ class DraftModelSession(BatchedSession):
         self._draws = self._samples and params.acceptance in ("auto", "reject")
         self._draft = Draft.chain([context.root])
         self._fed = 0  # rows of the latest draft that stand in the cache's scratch slots
+        weights = model.layer_weights + model.vocab_size * model.hidden_size
+        self._price = pass_price(weights, context.target, context.costs, context.prompt_length)
 
     def passes(self, room: int) -> Passes[Draft]:
         context = self._context
@@ -168,7 +171,7 @@ class DraftModelSession(BatchedSession):
         """Level by level; ``logits`` are those of the level's rows, at first the root's."""
         tokens, parents, depths, trust = [self._context.root], [-1], [0], [1.0]
         q: dict[int, torch.Tensor] = {}
-        level = [0]
+        level, passes = [0], 1
         for width in widths:
             scores = Scores(logits, level)
             depth = depths[level[0]]
@@ -189,8 +192,8 @@ class DraftModelSession(BatchedSession):
             if not level or depths[-1] == len(widths):
                 break
             logits = (yield self._run(tokens, parents, depths, level[0])).logits
-            self._fed = len(tokens)
-        return Draft(tokens, parents, q=q)
+            self._fed, passes = len(tokens), passes + 1
+        return Draft(tokens, parents, q=q, cost=passes * self._price)
 
     def _run(self, tokens: list[int], parents: list[int], depths: list[int], first: int) -> Pass:
         """Rows ``first`` to the last through the model, into their scratch slots."""

@@ -1,9 +1,10 @@
 """Kangaroo (Liu, Tang, Liu, Ni, Wang and Han 2024, arXiv 2404.18911): the target's first layers draft for it.
 
 A round runs the newest token through layers [0, l), keeps its feature, and lets the adapter guess the next token from
-it; it ends after gamma guesses, or after one that the adapter does not trust (confidence <= eta). That last guess is
-kept, as it costs nothing more than its shallow pass. Verification enters at layer l with the kept features, so no
-layer runs twice for a token, and draft and verification share one cache.
+it; in the paper it ends after gamma guesses, or after one that the adapter does not trust (confidence <= eta), which is
+kept. Without an eta what pays is drafted: a guess is kept if its chance is worth its own shallow pass and its row of
+verification, and followed by another one if that one's chance is worth adapter and head, too. Verification enters at
+layer l with the kept features, so no layer runs twice for a token, and draft and verification share one cache.
 
 The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows beyond its last one wait
 in ``_pending`` and go in with the next root. So full acceptance is no special case.
@@ -25,6 +26,7 @@ from drafters.vocabulary import DraftVocabulary
 from drafters.weights import check_fit, weights_folder
 from specdec.block import Block
 from specdec.config import check_positive
+from specdec.cost import pass_price
 from specdec.draft import Draft, Entry
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError, shown
@@ -47,8 +49,8 @@ class KangarooConfig:
             models that were trained for it (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710). The head is then run
             for every draft.
         eta: confidence at or below which a round ends; None takes the adapter's own, and where that is None, too, a
-            round goes on while it pays: while the next draft's chance to be accepted is worth more than its shallow
-            pass, adapter, head and row of verification cost.
+            round goes on while it pays: a draft is kept if its chance to be accepted is worth more than its shallow
+            pass and row of verification cost, and the next one is made if its chance is worth adapter and head, too.
         gamma: most drafts of a round; None takes the adapter's own.
         branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
             paper's chain; None takes the adapter's own.
@@ -89,12 +91,10 @@ class Kangaroo(DrafterBase):
         self.gamma = adapter.config.gamma if config.gamma is None else config.gamma
         self.branch = adapter.config.branch if config.branch is None else config.branch
         self.taps = frozenset({self.exit_layer})
-        # What is read to draft a token, and what its shallow pass reads of that, in plain steps.
-        step = target.layer_weights + target.vocab_size * target.hidden_size
-        shallow = target.layer_weights * self.exit_layer / target.num_layers
+        # What is read by a shallow pass, and by adapter and head for a guess.
+        self.shallow_weights = target.layer_weights * self.exit_layer / target.num_layers
         head = (adapter.config.draft_vocab or target.vocab_size) * target.hidden_size
-        own = sum(weight.numel() for weight in adapter.parameters())
-        self.shallow_cost, self.draft_cost = shallow / step, (shallow + own + head) / step
+        self.guess_weights = head + sum(weight.numel() for weight in adapter.parameters())
 
     @classmethod
     def build(cls, config: KangarooConfig, target: Target) -> Kangaroo:
@@ -148,15 +148,15 @@ class KangarooSession(BatchedSession):
         self._no_ids = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)
         self._sampled = params.temperature > 0 and params.acceptance != "typical"
         self._coupled = self._sampled and params.acceptance == "match"
-        self._prices = self._draft_prices()
+        # In plain steps: a shallow pass, a guess, and keeping draft number 1, 2, ...: such a pass and a deep row.
+        costs, length = context.costs, context.prompt_length
+        self._shallow_price, self._guess_price = (
+            pass_price(weights, context.target, costs, length)
+            for weights in (drafter.shallow_weights, drafter.guess_weights)
+        )
+        steps, deep = costs.steps(length, self._gamma + 2)[1:], 1 - drafter.exit_layer / context.target.num_layers
+        self._row_prices = [self._shallow_price + deep * (after - before) for before, after in pairwise(steps)]
         self._accepted, self._reached = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
-
-    def _draft_prices(self) -> list[float]:
-        """What draft number 1, 2, ... costs, in plain steps: making it, and verifying its row."""
-        drafter = self._drafter
-        steps = self._context.costs.steps(self._context.prompt_length, self._gamma + 2)
-        deep = 1 - drafter.shallow_cost
-        return [drafter.draft_cost + deep * (after - before) for before, after in pairwise(steps[1:])]
 
     def passes(self, room: int) -> Passes[Draft]:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
@@ -175,8 +175,11 @@ class KangarooSession(BatchedSession):
             first_choice = self._choice(probabilities, best, len(tokens) - 1)
             # In one copy from the device; a number is exact in float64, too.
             trust, number = torch.stack((confidence.double(), first_choice.double())).tolist()
-            reached *= self._chance if self._sampled else trust
-            confident = self._goes_on(trust, reached, len(tokens))
+            # How probable the likeliest token is says less of a draw.
+            reached *= (trust + self._chance) / 2 if self._sampled else trust
+            if drafter.eta is None and reached <= self._row_prices[last]:
+                break
+            confident = self._goes_on(trust, reached, last)
             branch = 1 if confident else min(drafter.branch, room - len(tokens))
             numbers = [int(number)] if number >= 0 else []
             if branch > 1:
@@ -191,13 +194,14 @@ class KangarooSession(BatchedSession):
             parents += [last] * len(chosen)
             features.append((yield self._shallow(tokens, parents, first)).hidden)
             last = first
-        return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, torch.cat(features)))
+        cost = len(self._drafted) * self._guess_price + (len(features) - 1) * self._shallow_price
+        return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, torch.cat(features)), cost=cost)
 
     def _goes_on(self, confidence: float, reached: float, drafts: int) -> bool:
-        """Whether to draft behind draft number ``drafts``; ``reached``: the chance that all drafts so far are right."""
+        """Whether to draft behind one that ``drafts`` others precede; ``reached``: the chance that all are right."""
         if self._drafter.eta is not None:
             return confidence > self._drafter.eta
-        return reached * self._chance > self._prices[drafts]
+        return reached * self._chance > self._guess_price + self._row_prices[drafts + 1]
 
     @property
     def _chance(self) -> float:
@@ -217,7 +221,7 @@ class KangarooSession(BatchedSession):
             self._cache.length = self._committed + known
             accepted = len(seen.path) - 1
             self._accepted += accepted
-            self._reached += accepted + (accepted < len(self._drafted))
+            self._reached += accepted + (accepted < max(seen.draft.depths))
         self._committed += len(committed)
         if known < len(committed):
             self._pending += [features[row : row + 1] for row in seen.path[known:]]

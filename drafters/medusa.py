@@ -1,30 +1,35 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the last hidden state guess several tokens at once.
 
 The root stands at position n, and the last accepted row left the hidden state of position n - 1, from which the target
-chose the root. Head k reads that state and guesses position n + k, knowing of no token in between. So the tree is
-fixed, a list of *rank paths*: path (0, 2) is the first head's best token and behind it the second head's third best.
-Ranks are chosen, not drawn, so a draft carries no q.
+chose the root. Head k reads that state and guesses position n + k, knowing of no token in between. So a tree is a list
+of *rank paths*: path (0, 2) is the first head's best token and behind it the second head's third best. In the paper it
+is the same in every step. Here, where none is given, it grows anew by how probable the heads find their guesses, as far
+as its rows pay; where the heads are not sure, that is not at all. Ranks are chosen, not drawn, so a draft carries no q.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import yaml
 
 from drafters.medusa_heads import MedusaHeads
-from drafters.tree import grow, paying
+from drafters.tree import Grown, grow
 from drafters.vocabulary import DraftVocabulary
 from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
+from specdec.cost import pass_price
 from specdec.draft import Draft
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation, Question
 from specdec.errors import ConfigError, shown, unknown
 from specdec.passes import Pass, Passes
+from specdec.runners.linear import linear_kernel
 from specdec.target import FINAL, Target
 
 __all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "nodes_of", "paths_of"]
@@ -42,7 +47,10 @@ TREES = {
 """Named trees: a rank path per word, a digit per rank, likeliest first."""
 
 Path_ = Sequence[int]
-_MOST = 63  # nodes of a tree, as the authors' has
+Guesses = list[tuple[list[float], list[float]]]  # per head, of its likeliest tokens: numbers, and chances
+_MOST, _RANKS = 63, 10  # nodes of a tree, and ranks in it, as the authors' has
+_FAINT = 0.01  # a node of a smaller chance is not looked at, even where rows are free
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # guesses that are right for one that the heads promise, and those it counts as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +61,8 @@ class MedusaConfig:
         heads: folder of trained heads, ours or published ones; None is the one in this package that was trained for the
             model.
         tree: a name in ``TREES``, a ``.yaml`` file (of ``specdec tree-search``, or with a list), or rank paths such as
-            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None grows one by how often the
-            heads were right in training, or takes the authors' where that is not known, as many rows as pay.
+            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None grows one in every step, of
+            the rows that pay by how probable the heads find them, and by how often that was right in this text.
         check_target: refuse a model that is not the one the heads were trained for.
     """
 
@@ -145,34 +153,29 @@ class Medusa(DrafterBase):
     draws = False
     Config = MedusaConfig
     taps = frozenset({FINAL})
-    fixed_cost_rows = 2  # the heads' own products, and the output matrix once more
 
     def __init__(self, config: MedusaConfig, heads: MedusaHeads, target: Target) -> None:
         super().__init__(config)
         self.vocabulary = DraftVocabulary(heads.draft_tokens, target)
         own = heads.config
-        weights = {name: weight.detach() for name, weight in heads.named_parameters()}
-        numbers = range(own.heads)
-        # Per layer [K, D, D], transposed, and [K, 1, D].
-        self._blocks = [
-            (
-                torch.stack([weights[f"{head}.{layer}.linear.weight"].T for head in numbers]),
-                torch.stack([weights[f"{head}.{layer}.linear.bias"][None] for head in numbers]),
-            )
-            for layer in range(own.layers)
-        ]
-        self._matrices = [weights[f"{head}.{own.layers}.weight"] for head in numbers] if own.own_head else None
-        self.grown = grow(own.accuracy, _MOST) if config.tree is None and own.accuracy else []
-        if self.grown:
-            self.nodes = [Node(node.parent, node.rank, node.depth) for node in self.grown]
-        else:
-            paths = paths_of(config.tree or "mc_sim_7b_63")
-            if config.tree is None:
-                paths = [path for path in paths if len(path) <= own.heads and max(path) < own.ranks]
+        self.nodes: list[Node] | None = None
+        depth, self.ranks = own.heads, min(_RANKS, own.ranks)
+        if config.tree is not None:
+            paths = paths_of(config.tree)
             check_tree(paths, heads=own.heads, ranks=own.ranks)
             self.nodes = nodes_of(paths)
-        self._depth = max(node.depth for node in self.nodes)
-        self.ranks = max(node.rank for node in self.nodes) + 1
+            depth, self.ranks = max(map(len, paths)), max(map(max, paths)) + 1
+        weights = {name: weight.detach() for name, weight in heads.named_parameters()}
+        # Per layer its products and biases [K D]; as all heads read the same state, the first layer's are one product.
+        self._blocks = []
+        for layer in range(own.layers):
+            blocks = [weights[f"{head}.{layer}.linear.weight"] for head in range(depth)]
+            biases = torch.cat([weights[f"{head}.{layer}.linear.bias"] for head in range(depth)])
+            self._blocks.append(([linear_kernel(w) for w in (blocks if layer else [torch.cat(blocks)])], biases))
+        heads_of = [linear_kernel(weights[f"{head}.{own.layers}.weight"]) for head in range(depth) if own.own_head]
+        self._matrices = heads_of or None
+        head = own.ranks * own.hidden_size * (depth if own.own_head else 1)
+        self.weights = head + depth * own.layers * own.hidden_size**2  # that a guess reads
 
     @classmethod
     def build(cls, config: MedusaConfig, target: Target) -> Medusa:
@@ -191,34 +194,35 @@ class Medusa(DrafterBase):
 
     @torch.no_grad()
     def guesses(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, heads, ranks] per head the numbers of its likeliest tokens, best first, from hidden states [N, D]."""
-        weight, _ = self._blocks[0]
-        states = hidden.to(weight.device, weight.dtype).expand(self._depth, *hidden.shape)  # [K, N, D]
-        for weight, bias in self._blocks:
-            states = states + F.silu(torch.baddbmm(bias[: self._depth], states, weight[: self._depth]))
+        """[N, heads, 2, ranks] float64, from hidden states [N, D]: numbers and chances of heads' likeliest tokens."""
+        states = hidden.to(self._blocks[0][1].device, self._blocks[0][1].dtype)[:, None]  # [N, 1, D], later [N, K, D]
+        for products, biases in self._blocks:
+            found = torch.cat([product(own) for product, own in zip(products, states.unbind(1), strict=True)], -1)
+            states = states + F.silu(found + biases).view(len(hidden), -1, hidden.shape[-1])
         if self._matrices is None:
-            logits = self.vocabulary.head(states.flatten(0, 1)).view(*states.shape[:2], -1)
+            logits = self.vocabulary.head(states)
         else:
-            logits = torch.stack([F.linear(rows, own) for rows, own in zip(states, self._matrices, strict=False)])
-        return logits.topk(self.ranks, -1).indices.transpose(0, 1)
+            logits = torch.stack([head(own) for head, own in zip(self._matrices, states.unbind(1), strict=True)], 1)
+        best = torch.softmax(logits, -1, dtype=torch.float32).topk(self.ranks, -1)
+        return torch.stack((best.indices.double(), best.values.double()), -2)
 
-    def numbers(self, hidden: Sequence[torch.Tensor]) -> list[list[list[int]]]:
+    def lists(self, hidden: Sequence[torch.Tensor]) -> list[Guesses]:
         """The same as lists, of the [1, D] that each sequence brought."""
-        found: list[list[list[int]]] = self.guesses(torch.cat([*hidden])).tolist()
+        found: list[Guesses] = self.guesses(torch.cat([*hidden])).tolist()
         return found
 
 
 class MedusaSession(BatchedSession):
     def __init__(self, drafter: Medusa, context: Context) -> None:
-        self._drafter, self._context, self._nodes = drafter, context, drafter.nodes
+        self._drafter, self._context = drafter, context
         costs, length = context.costs, context.prompt_length
-        if drafter.grown:
-            self._nodes = drafter.nodes[: paying(drafter.grown, costs, length)]
-        elif drafter.config.tree is None:
-            self._nodes = drafter.nodes[: costs.tree_rows(length, len(drafter.nodes))]
+        self._price = pass_price(drafter.weights, context.target, costs, length)
+        self._steps = costs.steps(length, _MOST + 1)
+        self._least = max(_FAINT, min((step - 1) / rows for rows, step in enumerate(self._steps[2:], 1)))
+        self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT  # first ranks, behind those that were right
         self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
-        self._guesses: list[list[int]] | None = None  # numbers, where they came with the step
+        self._guesses: Guesses | None = None  # of the latest step, where they came with it or were asked for
 
     def passes(self, room: int) -> Passes[Draft]:
         """The tree, less what is deeper than the text may get or does not fit."""
@@ -227,27 +231,50 @@ class MedusaSession(BatchedSession):
         tokens, parents = [context.root], [-1]
         if self._seen is None or room < 2 or deepest < 1:
             return Draft(tokens, parents)
-        guesses, vocabulary = self._guesses, self._drafter.vocabulary
-        if guesses is None:
-            guesses = yield Pass(self._drafter.numbers, self._seen[self._last : self._last + 1])
+        vocabulary = self._drafter.vocabulary
+        if self._guesses is None:
+            self._guesses = yield Pass(self._drafter.lists, self._seen[self._last : self._last + 1])
+        guesses = self._guesses
         rows = [0]
-        for node in self._nodes:
+        for node in self._drafter.nodes or self._grown(guesses):
             if len(tokens) == room:
                 break
             rows.append(len(tokens))
             if node.depth <= deepest:  # its parent is no deeper, so it is there
-                tokens.append(vocabulary.token(guesses[node.depth - 1][node.rank]))
+                tokens.append(vocabulary.token(int(guesses[node.depth - 1][0][node.rank])))
                 parents.append(rows[node.parent])
-        return Draft(tokens, parents)
+        wrong = max(1 - self._sure * guesses[0][1][0], 0.01)
+        # As many tokens as a match that is right so often goes on for.
+        return Draft(tokens, parents, match_length=int(1 / wrong), cost=self._price)
+
+    def _grown(self, guesses: Guesses) -> Sequence[Grown]:
+        """The likeliest nodes, as many as bring most over what their rows cost; a token is worth a plain step."""
+        rates = [[min(self._sure * chance, 1.0) for chance in chances] for _, chances in guesses]
+        nodes = grow(rates, _MOST, self._least)
+        nets = accumulate((node.worth for node in nodes), initial=1.0)
+        worth = [total - step for total, step in zip(nets, self._steps[1:], strict=False)]
+        return nodes[: worth.index(max(worth))]
+
+    @property
+    def _sure(self) -> float:
+        """Guesses that were right in this text, for one that the heads promised."""
+        return self._right / self._promised
 
     def ask(self, question: Question) -> torch.Tensor | None:
         hidden = question.taps[FINAL]
         if question.last is None:
             return None
-        return self._drafter.guesses(hidden.index_select(0, question.last.to(hidden.device)))
+        found = self._drafter.guesses(hidden.index_select(0, question.last.to(hidden.device)))
+        return found.flatten().view(torch.int64)  # the numbers' bits
 
     def observe(self, seen: Observation) -> None:
+        for (numbers, chances), token in zip(self._guesses or (), seen.tokens, strict=False):
+            right = self._drafter.vocabulary.token(int(numbers[0])) == token
+            self._promised += chances[0]
+            self._right += right
+            if not right:
+                break
         self._seen, self._last, self._guesses = seen.taps[FINAL], seen.path[-1], None
         if seen.answer is not None:
-            size = self._drafter.ranks
-            self._guesses = [list(seen.answer[at : at + size]) for at in range(0, len(seen.answer), size)]
+            found = np.array(seen.answer, dtype=np.int64).view(np.float64)
+            self._guesses = [(own[0], own[1]) for own in found.reshape(-1, 2, self._drafter.ranks).tolist()]

@@ -44,7 +44,8 @@ class HeadsConfig(WeightsConfig):
         hidden_size, vocab_size, target: see :class:`drafters.weights.WeightsConfig`.
         own_head: each head ends in its own [V, D] matrix; else in the target's.
         draft_vocab: d, tokens that they propose among, see :mod:`drafters.vocabulary`; 0 is all of them.
-        accuracy: per head, how often its guess of each rank was right on held-out text; empty if not known.
+        accuracy: per head, how often its guess of each rank was right on held-out text, for the record; empty if not
+            known.
     """
 
     heads: int

@@ -127,7 +127,7 @@ class Bandit:
     def awake(self, prices: Prices, length: int) -> bool:
         """Whether to ask the part for this step; before anything was seen the price of a tree decides."""
         if self._net is None:
-            self._net = _HOPE - prices.price(length, _TREE)[_TREE]
+            self._net = _HOPE - prices.price(length, _TREE)
         if self._net > -_DEBT:
             return True
         if not self._patience.due():
@@ -135,11 +135,11 @@ class Bandit:
         self._net = 0.0  # one disappointment, and it sleeps again
         return True
 
-    def judge(self, prices: Prices, length: int, *, brought: int, cost: float, seconds: float) -> None:
-        """Take note of a step: accepted rows that nobody before it proposed, what its rows cost, and its drafting."""
+    def judge(self, prices: Prices, length: int, *, net: float, seconds: float, cost: float) -> None:
+        """Take note of a step: tokens that its rows brought less their price, seconds of drafting, the draft's cost."""
         assert self._net is not None
-        cost += prices.drafting(seconds, self._fixed_rows, length)
-        self._net = self._memory * self._net + (1 - self._memory) * (brought - cost)
+        net -= prices.drafting(seconds, self._fixed_rows, length, cost)
+        self._net = self._memory * self._net + (1 - self._memory) * net
         if self._net > 0.05:
             self._patience.paid()
 
@@ -209,7 +209,7 @@ class Tree:
 
     def best(self, most: int) -> list[int]:
         """The rows that need not be there, the likeliest ones first, so that parents come before their children."""
-        rest = [row for row in range(1, len(self.tokens)) if row in self.candidates and row not in self.needed]
+        rest = sorted(self.candidates - self.needed)
         rest.sort(key=self.reach.__getitem__, reverse=True)
         return rest[:most]
 
@@ -276,12 +276,12 @@ class MergedSession(BatchedSession):
         self._most = drafter.config.rows or context.max_rows
         self._length = 0
         self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
-        self._kept: list[int] = [0]  # row of the draft -> row of the tree
+        self._kept = {0: 0}  # row of the tree -> row of the draft
         self._draft = Draft.chain([context.root])
 
     def passes(self, room: int) -> Passes[Draft]:
         context, prices, length = self._context, self._prices, self._context.cache.length
-        self._length, self._kept = length, [0]
+        self._length, self._kept = length, {0: 0}
         room = min(room, self._most + 1)
         tree = Tree(context.root)
         for part in self._parts:
@@ -298,21 +298,23 @@ class MergedSession(BatchedSession):
                 began = perf_counter()
                 part.place(tree, _FAINT if self._plans else 0.0)
                 part.seconds += perf_counter() - began
-        self._draft = Draft.chain([context.root])
+        cost = sum(part.draft.cost for part in self._parts if part.asked)
         if len(tree.tokens) == 1:
+            self._draft = Draft([context.root], [-1], cost=cost)
             return self._draft
         best = tree.best(room - 1 - len(tree.needed))
         if self._plans:
             assert prices is not None
             del best[prices.keep([tree.reach[row] for row in best], length, base=1 + len(tree.needed)) :]
-        kept = self._kept = [0, *sorted([*tree.needed, *best])]
-        place = {row: number for number, row in enumerate(kept)}
-        read = {place[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
+        rows = [0, *sorted([*tree.needed, *best])]
+        kept = self._kept = {row: number for number, row in enumerate(rows)}
+        read = {kept[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
         self._draft = Draft(
-            [tree.tokens[row] for row in kept],
-            [-1, *(place[tree.parents[row]] for row in kept[1:])],
-            probes=frozenset(place[row] for row in tree.needed if row not in tree.candidates),
+            [tree.tokens[row] for row in rows],
+            [-1, *(kept[tree.parents[row]] for row in rows[1:])],
+            probes=frozenset(kept[row] for row in tree.needed if row not in tree.candidates),
             read=sorted(read),
+            cost=cost,
         )
         return self._draft
 
@@ -335,14 +337,15 @@ class MergedSession(BatchedSession):
         place = dict[int, int]()
         # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
         if seen.draft is not None and _begins_with(seen.draft, self._draft):
-            kept = self._kept
-            place = {kept[row]: depth for depth, row in enumerate(seen.path) if row < len(kept)}
+            rows = [*self._kept]
+            place = {rows[row]: depth for depth, row in enumerate(seen.path) if row < len(rows)}
         for part in self._parts:
+            own = seen if seen.answer is None else replace(seen, answer=answers.get(part))
             if part.asked and place:
-                self._tell(part, replace(seen, answer=answers.get(part)), place)
+                self._tell(part, own, place)
             elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
                 taps = {layer: seen.taps[layer] for layer in part.taps}
-                part.session.observe(replace(seen, taps=taps, answer=answers.get(part)))
+                part.session.observe(replace(own, taps=taps))
 
     def _tell(self, part: Part, seen: Observation, place: dict[int, int]) -> None:
         """Judge a part that was asked by what became of its rows, and let it learn; ``place`` as for ``judge``."""
@@ -350,23 +353,22 @@ class MergedSession(BatchedSession):
         kept, prices = self._kept, self._prices
         part.judge(place, seen.tokens)
         if part.told:
-            numbers = {row: number for number, row in enumerate(kept)}
-            rows = [numbers.get(row, -1) for row in part.rows]
+            rows = [kept.get(row, -1) for row in part.rows]
             part.session.observe(part_of(seen, part.draft, rows, part.taps))
         if prices is not None:
-            price = prices.price(self._length, len(kept))
+            own = sum(row in part.added for row in kept)
             part.bandit.judge(
                 prices,
                 self._length,
-                brought=sum(row in part.added for row in place),
-                cost=price[len(kept)] - price[len(kept) - sum(row in part.added for row in kept)],
+                net=sum(row in part.added for row in place) - prices.price(self._length, len(kept), len(kept) - own),
                 seconds=part.seconds + perf_counter() - began,
+                cost=part.draft.cost,
             )
 
 
 def _begins_with(draft: Draft, own: Draft) -> bool:
     size = len(own)
-    return [*draft.tokens[:size]] == [*own.tokens] and [*draft.parents[:size]] == [*own.parents]
+    return draft is own or ([*draft.tokens[:size]] == [*own.tokens] and [*draft.parents[:size]] == [*own.parents])
 
 
 def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collection[int]) -> Observation:
@@ -380,7 +382,7 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     assert whole is not None
     assert seen.scores is not None
     path = list(seen.path)
-    if rows == list(range(len(whole))):  # it had the step for itself
+    if len(rows) == len(whole) and rows == list(range(len(whole))):  # it had the step for itself
         hidden = {layer: seen.taps[layer] for layer in taps}
         return Observation(draft, path, seen.tokens, seen.scores, hidden, seen.answer)
     if len(rows) == 1:  # it had none of it: all that concerns it is the text

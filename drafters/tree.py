@@ -20,8 +20,10 @@ class Grown(NamedTuple):
     worth: float
 
 
-def grow(rates: Sequence[Sequence[float]], most: int) -> list[Grown]:
+def grow(rates: Sequence[Sequence[float]], most: int, least: float = 0.0) -> list[Grown]:
     """The ``most`` nodes that are likeliest to be right, likeliest first, so that parents come before children.
+
+    None is worth less than ``least``.
 
     ``rates[d][r]`` is the chance that the guess of rank r is right d + 1 tokens below the root where its parent is; a
     node's worth is the product along its path.
@@ -36,8 +38,9 @@ def grow(rates: Sequence[Sequence[float]], most: int) -> list[Grown]:
     def push(parent: int, depth: int, worth: float) -> None:
         nonlocal found
         for rank, rate in enumerate(rates[depth - 1]):
-            heapq.heappush(ahead, (-worth * rate, found, parent, rank, depth))
-            found += 1
+            if worth * rate >= least:
+                heapq.heappush(ahead, (-worth * rate, found, parent, rank, depth))
+                found += 1
 
     push(0, 1, 1.0)
     while ahead and len(nodes) < most:

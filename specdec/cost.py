@@ -40,6 +40,7 @@ __all__ = [
     "kept_curve",
     "measure",
     "new_curve",
+    "pass_price",
     "roofline",
     "stored_at",
 ]
@@ -50,6 +51,7 @@ _QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 4, 8, 16, 32, 64), (25
 _REPEATS = 15
 _GROWTH = 32  # texts grow by so many tokens while forwards are timed, and begin anew: some kernels plan by length
 _STEADY = 0.8  # share of a measurement's time in which its thread must have had a processor
+_PASS_SECONDS = 6e-5  # of a drafter's pass, besides its weights
 _MOST = 10**9  # rows, tokens and seconds of a curve
 _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
 
@@ -194,6 +196,12 @@ def roofline(device: torch.device | str) -> CostCurve:
         return CostCurve(machine={}, rows=(1, 1 + _BALANCE), lengths=(1,), seconds=((1.0, 2.0),))
     most = _BALANCE_ACCELERATOR
     return CostCurve(machine={}, rows=(1, most, 2 * most), lengths=(1,), seconds=((1.0, 1.0, 2.0),))
+
+
+def pass_price(weights: float, target: Target, costs: CostCurve, length: int) -> float:
+    """Plain steps of the target that a drafter's pass takes which reads so many weights, one row of them."""
+    plain = target.layer_weights + target.vocab_size * target.hidden_size
+    return weights / plain + _PASS_SECONDS / costs.plain(length)
 
 
 def describe(target: Target) -> dict[str, Any]:

@@ -43,8 +43,9 @@ class Draft:
         q: for a row whose children were *sampled*: the distribution [V] they were drawn from, without replacement and
             in row order. Never set it for children that were chosen (argmax, n-gram): that would bias the output.
         entry: hidden states of rows that already passed the first layers, or None.
-        match_length: tokens of the text's end that the draft's source had found elsewhere; drafts of like lengths are
-            judged by how such drafts have fared.
+        match_length: tokens of the text's end that the draft's source had found elsewhere, or another measure of how
+            sure it is; drafts of like lengths are judged by how such drafts have fared.
+        cost: plain steps that a model took to make it, besides the rows; for policies that read no clock.
 
     Raises:
         DraftError: the rows do not form a tree in topological order, or name rows that do not exist.
@@ -60,6 +61,7 @@ class Draft:
     q: Mapping[int, torch.Tensor] = field(default_factory=dict)
     entry: Entry | None = None
     match_length: int = 0
+    cost: float = 0.0
     depths: list[int] = field(init=False)
     is_chain: bool = field(init=False)
 

@@ -270,7 +270,7 @@ def _misfit(draft: Draft, target: Target) -> str | None:
     if not isinstance(draft, Draft):
         return f"{_typed(draft)}; it must propose a Draft"
     for what, rows in (("token", draft.tokens), ("parent", draft.parents)):
-        if set(map(type, rows)) != {int}:  # numpy's integers are integers too
+        if type(rows) is not range and set(map(type, rows)) != {int}:  # numpy's integers are integers too
             odd = [row for row in rows if not isinstance(row, Integral) or isinstance(row, bool)]
             if odd:
                 return f"{what} {_typed(odd[0])}; {what}s are integers"

@@ -104,7 +104,6 @@ class Prices:
         self._read: dict[tuple[int, int, Crowd | None], tuple[float, list[float]]] = {}
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
         self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
-        self._priced: tuple[list[float], list[float]] = ([], [])  # steps, and their price until the next step
 
     def _curve(self, length: int, most: int) -> tuple[float, list[float]]:
         """Seconds of a plain step, and :meth:`steps`."""
@@ -128,18 +127,20 @@ class Prices:
         """Tokens per plain step's time of late, or those of plain steps where these are faster."""
         return max(self._tokens / self._time, self._due / self._taken)
 
-    def price(self, length: int, most: int) -> list[float]:
-        """Tokens that the extra time of n rows over a plain step would have brought, for n in 0 .. ``most`` or more."""
-        steps = self.steps(length, most)
-        if self._priced[0] is not steps:
-            rate = self.rate * self._taken / self._due
-            self._priced = steps, [rate * (step - 1) for step in steps]
-        return self._priced[1]
+    def price(self, length: int, rows: int, base: int = 1) -> float:
+        """Tokens that the extra time of a step of so many rows over one of ``base`` rows would have brought."""
+        steps = self.steps(length, max(rows, base))
+        return self._step_rate * (steps[rows] - steps[base])
 
-    def drafting(self, seconds: float, fixed_rows: int, length: int) -> float:
-        """Tokens that drafting for ``seconds`` costs; without a clock, by the drafter's ``fixed_cost_rows``."""
-        taken = seconds if self._clock else _ROW_SECONDS * fixed_rows
-        return self.rate * taken / self.plain(length)
+    @property
+    def _step_rate(self) -> float:
+        """The rate, in steps of the curve, which may take longer than that."""
+        return self.rate * self._taken / self._due
+
+    def drafting(self, seconds: float, fixed_rows: int, length: int, cost: float = 0.0) -> float:
+        """Tokens that drafting for ``seconds`` costs; without a clock, by ``fixed_cost_rows`` and the draft's cost."""
+        plain = self.plain(length)
+        return self.rate * (seconds / plain if self._clock else _ROW_SECONDS * fixed_rows / plain + cost)
 
     def keep(self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0) -> int:
         """How many of the rows to keep, best first, beside ``base`` rows that are there anyway.
@@ -147,18 +148,18 @@ class Prices:
         ``gains``: each row's chance to be accepted. None are kept unless all together bring more than their price and
         ``least`` tokens.
         """
-        price = self.price(length, base + len(gains))
+        steps, rate = self.steps(length, base + len(gains)), self._step_rate
         best, worth, total = 0, least, 0.0
-        for count, gain in enumerate(gains, 1):
+        for rows, gain in enumerate(gains, base + 1):
             total += gain
-            if total - (price[base + count] - price[base]) > worth:
-                best, worth = count, total - (price[base + count] - price[base])
+            net = total - rate * (steps[rows] - steps[base])
+            if net > worth:
+                best, worth = rows - base, net
         return best
 
     def learn(self, rows: int, tokens: int, length: int, drafting: float, seconds: float) -> None:
         """Take note of a step of ``rows`` rows that yielded ``tokens``; see :meth:`RowPolicy.learn`."""
         memory = self._memory
-        self._priced = ([], [])
         plain, steps = self._curve(length, rows)
         due = taken = spent = steps[rows]
         if self._clock:
@@ -198,12 +199,12 @@ class AcceptancePolicy:
         return min(limit, max(bisect_right(steps, 1 + self._left - fixed) - 1, 2))
 
     def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
-        """As :meth:`RowPolicy.learn`; a drafter that had nothing to say is not judged."""
+        """As :meth:`RowPolicy.learn`; a drafter that had nothing to say, and ran no model for it, is not judged."""
         rows = len(draft)
         self.prices.learn(rows, len(path), length, 0.0, 0.0)
-        if rows == 1:
+        if rows == 1 and not draft.cost:
             return
-        spent = self.prices.steps(length, rows)[rows] - 1 + self._fixed(length)
+        spent = self.prices.steps(length, rows)[rows] - 1 + self._fixed(length) + draft.cost
         self._left = min(self._left + len(path) - 1 - spent, _MOST)
         if self._left >= _START:
             self._patience.paid()

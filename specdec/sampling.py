@@ -202,10 +202,7 @@ class Scores:
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
-        places = [self.place(row) for row in rows]
-        best = [self._best[place] for place in places] if self._best else []
-        top = [self._top[place] for place in places] if self._top else []
-        return Scores(copies.pick(self.logits, places), numbers, _best=best, _top=top)
+        return _Selected(self, [self.place(row) for row in rows], numbers)
 
     def logprobs(self, path: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Of the token emitted after each row of the path, and of so many likeliest ones, from the raw logits."""
@@ -218,6 +215,28 @@ class Scores:
             TokenLogprobs(token, value, tuple(zip(*pair, strict=True)))
             for token, value, pair in zip(tokens, own, pairs, strict=True)
         ]
+
+
+class _Selected(Scores):
+    """Some of others' scores; their logits are only copied where somebody reads them."""
+
+    def __init__(self, whole: Scores, places: Sequence[int], numbers: Sequence[int] | None) -> None:
+        self._whole, self._places = whole, places
+        best = [whole._best[place] for place in places] if whole._best else []
+        top = [whole._top[place] for place in places] if whole._top else []
+        super().__init__(whole.logits, numbers, _best=best, _top=top)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return copies.pick(self._whole.logits, self._places)
+
+    @logits.setter
+    def logits(self, _: torch.Tensor) -> None:
+        pass
+
+    def top(self, count: int) -> torch.Tensor:
+        logits, count = self._whole.logits, min(count, self._whole.logits.shape[-1])
+        return torch.stack([logits[place].topk(count).indices for place in self._places])
 
 
 def _no_distribution(logits: torch.Tensor) -> NumericalError:

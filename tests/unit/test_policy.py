@@ -61,7 +61,7 @@ def test_a_slow_step_or_a_slow_machine_changes_little() -> None:
     plain = Draft.chain([1])
     for _ in range(100):
         policy.learn(plain, [0], 0, 0.0, 2.0)  # all takes twice as long as measured
-    assert policy.prices.price(0, 2)[2] == pytest.approx(0.25, rel=0.05)
+    assert policy.prices.price(0, 2) == pytest.approx(0.25, rel=0.05)
     policy.learn(plain, [0], 0, 0.0, 1000.0)
     assert policy.prices.rate > 0.4
 
@@ -158,6 +158,19 @@ def test_fixed_costs_are_paid_for_in_time() -> None:
     assert AcceptancePolicy(large, 4).room(20, 0) == 8
     assert AcceptancePolicy(tiny).prices.drafting(7.0, 4, 0) == pytest.approx(0.4)
     assert CostPolicy(tiny).prices.drafting(7.0, 4, 0) == pytest.approx(7000)
+
+
+def test_what_a_model_computed_for_a_draft_is_paid_for() -> None:
+    """Half a plain step for each draft: two in vain empty the account, whether or not a row came of them."""
+    for tokens in ([1], [1, 2]):
+        policy = AcceptancePolicy(curve_of(row=0.01))
+        rooms = []
+        for _ in range(4):
+            rooms.append(policy.room(9, 0))
+            policy.learn(
+                Draft(tokens, range(-1, len(tokens) - 1), cost=0.5 if rooms[-1] > 1 else 0.0), [0], 0, 0.0, 0.0
+            )
+        assert rooms == [9, 9, 2, 1]
 
 
 def test_rows_that_cost_next_to_nothing_are_not_withheld() -> None:

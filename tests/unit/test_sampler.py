@@ -91,6 +91,16 @@ def test_scores_by_row() -> None:
     assert Scores(logits).argmax(2) == 2
 
 
+def test_selected_scores_are_those_of_their_rows() -> None:
+    logits = torch.randn(3, 10)
+    for part in (Scores(logits, (0, 4, 6)), Scores(logits, (0, 4, 6)).select((0, 4, 6), (0, 4, 6))):
+        found = part.select((6, 0), (1, 5))
+        assert torch.equal(found.logits, logits[[2, 0]])
+        assert found.likeliest(3) == logits[[2, 0]].topk(3).indices.tolist()
+        assert [found.argmax(row) for row in (1, 5)] == logits[[2, 0]].argmax(-1).tolist()
+        assert torch.equal(found.of(5), logits[0])
+
+
 def test_half_precision_is_sampled_in_float64() -> None:
     """Probabilities of a bfloat16 row sum to one, not to what bfloat16 makes of it."""
     logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -22,6 +22,7 @@ def test_trees_grow_by_worth() -> None:
     worth = {path: rates[0][path[0]] * (rates[1][path[1]] if len(path) > 1 else 1.0) for path in paths[1:]}
     assert [node.worth for node in nodes] == pytest.approx(sorted(worth.values(), reverse=True))
     assert grow(rates, 3) == nodes[:3]
+    assert grow(rates, 99, nodes[4].worth) == [node for node in nodes if node.worth >= nodes[4].worth]
 
 
 def test_sizes_that_pay() -> None:
