@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,7 @@ class KVCache:
     Attributes:
         grown: how often slots have moved; what was read of their addresses before holds no more.
         written: positions below it may have been written, rows that were rejected among them.
+        described: where the slots are, as a runner has it for its own code; None once they have moved.
     """
 
     def __init__(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> None:
@@ -134,6 +136,7 @@ class KVCache:
         self.keys = [group.keys[place] for group, place in groups]
         self.values = [group.values[place] for group, place in groups]
         self._table: npt.NDArray[np.int64] | None = None
+        self.described: Any = None
 
     @property
     def table(self) -> npt.NDArray[np.int64]:

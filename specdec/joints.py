@@ -59,6 +59,9 @@ class Joints:
     hidden: Joint = Joint()
     logits: Joint = Joint()
 
+    def __bool__(self) -> bool:
+        return any(joint.steps or joint.dtype is not None for joint in (self.embedding, self.hidden, self.logits))
+
     def __str__(self) -> str:
         named = (("embedding", self.embedding), ("last hidden state", self.hidden), ("logits", self.logits))
         return "; ".join(f"{name} {joint}" for name, joint in named if joint.steps)

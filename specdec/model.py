@@ -214,14 +214,13 @@ class TransformersTarget:
             found[last] = hidden
         if last < self.num_layers:
             return TargetOutput(None, hidden, found)
-        if FINAL in taps:
-            found[FINAL] = normed = runner.norm(hidden)
-        if rows is not None and not rows:
+        final = FINAL in taps
+        if not final and rows is not None and not rows:
             return TargetOutput(None, hidden, found)
-        chosen = normed if FINAL in taps else hidden
-        if rows is not None:
-            chosen = chosen.index_select(0, block.index(rows, chosen.device))
-        return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
+        normed, logits, peaks = runner.end(hidden, block, rows, self.joints, final)
+        if normed is not None:
+            found[FINAL] = normed
+        return TargetOutput(logits, hidden, found, None if peaks is None else (peaks, 0))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)

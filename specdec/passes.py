@@ -170,7 +170,9 @@ def forward_together(
         hidden = output.hidden
         found |= output.taps
     outputs: list[TargetOutput] = []
-    peaks = None if output.logits is None else Peaks(output.logits)
+    peaks = None
+    if output.logits is not None:
+        peaks = Peaks(output.logits) if output.peaks is None else output.peaks[0]
     first = place = 0
     for part in ranked:
         last = first + part.block.rows

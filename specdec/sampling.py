@@ -110,18 +110,20 @@ class Processor(Protocol):
 
 
 class Peaks:
-    """The largest of each row's logits [R, V]: one reduction and one transfer for all rows, once somebody asks."""
+    """The token with the largest of each row's logits: one reduction and one transfer for all rows, once asked for.
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        self._logits = logits
-        self._found: tuple[list[float], list[int]] | None = None
+    Args:
+        found: the logits [R, V], or the tokens, where they are known.
+    """
 
-    def of(self, first: int, last: int) -> tuple[list[float], list[int]]:
-        """Values and tokens of rows [first, last)."""
-        if self._found is None:
-            values, tokens = self._logits.max(-1)
-            self._found = values.tolist(), tokens.tolist()
-        return self._found[0][first:last], self._found[1][first:last]
+    def __init__(self, found: torch.Tensor | list[int]) -> None:
+        self._found = found
+
+    def of(self, first: int, last: int) -> list[int]:
+        """Tokens of rows [first, last); -1 where a row's logits are no distribution."""
+        if isinstance(self._found, torch.Tensor):
+            self._found = _tokens(self._found).tolist()
+        return self._found[first:last]
 
 
 @dataclass(slots=True, eq=False)
@@ -162,13 +164,13 @@ class Scores:
         """
         if not self._best:
             peaks, first = self.shared or (Peaks(self.logits), 0)
-            values, tokens = peaks.of(first, first + len(self.logits))
-            if not all(map(math.isfinite, values)):
+            tokens = peaks.of(first, first + len(self.logits))
+            if _UNSOUND in tokens:
                 raise _no_distribution(self.logits)
             self._best.extend(tokens)
         best = self._best[self.place(row)]
         if best == _UNSOUND:
-            raise _no_distribution(self.logits)
+            raise _no_distribution(self.of(row))
         return best
 
     def own(self, row: int) -> int | None:

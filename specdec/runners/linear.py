@@ -77,7 +77,7 @@ class PackedWeight:
         self._full_bias = None if self.bias is None else self.bias.float().contiguous()
         address = None if self._full_bias is None else self._full_bias.data_ptr()
         self.described = CProduct(self._panels.data_ptr(), address, self.inputs, self.outputs, kind)
-        self._multiply = library().specdec_product
+        self._library = library()
 
     @staticmethod
     def takes(weight: torch.Tensor) -> bool:
@@ -85,18 +85,23 @@ class PackedWeight:
         return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and library() is not None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._onto(rows, torch.zeros(rows.shape[0], self._panels.shape[0] * PANEL))
+        return self._onto(rows, None)
 
     def add(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(rows.shape[0], self._panels.shape[0] * PANEL)
-        total[:, : self.outputs] = residual
-        return self._onto(rows, total)
+        return self._onto(rows, residual.to(self.dtype).contiguous())
 
-    def _onto(self, rows: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """``total`` [T, padded outputs] plus the product; in place, and cut to size."""
-        rows = rows.to(torch.float32, copy=True).contiguous()  # a copy: the kernel may use it up
-        self._multiply(byref(self.described), rows.data_ptr(), total.data_ptr(), rows.shape[0], torch.get_num_threads())
-        return total[:, : self.outputs].to(self.dtype)
+    def _onto(self, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        rows, total = rows.to(self.dtype).contiguous(), torch.empty(len(rows), self.outputs, dtype=self.dtype)
+        self._library.specdec_product(
+            byref(self.described),
+            rows.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            total.data_ptr(),
+            len(rows),
+            self.dtype is torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return total
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +114,13 @@ class PackedWeight:
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """[..., in] rows of the weight, by their numbers."""
-        return self._panels[tokens // PANEL, :, tokens % PANEL].flatten(tokens.ndim).to(self.dtype)
+        rows, tokens = torch.empty(*tokens.shape, self.inputs, dtype=self.dtype), tokens.long().contiguous()
+        half = self.dtype is torch.bfloat16
+        if self._library.specdec_look_up(
+            byref(self.described), tokens.data_ptr(), tokens.numel(), rows.data_ptr(), half
+        ):
+            raise IndexError(f"no token {tokens.tolist()}; the weight has rows for {self.outputs}")
+        return rows
 
     def install(self, places: Sequence[ModuleRef]) -> None:
         """Put modules that read these panels in the places of the linears that were packed, stacked in this order."""

@@ -7,9 +7,8 @@ are beside it, so accepted rows are plain decoding's bit for bit.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Collection, Sequence
-from ctypes import byref, c_int32, c_void_p
+from ctypes import addressof, byref, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,13 +18,15 @@ from torch import nn
 
 from specdec.block import Block, Rows
 from specdec.cache import KVCache
-from specdec.native.library import CBlock, CLayer, CRows, CShape, CSlots, library
+from specdec.joints import Joints
+from specdec.native.library import CHead, CLayer, CRows, CShape, CSlots, library
 from specdec.pages import FilePages, trim_heap
-from specdec.rotary import Angles, Rotary
+from specdec.rotary import Rotary
 from specdec.runners.known import KnownHead, KnownLayer, Snapshot, is_known_norm, stacked
 from specdec.runners.layers import FusedNorm
 from specdec.runners.linear import PackedWeight, TiedEmbedding
 from specdec.runners.runner import LayerRunner
+from specdec.sampling import Peaks
 
 __all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
 
@@ -88,9 +89,8 @@ class NativeLayers:
         self._dtype = first.norms[0].dtype
         self._held: list[Any] = [*layers]  # whose weights the library reads by address
         inner = first.products[3].inputs
-        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, self._dtype is torch.bfloat16)
+        self.shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, self._dtype is torch.bfloat16)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
-        self._slots: weakref.WeakKeyDictionary[KVCache, tuple[int, ctypes.Array[CSlots]]] = weakref.WeakKeyDictionary()
         self._library = library()
 
     def run(
@@ -102,37 +102,39 @@ class NativeLayers:
         first: int,
         last: int,
         taps: Collection[int],
+        *,
+        by_row: bool = True,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``."""
-        stream = hidden.to(torch.float32, copy=True).contiguous()
-        cos, sines = cos.float(), signed_sin.float()
-        arrays = [(*_tree(part), self._slots_of(part.cache)) for part, _, _ in block.parts]
-        blocks = (CBlock * len(arrays))(
-            *(
-                CBlock(part.length, part.first, part.rows, *(ctypes.addressof(array) for array in own))
-                for (part, _, _), own in zip(block.parts, arrays, strict=True)
-            )
-        )
-        keys = max(part.length + part.first + part.rows for part, _, _ in block.parts)
-        addresses = ctypes.addressof(blocks), cos.data_ptr(), sines.data_ptr()
-        told, threads = CRows(block.rows, len(blocks), keys, *addresses), torch.get_num_threads()
-        found = {tap: torch.empty(stream.shape) for tap in taps if first <= tap < last}
-        wanted = (c_void_p * len(self._layers))(*(found[n].data_ptr() if n in found else None for n in range(last)))
-        scratch = torch.empty(self._library.specdec_scratch(byref(self._shape), block.rows, keys, threads))
+        """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``.
+
+        Cosines and sines are float32: [T, d], of the rows; if not ``by_row`` of positions 0, 1, 2, ...
+        """
+        hidden = hidden.to(self._dtype).contiguous()
+        out = torch.empty(hidden.shape, dtype=self._dtype)
+        keys, described, held = 0, list[int](), list[Any]()
+        for part, _, _ in block.parts:
+            tree, slots = _tree(part), _slots_of(part.cache)
+            held.append((tree, slots))
+            keys = max(keys, part.length + part.first + part.rows)
+            described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
+        blocks = (c_int64 * len(described))(*described)  # a Block of layers.c is six numbers
+        told = CRows(block.rows, len(held), keys, addressof(blocks), cos.data_ptr(), signed_sin.data_ptr(), by_row)
+        found = {tap: torch.empty(hidden.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
+        wanted = None
+        if found:
+            wanted = (c_void_p * last)(*(found[n].data_ptr() if n in found else None for n in range(last)))
         self._library.specdec_run_layers(
-            byref(self._shape),
+            byref(self.shape),
             self._layers,
             byref(told),
-            stream.data_ptr(),
+            hidden.data_ptr(),
+            out.data_ptr(),
             wanted,
             first,
             last,
-            scratch.data_ptr(),
-            threads,
+            torch.get_num_threads(),
         )
-        if self._dtype is torch.float32:
-            return stream, found
-        return stream.to(self._dtype), {tap: kept.to(self._dtype) for tap, kept in found.items()}
+        return out, found
 
     def _describe(self, layer: NativeLayer) -> CLayer:
         products = [product.described for product in layer.products]
@@ -144,18 +146,37 @@ class NativeLayers:
         self._held.append(held)
         return held.data_ptr()
 
-    def _slots_of(self, cache: KVCache) -> ctypes.Array[CSlots]:
-        """A cache's slots of every layer, described anew where they have moved."""
-        grown, slots = self._slots.get(cache, (-1, None))
-        if slots is None or grown != cache.grown:
-            slots = (CSlots * len(cache.keys))(
-                *(
-                    CSlots(keys.data_ptr(), values.data_ptr(), group.size, keys.shape[2], group.window or 0)
-                    for keys, values, group in zip(cache.keys, cache.values, cache.group_of, strict=True)
-                )
-            )
-            self._slots[cache] = cache.grown, slots
-        return slots
+
+class NativeHead:
+    """The last norm and a packed head behind one call."""
+
+    def __init__(self, layers: NativeLayers, norm: Any, product: PackedWeight) -> None:
+        self._norm, self._product = norm.weight.data.float().contiguous(), product
+        self._shape, self._library = layers.shape, library()
+        self._head = CHead(product.described, self._norm.data_ptr(), norm.variance_epsilon)
+
+    def read(
+        self, hidden: torch.Tensor, rows: Sequence[int] | None, final: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Peaks | None]:
+        """[T, D] to what all rows are after the norm, if that is wanted, and of some rows logits and their peaks."""
+        hidden = hidden.contiguous()
+        normed = torch.empty_like(hidden) if final else None
+        count = len(hidden) if rows is None else len(rows)
+        logits = torch.empty(count, self._product.outputs, dtype=hidden.dtype)
+        best = (c_int64 * count)()
+        self._library.specdec_read_head(
+            byref(self._shape),
+            byref(self._head),
+            hidden.data_ptr(),
+            len(hidden),
+            None if normed is None else normed.data_ptr(),
+            None if rows is None else (c_int64 * count)(*rows),
+            count,
+            logits.data_ptr(),
+            best,
+            torch.get_num_threads(),
+        )
+        return (normed, logits, Peaks(best[:])) if count else (normed, None, None)
 
 
 class NativeRunner(LayerRunner):
@@ -188,16 +209,34 @@ class NativeRunner(LayerRunner):
         self.alike = packed_head is not None
         known_norm = is_known_norm(norm)
         self.norm = FusedNorm(norm) if known_norm else norm
+        self._head = None
+        if packed_head is not None and known_norm:
+            self._head = NativeHead(self._native, norm, packed_head.packed)
         read = [module for layer in layers for module in layer.module.modules()]
         if head is not None:
             read.append(head.head.module)
         self._snapshot = Snapshot(holders, [*read, norm] if known_norm else read)
+        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        angles: Angles = self._rotary.of(block, hidden)
-        return self._native.run(hidden, block, angles.cos, angles.signed_sin, first, last, taps)
+        if not self._rotary.fixed:
+            angles = self._rotary.of(block, hidden)
+            cos, signed_sin = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
+            return self._native.run(hidden, block, cos, signed_sin, first, last, taps)
+        turns = self._turns
+        if turns is None or len(turns[0]) < block.end:
+            cos, _, signed_sin = self._rotary.whole(block, hidden)
+            turns = self._turns = cos.float().contiguous(), signed_sin.float().contiguous()
+        return self._native.run(hidden, block, *turns, first, last, taps, by_row=False)
+
+    def end(
+        self, hidden: torch.Tensor, block: Rows, rows: Sequence[int] | None, joints: Joints, final: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Peaks | None]:
+        if self._head is None or joints:
+            return super().end(hidden, block, rows, joints, final)
+        return self._head.read(hidden, rows, final)
 
     def changed(self) -> str | None:
         return self._snapshot.changed()
@@ -247,13 +286,24 @@ class _PackedHead:
     """A packed head; where gradients are wanted, the model's own, as the library knows none."""
 
     def __init__(self, packed: PackedWeight, module: Any) -> None:
-        self._packed, self._module = packed, module
+        self.packed, self._module = packed, module
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.requires_grad:
             logits: torch.Tensor = self._module(hidden)
             return logits
-        return self._packed(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+        return self.packed(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
+
+def _slots_of(cache: KVCache) -> ctypes.Array[CSlots]:
+    """A cache's slots of every layer, described anew where they have moved."""
+    if cache.described is None:
+        layers = zip(cache.keys, cache.values, cache.group_of, strict=True)
+        slots = [
+            CSlots(k.data_ptr(), v.data_ptr(), group.size, k.shape[2], group.window or 0) for k, v, group in layers
+        ]
+        cache.described = (CSlots * len(slots))(*slots)
+    return cache.described  # type: ignore[no-any-return]
 
 
 def _tree(block: Block) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from specdec.block import Rows
+from specdec.joints import Joints
 from specdec.rotary import Angles
+from specdec.sampling import Peaks
 
 __all__ = ["Layer", "LayerRunner"]
 
@@ -44,6 +46,24 @@ class LayerRunner(ABC):
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into the layers that ``taps`` names, below ``last``."""
+
+    def end(
+        self, hidden: torch.Tensor, block: Rows, rows: Sequence[int] | None, joints: Joints, final: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Peaks | None]:
+        """What the last norm and the head make of [T, D] that passed all layers.
+
+        Returns:
+            All rows after the norm, if they are ``final``ly wanted; logits of the ``rows`` (None for all), and their
+            peaks where these were found on the way; None for what is not there.
+        """
+        normed = self.norm(hidden) if final else None
+        if rows is not None and not rows:
+            return normed, None, None
+        chosen = hidden if normed is None else normed
+        if rows is not None:
+            chosen = chosen.index_select(0, block.index(rows, chosen.device))
+        chosen = self.norm(chosen) if normed is None else chosen
+        return normed, joints.logits(self.head(joints.hidden(chosen))), None
 
     def graphs(self, backend: str) -> str:
         """How steps are replayed as CUDA graphs with such attention, or why they are not."""
