@@ -55,20 +55,23 @@ class Rows(ABC):
         rows: T.
         start: position of the first row, where the others follow at one position after the other; else None.
         end: the position after the last one that a row stands at.
-        tokens: [1, T].
         backend: attention backend, see :mod:`specdec.attention`.
     """
 
     rows: int
     start: int | None
     end: int
-    tokens: torch.Tensor
     backend: str
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         """The blocks, and of each its first row among all, and the one after its last."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> torch.Tensor:
+        """[1, T] the rows' token ids."""
 
     @property
     @abstractmethod
@@ -109,6 +112,7 @@ class Block(Rows):
         again: such rows come again and again, so that it pays to keep how they are run.
 
     Attributes:
+        ids: the tokens, on the host.
         step: what kernels on a device read of the rows and their cache, so that nothing of it is among their arguments:
             ``counts`` [3], tokens before the tree, rows of the tree before these, and these; ``table``, the cache's;
             and for a tree, or where rows come ``again``, padded to buckets, ``places`` [K] of all the tree's rows, and
@@ -132,6 +136,7 @@ class Block(Rows):
         self.cache = cache
         self.length = cache.length
         self.first = first
+        self.ids = tokens
         self.rows = len(tokens)
         self.backend = backend
         self.parents = parents
@@ -155,9 +160,6 @@ class Block(Rows):
             rows = {"tokens": np.array([tokens], dtype=np.int64), "positions": self._places()[None, first:]}
             self.sent = copies.copy_in({"step": whole, **rows, **self._more}, device)
             self.step = copies.views(self.sent["step"], self.shapes)
-            self.tokens = self.sent["tokens"]
-        else:
-            self.tokens = torch.tensor([tokens])  # [1, T]
         self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
@@ -223,6 +225,10 @@ class Block(Rows):
     @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         return ((self, 0, self.rows),)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self.sent["tokens"] if "tokens" in self.sent else torch.tensor([self.ids])
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -325,12 +331,18 @@ class Batch(Rows):
         ends = list(accumulate(block.rows for block in blocks))
         self._parts = [(block, end - block.rows, end) for block, end in zip(blocks, ends, strict=True)]
         self.rows, self.start, self.end = ends[-1], None, max(block.end for block in blocks)
-        self.tokens = torch.cat([block.tokens for block in blocks], 1)
         self.backend = blocks[0].backend
 
     @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         return self._parts
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        blocks = [block for block, _, _ in self.parts]
+        if any(block.sent for block in blocks):
+            return torch.cat([block.tokens for block in blocks], 1)
+        return torch.tensor([[token for block in blocks for token in block.ids]])
 
     @cached_property
     def positions(self) -> torch.Tensor:

@@ -195,7 +195,7 @@ class Scores:
         """
         if not self._best:
             peaks, first = self.shared or (Peaks(self.logits), 0)
-            tokens = peaks.of(first, first + len(self.logits))
+            tokens = peaks.of(first, first + self.logits.shape[0])
             if _UNSOUND in tokens:
                 raise _no_distribution(self.logits)
             self._best.extend(tokens)

@@ -91,13 +91,14 @@ class PackedWeight:
         return self._onto(rows, residual.to(self.dtype).contiguous())
 
     def _onto(self, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        rows, total = rows.to(self.dtype).contiguous(), torch.empty(len(rows), self.outputs, dtype=self.dtype)
+        rows, count = rows.to(self.dtype).contiguous(), rows.shape[0]
+        total = torch.empty(count, self.outputs, dtype=self.dtype)
         self._library.specdec_product(
             byref(self.described),
             rows.data_ptr(),
             None if residual is None else residual.data_ptr(),
             total.data_ptr(),
-            len(rows),
+            count,
             self.dtype is torch.bfloat16,
             torch.get_num_threads(),
         )

@@ -161,14 +161,15 @@ class NativeHead:
         """[T, D] to what all rows are after the norm, if that is wanted, and of some rows logits and their peaks."""
         hidden = hidden.contiguous()
         normed = torch.empty_like(hidden) if final else None
-        count = len(hidden) if rows is None else len(rows)
+        whole = hidden.shape[0]
+        count = whole if rows is None else len(rows)
         logits = torch.empty(count, self._product.outputs, dtype=hidden.dtype)
         best = (c_int64 * count)()
         self._library.specdec_read_head(
             byref(self._shape),
             byref(self._head),
             hidden.data_ptr(),
-            len(hidden),
+            whole,
             None if normed is None else normed.data_ptr(),
             None if rows is None else (c_int64 * count)(*rows),
             count,
@@ -226,7 +227,7 @@ class NativeRunner(LayerRunner):
             cos, signed_sin = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
             return self._native.run(hidden, block, cos, signed_sin, first, last, taps)
         turns = self._turns
-        if turns is None or len(turns[0]) < block.end:
+        if turns is None or turns[0].shape[0] < block.end:
             cos, _, signed_sin = self._rotary.whole(block, hidden)
             turns = self._turns = cos.float().contiguous(), signed_sin.float().contiguous()
         return self._native.run(hidden, block, *turns, first, last, taps, by_row=False)
@@ -234,7 +235,7 @@ class NativeRunner(LayerRunner):
     def end(
         self, hidden: torch.Tensor, block: Rows, rows: Sequence[int] | None, joints: Joints, final: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Peaks | None]:
-        if self._head is None or joints:
+        if self._head is None or not joints.plain:
             return super().end(hidden, block, rows, joints, final)
         return self._head.read(hidden, rows, final)
 
