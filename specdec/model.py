@@ -51,7 +51,7 @@ from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choos
 from specdec.runners.runner import LayerRunner
 from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
-from specdec.target import FINAL, TargetOutput
+from specdec.target import TargetOutput
 from specdec.verify import Verdict, verify
 
 __all__ = ["TransformersTarget", "time_runners"]
@@ -209,17 +209,13 @@ class TransformersTarget:
         else:
             first, hidden = entry.layer, entry.hidden
         last = self.num_layers if exit_layer is None else exit_layer
-        hidden, found = runner.run(hidden, block, first, last, taps)
+        logits, peaks = None, None
+        if last < self.num_layers:
+            hidden, found = runner.run(hidden, block, first, last, taps)
+        else:
+            hidden, found, logits, peaks = runner.finish(hidden, block, first, last, taps, rows, self.joints)
         if last in taps:
             found[last] = hidden
-        if last < self.num_layers:
-            return TargetOutput(None, hidden, found)
-        final = FINAL in taps
-        if not final and rows is not None and not rows:
-            return TargetOutput(None, hidden, found)
-        normed, logits, peaks = runner.end(hidden, block, rows, self.joints, final)
-        if normed is not None:
-            found[FINAL] = normed
         return TargetOutput(logits, hidden, found, None if peaks is None else (peaks, 0))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -544,19 +544,81 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
 
 static float *scratch_of(int64_t count) { return aligned_alloc(64, (size_t)(count / 16 + 1) * 64); }
 
+INLINE float value_of(const void *values, int64_t i, int half) {
+    return half ? widen(((const uint16_t *)values)[i]) : ((const float *)values)[i];
+}
+
 static void widen_all(const void *from, float *to, int64_t count, int half) {
-    if (!half) memcpy(to, from, count * sizeof(float));
-    else for (int64_t i = 0; i < count; i++) to[i] = widen(((const uint16_t *)from)[i]);
+    for (int64_t i = 0; i < count; i++) to[i] = value_of(from, i, half);
 }
 
 INLINE const void *row_of(const void *rows, int64_t row, int64_t size, int half) {
     return (const char *)rows + row * size * (half ? 2 : 4);
 }
 
+/* The first of the largest values; -1 where that is no finite number, or one of them is none. */
+static int64_t peak(const void *values, int64_t count, int half) {
+    floats most = spread(-INFINITY), odd = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        floats v = load(values, i, half);
+        most = larger(v, most);
+        odd += (floats)((ints)v & (v != v)); /* NaN, or nothing */
+    }
+    float best = largest(most)[0], sum = total(odd);
+    for (; i < count; i++) {
+        float v = value_of(values, i, half);
+        if (v > best) best = v;
+        if (v != v) sum = v;
+    }
+    if (sum != sum || !(fabsf(best) < INFINITY)) return -1;
+    for (i = 0; i + LANES <= count; i += LANES) {
+        floats v = load(values, i, half);
+        if (total((floats)((ints)spread(1.f) & (v == best))) > 0) break;
+    }
+    while (value_of(values, i, half) != best) i++;
+    return i;
+}
+
+/* Rows `wanted` (all `count`, where it is NULL) of `hidden` through the last norm, and on to `logits` [count, outputs]
+ * and each one's `best` token, or -1 where they are no distribution. `normed`, unless it is NULL, gets all `rows`
+ * after the norm. All in the model's dtype. Returns as specdec_run_layers. */
+static int read_head(const Shape *m, const Head *head, const void *hidden, int64_t rows, void *normed,
+                      const int64_t *wanted, int64_t count, void *logits, int64_t *best, int threads) {
+    const Product *p = &head->product;
+    const int64_t size = m->hidden, width = padded(p->outputs), half = m->half;
+    float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + width));
+    if (!scratch) return 1;
+    float *x = scratch, *y = x + count * size, *all = y + count * width;
+    if (normed)
+        EACH_ROW for (int64_t r = 0; r < rows; r++) {
+            widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
+            norm(all + r * size, head->norm, all + r * size, size, head->epsilon);
+            store(normed, r * size, all + r * size, size, half);
+        }
+    EACH_ROW for (int64_t r = 0; r < count; r++) {
+        float *own = x + r * size;
+        widen_all(row_of(hidden, wanted ? wanted[r] : r, size, half), own, size, half);
+        norm(own, head->norm, own, size, head->epsilon);
+        for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
+    }
+    memset(y, 0, count * width * sizeof(float));
+    product(p, x, y, width, count, threads);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
+    for (int64_t r = 0; r < count; r++) {
+        store(logits, r * p->outputs, y + r * width, p->outputs, half);
+        best[r] = peak(row_of(logits, r, p->outputs, half), p->outputs, half);
+    }
+    free(scratch);
+    return 0;
+}
+
 /* `hidden` [rows, m->hidden] through layers [first, last), to `out`, all in the model's dtype. Where there are `taps`,
- * taps[n], unless it is NULL, gets what goes into layer n. Returns 0, or 1 where there is no memory left. */
+ * taps[n], unless it is NULL, gets what goes into layer n. Unless `head` is NULL, read_head comes next. Returns 0, or 1
+ * where there is no memory left. */
 int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, const void *hidden, void *out,
-                       void *const *taps, int64_t first, int64_t last, int threads) {
+                       void *const *taps, int64_t first, int64_t last, const Head *head, void *final,
+                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int threads) {
     int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
     int64_t wide = padded(2 * m->inner);
@@ -595,64 +657,7 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     }
     for (int64_t r = 0; r < rows; r++) store(out, r * size, stream + r * width, size, half);
     free(scratch);
-    return 0;
-}
-
-/* The first of the largest values; -1 where that is no finite number, or one of them is none. */
-static int64_t peak(const void *values, int64_t count, int half) {
-    floats most = spread(-INFINITY), odd = {0};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        floats v = load(values, i, half);
-        most = larger(v, most);
-        odd += (floats)((ints)v & (v != v)); /* NaN, or nothing */
-    }
-    float best = largest(most)[0], sum = total(odd);
-    for (; i < count; i++) {
-        float v = half ? widen(((const uint16_t *)values)[i]) : ((const float *)values)[i];
-        if (v > best) best = v;
-        if (v != v) sum = v;
-    }
-    if (sum != sum || !(fabsf(best) < INFINITY)) return -1;
-    for (i = 0; i + LANES <= count; i += LANES) {
-        floats v = load(values, i, half);
-        if (total((floats)((ints)spread(1.f) & (v == best))) > 0) break;
-    }
-    while ((half ? widen(((const uint16_t *)values)[i]) : ((const float *)values)[i]) != best) i++;
-    return i;
-}
-
-/* Rows `wanted` (all `count`, where it is NULL) of `hidden` through the last norm, and on to `logits` [count, outputs]
- * and each one's `best` token, or -1 where they are no distribution. `normed`, unless it is NULL, gets all `rows`
- * after the norm. All in the model's dtype. Returns as specdec_run_layers. */
-int specdec_read_head(const Shape *m, const Head *head, const void *hidden, int64_t rows, void *normed,
-                      const int64_t *wanted, int64_t count, void *logits, int64_t *best, int threads) {
-    const Product *p = &head->product;
-    const int64_t size = m->hidden, width = padded(p->outputs), half = m->half;
-    float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + width));
-    if (!scratch) return 1;
-    float *x = scratch, *y = x + count * size, *all = y + count * width;
-    if (normed)
-        EACH_ROW for (int64_t r = 0; r < rows; r++) {
-            widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
-            norm(all + r * size, head->norm, all + r * size, size, head->epsilon);
-            store(normed, r * size, all + r * size, size, half);
-        }
-    EACH_ROW for (int64_t r = 0; r < count; r++) {
-        float *own = x + r * size;
-        widen_all(row_of(hidden, wanted ? wanted[r] : r, size, half), own, size, half);
-        norm(own, head->norm, own, size, head->epsilon);
-        for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
-    }
-    memset(y, 0, count * width * sizeof(float));
-    product(p, x, y, width, count, threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
-    for (int64_t r = 0; r < count; r++) {
-        store(logits, r * p->outputs, y + r * width, p->outputs, half);
-        best[r] = peak(row_of(logits, r, p->outputs, half), p->outputs, half);
-    }
-    free(scratch);
-    return 0;
+    return head ? read_head(m, head, out, rows, final, wanted, count, logits, best, threads) : 0;
 }
 
 /* y [rows, outputs] = onto, or 0 where it is NULL, plus x [rows, inputs] times one weight; in bfloat16 or float32.

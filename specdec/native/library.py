@@ -114,10 +114,8 @@ class CHead(Structure):
 
 _FUNCTIONS: dict[str, list[Any]] = {
     "specdec_run_layers": [
-        POINTER(CShape), c_void_p, POINTER(CRows), c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int,
-    ],
-    "specdec_read_head": [
-        POINTER(CShape), POINTER(CHead), c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int,
+        POINTER(CShape), c_void_p, POINTER(CRows), c_void_p, c_void_p, c_void_p, c_int64, c_int64,
+        POINTER(CHead), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int,
     ],
     "specdec_product": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
     "specdec_look_up": [POINTER(CProduct), c_void_p, c_int64, c_void_p, c_int],
@@ -263,7 +261,7 @@ def _load(path: Path) -> Any:
     try:
         for name, arguments in _FUNCTIONS.items():
             getattr(loaded, name).argtypes = arguments
-        for allocating in (loaded.specdec_run_layers, loaded.specdec_read_head, loaded.specdec_product):
+        for allocating in (loaded.specdec_run_layers, loaded.specdec_product):
             allocating.errcheck = _check_memory
     except AttributeError as error:
         raise OSError(f"{str(path)!r} is no such library: {error}") from error

@@ -25,7 +25,7 @@ from specdec.rotary import Rotary
 from specdec.runners.known import KnownHead, KnownLayer, Snapshot, is_known_norm, stacked
 from specdec.runners.layers import FusedNorm
 from specdec.runners.linear import PackedWeight, TiedEmbedding
-from specdec.runners.runner import LayerRunner
+from specdec.runners.runner import FINAL, Finished, LayerRunner
 from specdec.sampling import Peaks
 
 __all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
@@ -89,7 +89,7 @@ class NativeLayers:
         self._dtype = first.norms[0].dtype
         self._held: list[Any] = [*layers]  # whose weights the library reads by address
         inner = first.products[3].inputs
-        self.shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, self._dtype is torch.bfloat16)
+        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, self._dtype is torch.bfloat16)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
         self._library = library()
 
@@ -104,10 +104,12 @@ class NativeLayers:
         taps: Collection[int],
         *,
         by_row: bool = True,
+        reading: Reading | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``.
 
-        Cosines and sines are float32: [T, d], of the rows; if not ``by_row`` of positions 0, 1, 2, ...
+        Cosines and sines are float32: [T, d], of the rows; if not ``by_row`` of positions 0, 1, 2, ... What a
+        ``reading`` asks for is there afterwards.
         """
         hidden = hidden.to(self._dtype).contiguous()
         out = torch.empty(hidden.shape, dtype=self._dtype)
@@ -124,7 +126,7 @@ class NativeLayers:
         if found:
             wanted = (c_void_p * last)(*(found[n].data_ptr() if n in found else None for n in range(last)))
         self._library.specdec_run_layers(
-            byref(self.shape),
+            byref(self._shape),
             self._layers,
             byref(told),
             hidden.data_ptr(),
@@ -132,6 +134,7 @@ class NativeLayers:
             wanted,
             first,
             last,
+            *(_NO_HEAD if reading is None else reading.arguments),
             torch.get_num_threads(),
         )
         return out, found
@@ -148,36 +151,44 @@ class NativeLayers:
 
 
 class NativeHead:
-    """The last norm and a packed head behind one call."""
+    """The last norm and a packed head, which follow the last layer in the same call."""
 
-    def __init__(self, layers: NativeLayers, norm: Any, product: PackedWeight) -> None:
+    def __init__(self, norm: Any, product: PackedWeight) -> None:
         self._norm, self._product = norm.weight.data.float().contiguous(), product
-        self._shape, self._library = layers.shape, library()
         self._head = CHead(product.described, self._norm.data_ptr(), norm.variance_epsilon)
 
-    def read(
-        self, hidden: torch.Tensor, rows: Sequence[int] | None, final: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Peaks | None]:
-        """[T, D] to what all rows are after the norm, if that is wanted, and of some rows logits and their peaks."""
-        hidden = hidden.contiguous()
+    def reading(self, hidden: torch.Tensor, rows: Sequence[int] | None, final: bool) -> Reading:
+        """What is to be read of the rows of ``hidden`` [T, D] after the last layer."""
+        count = hidden.shape[0] if rows is None else len(rows)
         normed = torch.empty_like(hidden) if final else None
-        whole = hidden.shape[0]
-        count = whole if rows is None else len(rows)
-        logits = torch.empty(count, self._product.outputs, dtype=hidden.dtype)
+        logits = torch.empty(count, self._product.outputs, dtype=hidden.dtype) if count else None
         best = (c_int64 * count)()
-        self._library.specdec_read_head(
-            byref(self._shape),
-            byref(self._head),
-            hidden.data_ptr(),
-            whole,
-            None if normed is None else normed.data_ptr(),
-            None if rows is None else (c_int64 * count)(*rows),
-            count,
-            logits.data_ptr(),
-            best,
-            torch.get_num_threads(),
-        )
-        return (normed, logits, Peaks(best[:])) if count else (normed, None, None)
+        wanted = None if rows is None else (c_int64 * count)(*rows)
+        return Reading(normed, logits, best, (self._head, _address(normed), wanted, count, _address(logits), best))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What is read after the last layer.
+
+    Attributes:
+        normed: [T, D] all rows after the last norm, if they are wanted.
+        logits: [R, V] of the rows that are, if any.
+        best: the token with the largest of each row's, -1 where they are no distribution.
+        arguments: of the library, that say so.
+    """
+
+    normed: torch.Tensor | None
+    logits: torch.Tensor | None
+    best: ctypes.Array[c_int64]
+    arguments: tuple[Any, ...]
+
+
+_NO_HEAD = (None, None, None, 0, None, None)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class NativeRunner(LayerRunner):
@@ -212,7 +223,7 @@ class NativeRunner(LayerRunner):
         self.norm = FusedNorm(norm) if known_norm else norm
         self._head = None
         if packed_head is not None and known_norm:
-            self._head = NativeHead(self._native, norm, packed_head.packed)
+            self._head = NativeHead(norm, packed_head.packed)
         read = [module for layer in layers for module in layer.module.modules()]
         if head is not None:
             read.append(head.head.module)
@@ -222,22 +233,38 @@ class NativeRunner(LayerRunner):
     def run(
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        return self._run(hidden, block, first, last, taps, None)
+
+    def finish(
+        self,
+        hidden: torch.Tensor,
+        block: Rows,
+        first: int,
+        last: int,
+        taps: Collection[int],
+        rows: Sequence[int] | None,
+        joints: Joints,
+    ) -> Finished:
+        if self._head is None or not joints.plain:
+            return super().finish(hidden, block, first, last, taps, rows, joints)
+        reading = self._head.reading(hidden, rows, FINAL in taps)
+        hidden, found = self._run(hidden, block, first, last, taps, reading)
+        if reading.normed is not None:
+            found[FINAL] = reading.normed
+        return hidden, found, reading.logits, None if reading.logits is None else Peaks(reading.best[:])
+
+    def _run(
+        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], reading: Reading | None
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         if not self._rotary.fixed:
             angles = self._rotary.of(block, hidden)
             cos, signed_sin = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
-            return self._native.run(hidden, block, cos, signed_sin, first, last, taps)
+            return self._native.run(hidden, block, cos, signed_sin, first, last, taps, reading=reading)
         turns = self._turns
         if turns is None or turns[0].shape[0] < block.end:
             cos, _, signed_sin = self._rotary.whole(block, hidden)
             turns = self._turns = cos.float().contiguous(), signed_sin.float().contiguous()
-        return self._native.run(hidden, block, *turns, first, last, taps, by_row=False)
-
-    def end(
-        self, hidden: torch.Tensor, block: Rows, rows: Sequence[int] | None, joints: Joints, final: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Peaks | None]:
-        if self._head is None or not joints.plain:
-            return super().end(hidden, block, rows, joints, final)
-        return self._head.read(hidden, rows, final)
+        return self._native.run(hidden, block, *turns, first, last, taps, by_row=False, reading=reading)
 
     def changed(self) -> str | None:
         return self._snapshot.changed()

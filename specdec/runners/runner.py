@@ -13,7 +13,13 @@ from specdec.joints import Joints
 from specdec.rotary import Angles
 from specdec.sampling import Peaks
 
-__all__ = ["Layer", "LayerRunner"]
+__all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
+
+FINAL = -1
+"""Tap for the hidden states after the last norm, which the head reads."""
+
+Finished = tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | None, Peaks | None]
+"""Hidden states after the last layer, taps, logits of the rows asked for, and their peaks if found on the way."""
 
 Layer = Callable[[torch.Tensor, Rows, Angles], torch.Tensor]
 """[T, D] of a block's rows through one layer, at these rotary positions."""
@@ -47,23 +53,30 @@ class LayerRunner(ABC):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into the layers that ``taps`` names, below ``last``."""
 
-    def end(
-        self, hidden: torch.Tensor, block: Rows, rows: Sequence[int] | None, joints: Joints, final: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Peaks | None]:
-        """What the last norm and the head make of [T, D] that passed all layers.
+    def finish(
+        self,
+        hidden: torch.Tensor,
+        block: Rows,
+        first: int,
+        last: int,
+        taps: Collection[int],
+        rows: Sequence[int] | None,
+        joints: Joints,
+    ) -> Finished:
+        """As :meth:`run` to the last layer, and on through the last norm (a tap is ``FINAL``) and the head.
 
-        Returns:
-            All rows after the norm, if they are ``final``ly wanted; logits of the ``rows`` (None for all), and their
-            peaks where these were found on the way; None for what is not there.
+        ``rows``: those whose logits are wanted; None for all, empty for none.
         """
-        normed = self.norm(hidden) if final else None
+        hidden, found = self.run(hidden, block, first, last, taps)
+        if FINAL in taps:
+            found[FINAL] = self.norm(hidden)
         if rows is not None and not rows:
-            return normed, None, None
-        chosen = hidden if normed is None else normed
+            return hidden, found, None, None
+        chosen = found.get(FINAL, hidden)
         if rows is not None:
             chosen = chosen.index_select(0, block.index(rows, chosen.device))
-        chosen = self.norm(chosen) if normed is None else chosen
-        return normed, joints.logits(self.head(joints.hidden(chosen))), None
+        normed = chosen if FINAL in taps else self.norm(chosen)
+        return hidden, found, joints.logits(self.head(joints.hidden(normed))), None
 
     def graphs(self, backend: str) -> str:
         """How steps are replayed as CUDA graphs with such attention, or why they are not."""

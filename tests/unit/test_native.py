@@ -154,10 +154,11 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int) -> None
         assert torch.equal(part.logits, whole.logits[[1, 3]])
         assert whole.peaks[0].of(0, 4) == whole.logits.argmax(-1).tolist()
         assert part.peaks[0].of(1, 2) == whole.logits[3:].argmax(-1).tolist()
-        head = target.runner._head
         for value, found in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
-            hidden = torch.full((1, target.hidden_size), value, dtype=dtype)
-            assert head.read(hidden, None, False)[2].of(0, 1) == [found], value
+            hidden = torch.full((4, target.hidden_size), value, dtype=dtype)
+            with torch.no_grad():
+                entered = target.forward(block, entry=Entry(target.num_layers, hidden), rows=(2,))
+            assert entered.peaks[0].of(0, 1) == [found], value
 
 
 def plain(target: TransformersTarget, cache: Any, token: int) -> Any:
