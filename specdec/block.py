@@ -53,12 +53,14 @@ class Rows(ABC):
 
     Attributes:
         rows: T.
+        ids: their tokens, on the host.
         start: position of the first row, where the others follow at one position after the other; else None.
         end: the position after the last one that a row stands at.
         backend: attention backend, see :mod:`specdec.attention`.
     """
 
     rows: int
+    ids: Sequence[int]
     start: int | None
     end: int
     backend: str
@@ -112,7 +114,6 @@ class Block(Rows):
         again: such rows come again and again, so that it pays to keep how they are run.
 
     Attributes:
-        ids: the tokens, on the host.
         step: what kernels on a device read of the rows and their cache, so that nothing of it is among their arguments:
             ``counts`` [3], tokens before the tree, rows of the tree before these, and these; ``table``, the cache's;
             and for a tree, or where rows come ``again``, padded to buckets, ``places`` [K] of all the tree's rows, and
@@ -331,6 +332,7 @@ class Batch(Rows):
         ends = list(accumulate(block.rows for block in blocks))
         self._parts = [(block, end - block.rows, end) for block, end in zip(blocks, ends, strict=True)]
         self.rows, self.start, self.end = ends[-1], None, max(block.end for block in blocks)
+        self.ids = [token for block in blocks for token in block.ids]
         self.backend = blocks[0].backend
 
     @property
@@ -339,10 +341,9 @@ class Batch(Rows):
 
     @property
     def tokens(self) -> torch.Tensor:
-        blocks = [block for block, _, _ in self.parts]
-        if any(block.sent for block in blocks):
-            return torch.cat([block.tokens for block in blocks], 1)
-        return torch.tensor([[token for block in blocks for token in block.ids]])
+        if any(block.sent for block, _, _ in self.parts):
+            return torch.cat([block.tokens for block, _, _ in self.parts], 1)
+        return torch.tensor([self.ids])
 
     @cached_property
     def positions(self) -> torch.Tensor:

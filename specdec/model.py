@@ -205,7 +205,7 @@ class TransformersTarget:
     ) -> TargetOutput:
         runner = self.runner
         if entry is None:
-            first, hidden = 0, self.joints.embedding(runner.embed(block.tokens)[0])
+            first, hidden = 0, self.joints.embedding(runner.enter(block))
         else:
             first, hidden = entry.layer, entry.hidden
         last = self.num_layers if exit_layer is None else exit_layer

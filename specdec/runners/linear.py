@@ -9,7 +9,7 @@ that no weight is held twice and the model still computes, saves and copies what
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import byref, c_int64
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specdec.errors import shown
 from specdec.native.library import PAIR, PANEL, CProduct, Kind, library
 
 __all__ = ["DenseLinear", "LinearKernel", "ModuleRef", "PackedLinear", "PackedWeight", "TiedEmbedding", "linear_kernel"]
@@ -113,14 +114,13 @@ class PackedWeight:
         """[out, in] the very weight that was packed."""
         return self._panels.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs].to(self.dtype)
 
-    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., in] rows of the weight, by their numbers."""
-        rows, tokens = torch.empty(*tokens.shape, self.inputs, dtype=self.dtype), tokens.long().contiguous()
-        half = self.dtype is torch.bfloat16
-        if self._library.specdec_look_up(
-            byref(self.described), tokens.data_ptr(), tokens.numel(), rows.data_ptr(), half
-        ):
-            raise IndexError(f"no token {tokens.tolist()}; the weight has rows for {self.outputs}")
+    def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[T, in] rows of the weight, by their numbers."""
+        count, half = len(tokens), self.dtype is torch.bfloat16
+        rows = torch.empty(count, self.inputs, dtype=self.dtype)
+        numbers = (c_int64 * count)(*tokens)
+        if self._library.specdec_look_up(byref(self.described), numbers, count, rows.data_ptr(), half):
+            raise IndexError(f"no row for one of {shown(list(tokens))}; the weight has {self.outputs}")
         return rows
 
     def install(self, places: Sequence[ModuleRef]) -> None:
@@ -202,15 +202,15 @@ class TiedEmbedding(nn.Module):
 
     def __init__(self, store: PackedWeight) -> None:
         super().__init__()
-        self._store = store
+        self.store = store
 
     @property
     def weight(self) -> torch.Tensor:
         """[vocabulary, D] a copy; changing it changes nothing."""
-        return self._store.unpack().clone(memory_format=torch.contiguous_format)
+        return self.store.unpack().clone(memory_format=torch.contiguous_format)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._store.look_up(tokens)
+        return self.store.look_up(tokens.flatten().tolist()).view(*tokens.shape, -1)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight

@@ -227,8 +227,15 @@ class NativeRunner(LayerRunner):
         read = [module for layer in layers for module in layer.module.modules()]
         if head is not None:
             read.append(head.head.module)
+        self._embedding = None
+        if isinstance(self.embed, TiedEmbedding):
+            self._embedding = self.embed.store
+            read.append(self.embed)
         self._snapshot = Snapshot(holders, [*read, norm] if known_norm else read)
         self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def enter(self, block: Rows) -> torch.Tensor:
+        return super().enter(block) if self._embedding is None else self._embedding.look_up(block.ids)
 
     def run(
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]

@@ -53,6 +53,11 @@ class LayerRunner(ABC):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into the layers that ``taps`` names, below ``last``."""
 
+    def enter(self, block: Rows) -> torch.Tensor:
+        """[T, D] of a block's tokens, embedded."""
+        hidden: torch.Tensor = self.embed(block.tokens)[0]
+        return hidden
+
     def finish(
         self,
         hidden: torch.Tensor,

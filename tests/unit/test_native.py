@@ -85,10 +85,11 @@ def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str, reason: str)
 def test_an_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
     weight = torch.randn(100, 32).to(dtype)
     tokens = torch.tensor([[0, 99, 31], [32, 5, 5]])
-    assert torch.equal(PackedWeight(weight, None).look_up(tokens), weight[tokens])
+    embedding = TiedEmbedding(PackedWeight(weight, None))
+    assert torch.equal(embedding(tokens), weight[tokens])
     for wrong in (100, -1):
-        with pytest.raises(IndexError, match="the weight has rows for 100"):
-            PackedWeight(weight, None).look_up(torch.tensor([wrong]))
+        with pytest.raises(IndexError, match="the weight has 100"):
+            embedding(torch.tensor([wrong]))
 
 
 @needs_compiler
