@@ -89,20 +89,26 @@ class Noise:
             return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
         return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
-    def winner(self, scores: torch.Tensor, position: int) -> int:
+    def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:
         """The token with the largest sum of ``scores`` [V] and the target's draws at a position: a draw from them.
+
+        ``among``: int64, the only tokens that count, ascending, with finite scores; None for all.
 
         Raises:
             NumericalError: the scores are no distribution.
         """
         if self._block > 1 or copies.is_apart(scores.device):
-            value, token = (self.gumbel(position) + scores).max(-1)
+            sums = self.gumbel(position) + scores
+            value, place = (sums if among is None else sums[among]).max(-1)
             if not math.isfinite(value.item()):
                 raise _no_distribution(scores)
-            return int(token)
-        # Logarithms of a large vocabulary's numbers cost more than all else here. Only those tokens need theirs that
-        # would reach, with the largest number there is, the sum that the likeliest token has.
-        numbers = _mixed(self._steps + _signed(self._key(position, Noise.TARGET, 0)))
+            return int(place if among is None else among[place])
+        # Of a large vocabulary the numbers cost more than all else here.
+        key = _signed(self._key(position, Noise.TARGET, 0))
+        if among is not None:
+            return int(among[(_gumbel(_mixed(self._steps[among] + key)) + scores[among]).argmax()])
+        # Only those tokens need logarithms that would reach, with the largest number there is, the likeliest one's sum.
+        numbers = _mixed(self._steps + key)
         best, likeliest = scores.max(-1)
         own, largest = _gumbel(torch.stack((numbers[likeliest], numbers.max()))).tolist()
         least = best.item() + own - largest
@@ -313,6 +319,7 @@ class Sampler:
         self._all_free = all(isinstance(p, free) for p in self.processors)
         last: Any = self.processors[-1] if self.processors else None
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
+        plain = plain and not copies.is_apart(device)  # where every number that is read is waited for
         self._top_p: float | None = last.top_p if plain else None
         self.tokens = tokens
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
@@ -362,18 +369,21 @@ class Sampler:
         position = len(self.tokens) + len(path)
         if self._top_p is None:
             return self.noise.winner(self.processed(scores, row, path), position)
-        logits = left = self.processed(scores, row, path, self.processors[:-1])
+        logits = self.processed(scores, row, path, self.processors[:-1])
         shares = torch.softmax(logits.double(), -1)
         rounding = len(shares) * 2.0**-24  # of a sum of so many numbers in float32, whose total is 1
+        left = 1 - self._top_p  # what the least likely tokens may have together, to be left out
+        near = (shares > max(0.0, (left - rounding) / len(shares))).nonzero()[:, 0]  # all others are, for sure
+        if not near.numel():
+            raise _no_distribution(logits)
         while True:
-            token = self.noise.winner(left, position)
-            below, upto = (float(shares.dot(few.double())) for few in (logits < logits[token], logits <= logits[token]))
-            if below + float(shares[token]) - rounding > 1 - self._top_p:
+            token = self.noise.winner(logits, position, near)
+            value = logits[token]
+            if float(shares.dot((logits < value).double()) + shares[token]) - rounding > left:
                 return token
-            if upto + rounding > 1 - self._top_p:
-                kept = self.processors[-1](self._prefix[:, :0], logits[None])[0]
-                return self.noise.winner(kept, position)
-            left = logits.masked_fill(logits <= logits[token], -math.inf)
+            if float(shares.dot((logits <= value).double())) + rounding > left:
+                return self.noise.winner(self.processors[-1](self._prefix[:, :0], logits[None])[0], position)
+            near = near[logits[near] > value]
 
     def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
         """[V] float64, of the token after ``path``; NaN where logits are no distribution, which nobody has read yet."""
