@@ -85,7 +85,7 @@ class AdapterStep:
         if self._layer is not None:
             block = rows_of([Block(cache, [0] * size) for cache, size in zip(caches, sizes, strict=True)])
             cos, sin = zip(*(cache.rotary(size) for cache, size in zip(caches, sizes, strict=True)), strict=True)
-            hidden, _ = self._layer.run(rows, block, torch.cat(cos), torch.cat(sin), 0, 1, ())
+            hidden, _ = self._layer.run(rows, block, torch.cat(cos).float(), torch.cat(sin).float(), 0, 1, ())
             for cache, size in zip(caches, sizes, strict=True):
                 cache.length += size
             return self._normed(hidden[[end - 1 for end in accumulate(sizes)]], self.norm)

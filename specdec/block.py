@@ -53,18 +53,18 @@ class Rows(ABC):
 
     Attributes:
         rows: T.
+        ids: their tokens, on the host.
         start: position of the first row, where the others follow at one position after the other; else None.
         end: the position after the last one that a row stands at.
-        tokens: [1, T].
         backend: attention backend, see :mod:`specdec.attention`.
         again: such rows come again and again, so that it pays to keep how they are run.
         sent, shapes: what is on a device, and in "step" what kernels read there; see :class:`Block`.
     """
 
     rows: int
+    ids: Sequence[int]
     start: int | None
     end: int
-    tokens: torch.Tensor
     backend: str
     again: bool
     sent: dict[str, torch.Tensor]
@@ -74,6 +74,11 @@ class Rows(ABC):
     @abstractmethod
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         """The blocks, and of each its first row among all, and the one after its last."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> torch.Tensor:
+        """[1, T] the rows' token ids."""
 
     @property
     @abstractmethod
@@ -137,6 +142,7 @@ class Block(Rows):
         self.cache = cache
         self.length = cache.length
         self.first = first
+        self.ids = tokens
         self.rows = len(tokens)
         self.backend = backend
         self.parents = parents
@@ -160,9 +166,6 @@ class Block(Rows):
             rows = {"tokens": np.array([tokens], dtype=np.int64), "positions": self._places()[None, first:]}
             self.sent = copies.copy_in({"step": whole, **rows, **self._more}, device)
             self.step = copies.views(self.sent["step"], self.shapes)
-            self.tokens = self.sent["tokens"]
-        else:
-            self.tokens = torch.tensor([tokens])  # [1, T]
         self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
@@ -228,6 +231,10 @@ class Block(Rows):
     @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         return ((self, 0, self.rows),)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self.sent["tokens"] if "tokens" in self.sent else torch.tensor([self.ids])
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -335,7 +342,7 @@ class Batch(Rows):
         ends = list(accumulate(block.rows for block in blocks))
         self._parts = [(block, end - block.rows, end) for block, end in zip(blocks, ends, strict=True)]
         self.rows, self.start, self.end = ends[-1], None, max(block.end for block in blocks)
-        self.tokens = torch.cat([block.tokens for block in blocks], 1)
+        self.ids = [token for block in blocks for token in block.ids]
         self.backend = blocks[0].backend
         self.again, self.sent = all(block.again and block.sent for block in blocks), {}
         if self.again:
@@ -359,6 +366,12 @@ class Batch(Rows):
     @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         return self._parts
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        if any(block.sent for block, _, _ in self.parts):
+            return torch.cat([block.tokens for block, _, _ in self.parts], 1)
+        return torch.tensor([self.ids])
 
     @cached_property
     def positions(self) -> torch.Tensor:

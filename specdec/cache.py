@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,7 @@ class KVCache:
     Attributes:
         grown: how often slots have moved; what was read of their addresses before holds no more.
         written: positions below it may have been written, rows that were rejected among them.
+        described: where the slots are, as a runner has it for its own code; None once they have moved.
     """
 
     def __init__(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> None:
@@ -133,7 +135,11 @@ class KVCache:
         groups = list(zip(self.group_of, self.index_in_group, strict=True))
         self.keys = [group.keys[place] for group, place in groups]
         self.values = [group.values[place] for group, place in groups]
+        self._room = min(
+            (group.size for group in self.groups if group.size < group.limit), default=self.capacity + self.rows
+        )
         self._table: npt.NDArray[np.int64] | None = None
+        self.described: Any = None
 
     @property
     def table(self) -> npt.NDArray[np.int64]:
@@ -147,6 +153,8 @@ class KVCache:
     def reserve(self, end: int) -> None:
         """Have room for positions up to ``end``; every block calls it for its rows, and every write."""
         self.written = max(self.written, end)
+        if end <= self._room:
+            return
         small = [group for group in self.groups if group.size < min(end, group.limit)]
         for group in small:
             group.grow(min(group.limit, max(end, 2 * group.size)))
@@ -188,8 +196,8 @@ class KVCache:
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the tree rows ``path`` (ascending, from 0 on) as the next committed tokens; forget the other rows."""
-        moved = next((place for place, row in enumerate(path) if place != row), len(path))
-        if moved < len(path):
+        if path and path[-1] >= len(path):
+            moved = next(place for place, row in enumerate(path) if place != row)
             source = [self.length + row for row in path[moved:]]
             for group in self.groups:
                 group.move(source, self.length + moved)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,11 +53,19 @@ class Joint:
 
 @dataclass(frozen=True, slots=True)
 class Joints:
-    """From the embedding to the first layer, from the last norm to the head, and from the head to the logits."""
+    """From the embedding to the first layer, from the last norm to the head, and from the head to the logits.
+
+    ``plain``: nothing happens at any of them.
+    """
 
     embedding: Joint = Joint()
     hidden: Joint = Joint()
     logits: Joint = Joint()
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        joints = (self.embedding, self.hidden, self.logits)
+        object.__setattr__(self, "plain", not any(joint.steps or joint.dtype is not None for joint in joints))
 
     def __str__(self) -> str:
         named = (("embedding", self.embedding), ("last hidden state", self.hidden), ("logits", self.logits))

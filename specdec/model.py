@@ -51,7 +51,7 @@ from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choos
 from specdec.runners.runner import LayerRunner
 from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
-from specdec.target import FINAL, TargetOutput
+from specdec.target import TargetOutput
 from specdec.verify import Verdict, verify
 
 __all__ = ["TransformersTarget", "time_runners"]
@@ -205,23 +205,18 @@ class TransformersTarget:
     ) -> TargetOutput:
         runner = self.runner
         if entry is None:
-            first, hidden = 0, self.joints.embedding(runner.embed(block.tokens)[0])
+            first, hidden = 0, self.joints.embedding(runner.enter(block))
         else:
             first, hidden = entry.layer, entry.hidden
         last = self.num_layers if exit_layer is None else exit_layer
-        hidden, found = runner.run(hidden, block, first, last, taps)
+        logits, peaks = None, None
+        if last < self.num_layers:
+            hidden, found = runner.run(hidden, block, first, last, taps)
+        else:
+            hidden, found, logits, peaks = runner.finish(hidden, block, first, last, taps, rows, self.joints)
         if last in taps:
             found[last] = hidden
-        if last < self.num_layers:
-            return TargetOutput(None, hidden, found)
-        if FINAL in taps:
-            found[FINAL] = normed = runner.norm(hidden)
-        if rows is not None and not rows:
-            return TargetOutput(None, hidden, found)
-        chosen = normed if FINAL in taps else hidden
-        if rows is not None:
-            chosen = chosen.index_select(0, block.index(rows, chosen.device))
-        return TargetOutput(self.head(chosen if FINAL in taps else runner.norm(chosen)), hidden, found)
+        return TargetOutput(logits, hidden, found, None if peaks is None else (peaks, 0))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)

@@ -169,18 +169,23 @@ def forward_together(
         output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows)
         hidden = output.hidden
         found |= output.taps
-    outputs: list[TargetOutput] = []
-    peaks = None if output.logits is None else Peaks(output.logits)
+    outputs: dict[int, TargetOutput] = {}
+    counts = [part.block.rows if part.rows is None else len(part.rows) for part in ranked]
+    states: Sequence[torch.Tensor] = torch.split(output.hidden, [part.block.rows for part in ranked])
+    logits: Sequence[torch.Tensor | None] = [None] * len(parts)
+    peaks = None
+    if output.logits is not None:
+        logits = torch.split(output.logits, counts)
+        peaks = Peaks(output.logits) if output.peaks is None else output.peaks[0]
     first = place = 0
-    for part in ranked:
+    for part, number, count, own, scored in zip(ranked, order, counts, states, logits, strict=True):
         last = first + part.block.rows
-        count = part.block.rows if part.rows is None else len(part.rows)
-        logits = None if output.logits is None or not count else output.logits[place : place + count]
         # Of a layer that later rows did not come through, there are only the rows before those.
-        own = {tap: rows[first:last] for tap, rows in found.items() if last <= len(rows)}
-        outputs.append(TargetOutput(logits, output.hidden[first:last], own, None if peaks is None else (peaks, place)))
+        tapped = {tap: rows[first:last] for tap, rows in found.items() if last <= len(rows)}
+        shared = None if peaks is None else (peaks, place)
+        outputs[number] = TargetOutput(scored if count else None, own, tapped, shared)
         first, place = last, place + count
-    return [outputs[order.index(number)] for number in range(len(parts))]
+    return [outputs[number] for number in range(len(parts))]
 
 
 def _layer(part: Part) -> int:

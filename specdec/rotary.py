@@ -49,12 +49,16 @@ class Rotary:
         module: called as ``module(hidden, positions)``, it gives cosines and sines [1, T, d]; some want the kind of
             attention too, as their frequencies depend on it.
         config: of the model; its ``rope_parameters`` say whether positions mean the same in every text.
+
+    Attributes:
+        by_kind: layers differ in their positions, by their kind of attention.
+        fixed: a position means the same in every text.
     """
 
     def __init__(self, module: Any, config: Any) -> None:
         self._module = module
         self.by_kind = "layer_type" in inspect.signature(module.forward).parameters
-        self._fixed = not any(map(rope_depends_on_length, rope_kinds(config)))
+        self.fixed = not any(map(rope_depends_on_length, rope_kinds(config)))
         self._tables: dict[tuple[torch.device, torch.dtype], Table] = {}
 
     def of(self, block: Rows, hidden: torch.Tensor) -> Angles:
@@ -63,9 +67,9 @@ class Rotary:
 
     def look_up(self, block: Rows, hidden: torch.Tensor) -> Table:
         """For each row, [T, d]: cosines, sines, and sines with their first half negated."""
-        if not self._fixed:
+        if not self.fixed:
             return self._table(hidden, block.positions.to(hidden.device))
-        table = self._whole(block, hidden)
+        table = self.whole(block, hidden)
         if block.start is not None:
             cos, sin, signed_sin = (values.narrow(0, block.start, block.rows) for values in table)
         else:
@@ -76,14 +80,14 @@ class Rotary:
     def turns(self, block: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Cosines and sines [positions, d], and int64 [T] where in them the rows are: nothing is gathered."""
         places = block.positions[0].to(hidden.device)
-        if self._fixed:
-            cos, sin, _ = self._whole(block, hidden)
+        if self.fixed:
+            cos, sin, _ = self.whole(block, hidden)
             return cos, sin, places
         cos, sin = self.compute(hidden, places[None])
         return cos.contiguous(), sin.contiguous(), torch.arange(block.rows, device=hidden.device)
 
-    def _whole(self, block: Rows, hidden: torch.Tensor) -> Table:
-        """The tables, long enough for the block."""
+    def whole(self, block: Rows, hidden: torch.Tensor) -> Table:
+        """Tables of positions 0, 1, 2, ..., long enough for the block; only where they are ``fixed``."""
         key = (hidden.device, hidden.dtype)
         if key not in self._tables or len(self._tables[key][0]) < block.end:
             size = max(1024, 1 << block.end.bit_length())

@@ -86,21 +86,58 @@ class Noise:
         """[K, V] float64 for K keys."""
         signed = [_signed(key) for key in keys]
         if copies.is_apart(self._steps.device):  # a number among a kernel's arguments is no copy to the device
-            x = torch.stack([self._steps + key for key in signed])
-        else:
-            x = self._steps + torch.tensor(signed)[:, None]
-        shifted = torch.empty_like(x)
-        for shift, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
-            torch.bitwise_right_shift(x, shift, out=shifted)  # keeps the sign; the mask makes it a shift of bits
-            x ^= shifted.bitwise_and_(_MASK >> shift)
-            x *= _signed(factor)
-        x >>= 11
-        x &= _MASK >> 11
-        return x.double().add_(0.5).mul_(2.0**-53).log_().neg_().log_().neg_()
+            return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
+        return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
+
+    def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:
+        """The token with the largest sum of ``scores`` [V] and the target's draws at a position: a draw from them.
+
+        ``among``: int64, the only tokens that count, ascending, with finite scores; None for all.
+
+        Raises:
+            NumericalError: the scores are no distribution.
+        """
+        if self._block > 1 or copies.is_apart(scores.device):
+            sums = self.gumbel(position) + scores
+            value, place = (sums if among is None else sums[among]).max(-1)
+            if not math.isfinite(value.item()):
+                raise _no_distribution(scores)
+            return int(place if among is None else among[place])
+        # Of a large vocabulary the numbers cost more than all else here.
+        key = _signed(self._key(position, Noise.TARGET, 0))
+        if among is not None:
+            return int(among[(_gumbel(_mixed(self._steps[among] + key)) + scores[among]).argmax()])
+        # Only those tokens need logarithms that would reach, with the largest number there is, the likeliest one's sum.
+        numbers = _mixed(self._steps + key)
+        best, likeliest = scores.max(-1)
+        own, largest = _gumbel(torch.stack((numbers[likeliest], numbers.max()))).tolist()
+        least = best.item() + own - largest
+        if not math.isfinite(least):
+            raise _no_distribution(scores)
+        near = (scores >= least - 0.01 - 1e-6 * abs(least)).nonzero()[:, 0]  # by more than rounding too many
+        return int(near[(_gumbel(numbers[near]) + scores[near]).argmax()])
 
     def draw(self, probabilities: torch.Tensor, position: int, stream: int, index: int = 0) -> int:
         """A token from ``probabilities`` [V] (unnormalised is fine)."""
         return int((probabilities.double().log() + self.gumbel(position, stream, index)).argmax())
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """int64 in [0, 2^53), SplitMix64's hash of 64-bit numbers, which are used up."""
+    shifted = torch.empty_like(x)
+    for shift, factor in ((30, _MIX1), (27, _MIX2), (31, None)):
+        torch.bitwise_right_shift(x, shift, out=shifted)  # keeps the sign; the mask makes it a shift of bits
+        x ^= shifted.bitwise_and_(_MASK >> shift)
+        if factor is not None:
+            x *= _signed(factor)
+    x >>= 11
+    x &= _MASK >> 11
+    return x
+
+
+def _gumbel(x: torch.Tensor) -> torch.Tensor:
+    """Hashes to standard Gumbel numbers, float64; the larger, the larger."""
+    return x.double().add_(0.5).mul_(2.0**-53).log_().neg_().log_().neg_()
 
 
 class Processor(Protocol):
@@ -110,18 +147,20 @@ class Processor(Protocol):
 
 
 class Peaks:
-    """The largest of each row's logits [R, V]: one reduction and one transfer for all rows, once somebody asks."""
+    """The token with the largest of each row's logits: one reduction and one transfer for all rows, once asked for.
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        self._logits = logits
-        self._found: tuple[list[float], list[int]] | None = None
+    Args:
+        found: the logits [R, V], or the tokens, where they are known.
+    """
 
-    def of(self, first: int, last: int) -> tuple[list[float], list[int]]:
-        """Values and tokens of rows [first, last)."""
-        if self._found is None:
-            values, tokens = self._logits.max(-1)
-            self._found = values.tolist(), tokens.tolist()
-        return self._found[0][first:last], self._found[1][first:last]
+    def __init__(self, found: torch.Tensor | list[int]) -> None:
+        self._found = found
+
+    def of(self, first: int, last: int) -> list[int]:
+        """Tokens of rows [first, last); -1 where a row's logits are no distribution."""
+        if isinstance(self._found, torch.Tensor):
+            self._found = _tokens(self._found).tolist()
+        return self._found[first:last]
 
 
 @dataclass(slots=True, eq=False)
@@ -162,13 +201,13 @@ class Scores:
         """
         if not self._best:
             peaks, first = self.shared or (Peaks(self.logits), 0)
-            values, tokens = peaks.of(first, first + len(self.logits))
-            if not all(map(math.isfinite, values)):
+            tokens = peaks.of(first, first + self.logits.shape[0])
+            if _UNSOUND in tokens:
                 raise _no_distribution(self.logits)
             self._best.extend(tokens)
         best = self._best[self.place(row)]
         if best == _UNSOUND:
-            raise _no_distribution(self.logits)
+            raise _no_distribution(self.of(row))
         return best
 
     def own(self, row: int) -> int | None:
@@ -297,6 +336,10 @@ class Sampler:
         # Some never look at the prefix, and write nothing in place.
         free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
         self._all_free = all(isinstance(p, free) for p in self.processors)
+        last: Any = self.processors[-1] if self.processors else None
+        plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
+        plain = plain and not copies.is_apart(device)  # where every number that is read is waited for
+        self._top_p: float | None = last.top_p if plain else None
         self.tokens = tokens
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
@@ -329,13 +372,37 @@ class Sampler:
             return own
         if not self.processors and not self.sample:
             return scores.argmax(row)
-        logits = self.processed(scores, row, path)
         if self.sample:
-            logits = self.noise.gumbel(len(self.tokens) + len(path)) + logits
-        value, token = logits.max(-1)
+            return self._drawn(scores, row, path)
+        value, token = self.processed(scores, row, path).max(-1)
         if not math.isfinite(value.item()):
-            raise _no_distribution(logits)
+            raise _no_distribution(scores.of(row))
         return int(token)
+
+    def _drawn(self, scores: Scores, row: int, path: Sequence[int]) -> int:
+        """A token by the target's own noise.
+
+        Top-p sorts the vocabulary, which may take longer than a forward. Where it comes last, tokens are drawn as if it
+        were not there, until one is drawn that it keeps for sure; only where rounding decides is it asked itself.
+        """
+        position = len(self.tokens) + len(path)
+        if self._top_p is None:
+            return self.noise.winner(self.processed(scores, row, path), position)
+        logits = self.processed(scores, row, path, self.processors[:-1])
+        shares = torch.softmax(logits.double(), -1)
+        rounding = len(shares) * 2.0**-24  # of a sum of so many numbers in float32, whose total is 1
+        left = 1 - self._top_p  # what the least likely tokens may have together, to be left out
+        near = (shares > max(0.0, (left - rounding) / len(shares))).nonzero()[:, 0]  # all others are, for sure
+        if not near.numel():
+            raise _no_distribution(logits)
+        while True:
+            token = self.noise.winner(logits, position, near)
+            value = logits[token]
+            if float(shares.dot((logits < value).double()) + shares[token]) - rounding > left:
+                return token
+            if float(shares.dot((logits <= value).double())) + rounding > left:
+                return self.noise.winner(self.processors[-1](self._prefix[:, :0], logits[None])[0], position)
+            near = near[logits[near] > value]
 
     def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
         """[V] float64, of the token after ``path``; NaN where logits are no distribution, which nobody has read yet."""
@@ -352,8 +419,13 @@ class Sampler:
             raise _no_distribution(scores.of(row))
         return probabilities
 
-    def processed(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
-        """[V] logits of ``row`` after the processors saw the text up to and with ``path``; float32 or float64."""
+    def processed(
+        self, scores: Scores, row: int, path: Sequence[int], processors: Sequence[Any] | None = None
+    ) -> torch.Tensor:
+        """[V] logits of ``row`` after processors saw the text up to and with ``path``; float32 or float64.
+
+        ``processors``: some of the sampler's; None for all.
+        """
         place = scores.place(row)
         logits = scores.logits[place : place + 1]
         if logits.dtype not in (torch.float32, torch.float64):
@@ -361,7 +433,7 @@ class Sampler:
         if not self._all_free:
             logits = logits.clone()  # they may write in place, and the raw logits go on to the drafter
         ids = self._ids(path)
-        for processor in self.processors:
+        for processor in self.processors if processors is None else processors:
             given = logits
             if isinstance(processor, States):
                 logits = processor.process(self.tokens, path, logits)

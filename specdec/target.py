@@ -12,13 +12,11 @@ import torch
 from specdec.block import Rows
 from specdec.cache import KVCache
 from specdec.draft import Draft, Entry
+from specdec.runners.runner import FINAL
 from specdec.sampling import Peaks, Sampler, Scores
 from specdec.verify import Verdict
 
 __all__ = ["FINAL", "Target", "TargetOutput"]
-
-FINAL = -1
-"""Tap for the hidden states after the last norm, which the head reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -68,8 +69,15 @@ typedef struct { /* one sequence's rows */
 typedef struct { /* the rows of all blocks, one block's after the other's */
     int64_t rows, count, keys; /* blocks; most keys that a row may see */
     const Block *blocks;
-    const float *cosines, *sines; /* [rows, head_dim]; the sines' first half negated */
+    const float *cosines, *sines; /* [rows or positions, head_dim]; the sines' first half negated */
+    int64_t by_row;               /* these are the rows', one after the other, and not of positions 0, 1, 2, ... */
 } Rows;
+
+typedef struct { /* the last norm and the head */
+    Product product;
+    const float *norm; /* [hidden] */
+    float epsilon;
+} Head;
 
 INLINE int64_t padded(int64_t n) { return (n + PAIR - 1) / PAIR * PAIR; }
 INLINE floats spread(float x) { return x - (floats){0}; }
@@ -501,9 +509,11 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     for (const Block *b = all->blocks; b < all->blocks + all->count; start += b++->rows) {
         const Slots *s = b->slots + n;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && b->rows >= 8)
-        for (int64_t r = 0; r < b->rows; r++)
+        for (int64_t r = 0; r < b->rows; r++) {
+            int64_t at = all->by_row ? start + r : b->length + b->depths[b->first + r];
             store_row(m, l, s, qkv + (start + r) * stride, (b->length + b->first + r) % s->size,
-                      all->cosines + (start + r) * dim, all->sines + (start + r) * dim);
+                      all->cosines + at * dim, all->sines + at * dim);
+        }
     }
     const int64_t shares = workers(m, all->rows, threads), room = room_for(all->keys);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -532,37 +542,105 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     }
 }
 
-/* Floats of scratch that a walk of so many rows over at most so many keys needs. */
-int64_t specdec_scratch(const Shape *m, int64_t rows, int64_t keys, int threads) {
-    int64_t heads = (m->query_heads + 2 * m->key_heads) * m->head_dim;
-    int64_t row = padded(m->hidden) + m->hidden + padded(heads) + m->query_heads * m->head_dim + padded(2 * m->inner) +
-                  m->inner;
-    return rows * row + room_for(keys) * TOGETHER * (m->query_heads / m->key_heads + 1) * workers(m, rows, threads);
+static float *scratch_of(int64_t count) { return aligned_alloc(64, (size_t)(count / 16 + 1) * 64); }
+
+INLINE float value_of(const void *values, int64_t i, int half) {
+    return half ? widen(((const uint16_t *)values)[i]) : ((const float *)values)[i];
 }
 
-/* hidden [rows, m->hidden] through layers [first, last), in place. Where taps[n] is not NULL, it gets what goes into
- * layer n. */
-void specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, float *hidden, float *const *taps,
-                        int64_t first, int64_t last, float *scratch, int threads) {
-    int64_t rows = all->rows, width = padded(m->hidden), bytes = m->hidden * sizeof(float);
+static void widen_all(const void *from, float *to, int64_t count, int half) {
+    for (int64_t i = 0; i < count; i++) to[i] = value_of(from, i, half);
+}
+
+INLINE const void *row_of(const void *rows, int64_t row, int64_t size, int half) {
+    return (const char *)rows + row * size * (half ? 2 : 4);
+}
+
+/* The first of the largest values; -1 where that is no finite number, or one of them is none. */
+static int64_t peak(const void *values, int64_t count, int half) {
+    floats most = spread(-INFINITY), odd = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        floats v = load(values, i, half);
+        most = larger(v, most);
+        odd += (floats)((ints)v & (v != v)); /* NaN, or nothing */
+    }
+    float best = largest(most)[0], sum = total(odd);
+    for (; i < count; i++) {
+        float v = value_of(values, i, half);
+        if (v > best) best = v;
+        if (v != v) sum = v;
+    }
+    if (sum != sum || !(fabsf(best) < INFINITY)) return -1;
+    for (i = 0; i + LANES <= count; i += LANES) {
+        floats v = load(values, i, half);
+        if (total((floats)((ints)spread(1.f) & (v == best))) > 0) break;
+    }
+    while (value_of(values, i, half) != best) i++;
+    return i;
+}
+
+/* Rows `wanted` (all `count`, where it is NULL) of `hidden` through the last norm, and on to `logits` [count, outputs]
+ * and each one's `best` token, or -1 where they are no distribution. `normed`, unless it is NULL, gets all `rows`
+ * after the norm. All in the model's dtype. Returns as specdec_run_layers. */
+static int read_head(const Shape *m, const Head *head, const void *hidden, int64_t rows, void *normed,
+                      const int64_t *wanted, int64_t count, void *logits, int64_t *best, int threads) {
+    const Product *p = &head->product;
+    const int64_t size = m->hidden, width = padded(p->outputs), half = m->half;
+    float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + width));
+    if (!scratch) return 1;
+    float *x = scratch, *y = x + count * size, *all = y + count * width;
+    if (normed)
+        EACH_ROW for (int64_t r = 0; r < rows; r++) {
+            widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
+            norm(all + r * size, head->norm, all + r * size, size, head->epsilon);
+            store(normed, r * size, all + r * size, size, half);
+        }
+    EACH_ROW for (int64_t r = 0; r < count; r++) {
+        float *own = x + r * size;
+        widen_all(row_of(hidden, wanted ? wanted[r] : r, size, half), own, size, half);
+        norm(own, head->norm, own, size, head->epsilon);
+        for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
+    }
+    memset(y, 0, count * width * sizeof(float));
+    product(p, x, y, width, count, threads);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
+    for (int64_t r = 0; r < count; r++) {
+        store(logits, r * p->outputs, y + r * width, p->outputs, half);
+        best[r] = peak(row_of(logits, r, p->outputs, half), p->outputs, half);
+    }
+    free(scratch);
+    return 0;
+}
+
+/* `hidden` [rows, m->hidden] through layers [first, last), to `out`, all in the model's dtype. Where there are `taps`,
+ * taps[n], unless it is NULL, gets what goes into layer n. Unless `head` is NULL, read_head comes next. Returns 0, or 1
+ * where there is no memory left. */
+int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, const void *hidden, void *out,
+                       void *const *taps, int64_t first, int64_t last, const Head *head, void *final,
+                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int threads) {
+    int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
     int64_t wide = padded(2 * m->inner);
-    float *stream = scratch, *normed = stream + rows * width, *qkv = normed + rows * m->hidden;
+    int64_t attending = room_for(all->keys) * TOGETHER * (m->query_heads / m->key_heads + 1) * workers(m, rows, threads);
+    float *scratch = scratch_of(rows * (width + size + heads + mix + wide + m->inner) + attending);
+    if (!scratch) return 1;
+    float *stream = scratch, *normed = stream + rows * width, *qkv = normed + rows * size;
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mix, *active = gates + rows * wide;
     float *rest = active + rows * m->inner;
-    for (int64_t r = 0; r < rows; r++) memcpy(stream + r * width, hidden + r * m->hidden, bytes);
+    for (int64_t r = 0; r < rows; r++) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
     for (int64_t n = first; n < last; n++) {
         const Layer *l = layers + n;
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
-            if (taps[n]) memcpy(taps[n] + r * m->hidden, stream + r * width, bytes);
-            norm(stream + r * width, l->first_norm, normed + r * m->hidden, m->hidden, l->first_epsilon);
+            if (taps && taps[n]) store(taps[n], r * size, stream + r * width, size, half);
+            norm(stream + r * width, l->first_norm, normed + r * size, size, l->first_epsilon);
             memset(qkv + r * heads, 0, heads * sizeof(float));
         }
         product(&l->qkv, normed, qkv, heads, rows, threads);
         attention(m, l, all, n, qkv, heads, mixed, rest, threads);
         product(&l->out, mixed, stream, width, rows, threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
-            norm(stream + r * width, l->second_norm, normed + r * m->hidden, m->hidden, l->second_epsilon);
+            norm(stream + r * width, l->second_norm, normed + r * size, size, l->second_epsilon);
             memset(gates + r * wide, 0, wide * sizeof(float));
         }
         product(&l->gate_up, normed, gates, wide, rows, threads);
@@ -574,15 +652,46 @@ void specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, fl
             }
         }
         product(&l->down, active, stream, width, rows, threads);
-        if (m->half) /* so that a walk may end here and another go on */
+        if (half) /* so that a walk may end here and another go on */
             EACH_ROW for (int64_t i = 0; i < rows * width; i++) stream[i] = widen(narrow(stream[i]));
     }
-    for (int64_t r = 0; r < rows; r++) memcpy(hidden + r * m->hidden, stream + r * width, bytes);
+    for (int64_t r = 0; r < rows; r++) store(out, r * size, stream + r * width, size, half);
+    free(scratch);
+    return head ? read_head(m, head, out, rows, final, wanted, count, logits, best, threads) : 0;
 }
 
-/* y [rows, padded outputs] += x [rows, inputs] times one weight; x is scratch afterwards. */
-void specdec_product(const Product *p, float *x, float *y, int64_t rows, int threads) {
-    product(p, x, y, padded(p->outputs), rows, threads);
+/* y [rows, outputs] = onto, or 0 where it is NULL, plus x [rows, inputs] times one weight; in bfloat16 or float32.
+ * Returns as specdec_run_layers. */
+int specdec_product(const Product *p, const void *x, const void *onto, void *y, int64_t rows, int half, int threads) {
+    const int64_t width = padded(p->outputs);
+    float *scratch = scratch_of(rows * (p->inputs + width));
+    if (!scratch) return 1;
+    float *sums = scratch + rows * p->inputs;
+    widen_all(x, scratch, rows * p->inputs, half);
+    if (!onto) memset(sums, 0, rows * width * sizeof(float));
+    else for (int64_t r = 0; r < rows; r++)
+        widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
+    product(p, scratch, sums, width, rows, threads);
+    EACH_ROW for (int64_t r = 0; r < rows; r++) store(y, r * p->outputs, sums + r * width, p->outputs, half);
+    free(scratch);
+    return 0;
+}
+
+/* y [count, inputs], in bfloat16 or float32, gets the weight's rows by their numbers. Returns 0, or 1 where there is no
+ * such row. */
+int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, void *y, int half) {
+    const int64_t side = p->kind == PAIRS ? 2 : 1; /* inputs that lie side by side */
+    for (int64_t r = 0; r < count; r++) {
+        if (numbers[r] < 0 || numbers[r] >= p->outputs) return 1;
+        int64_t first = numbers[r] / PANEL * PANEL * p->inputs + numbers[r] % PANEL * side;
+        for (int64_t i = 0; i < p->inputs; i++) {
+            int64_t from = first + i / side * side * PANEL + i % side, to = r * p->inputs + i;
+            if (half) ((uint16_t *)y)[to] = ((const uint16_t *)p->weight)[from];
+            else if (p->kind == FULL) ((float *)y)[to] = ((const float *)p->weight)[from];
+            else ((float *)y)[to] = widen(((const uint16_t *)p->weight)[from]);
+        }
+    }
+    return 0;
 }
 
 /* Whether this machine multiplies pairs. */

@@ -28,7 +28,7 @@ from specdec.files import cache_folder, digest_of
 __all__ = [
     "PAIR",
     "PANEL",
-    "CBlock",
+    "CHead",
     "CLayer",
     "CProduct",
     "CRows",
@@ -96,17 +96,6 @@ class CSlots(Structure):
     )
 
 
-class CBlock(Structure):
-    _fields_ = (
-        ("length", c_int64),
-        ("first", c_int64),
-        ("rows", c_int64),
-        ("parents", c_void_p),
-        ("depths", c_void_p),
-        ("slots", c_void_p),
-    )
-
-
 class CRows(Structure):
     _fields_ = (
         ("rows", c_int64),
@@ -115,7 +104,23 @@ class CRows(Structure):
         ("blocks", c_void_p),
         ("cosines", c_void_p),
         ("sines", c_void_p),
+        ("by_row", c_int64),
     )
+
+
+class CHead(Structure):
+    _fields_ = (("product", CProduct), ("norm", c_void_p), ("epsilon", c_float))
+
+
+_FUNCTIONS: dict[str, list[Any]] = {
+    "specdec_run_layers": [
+        POINTER(CShape), c_void_p, POINTER(CRows), c_void_p, c_void_p, c_void_p, c_int64, c_int64,
+        POINTER(CHead), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int,
+    ],
+    "specdec_product": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
+    "specdec_look_up": [POINTER(CProduct), c_void_p, c_int64, c_void_p, c_int],
+    "specdec_pairs": [],
+}  # fmt: skip
 
 
 def compiler() -> str | None:
@@ -254,17 +259,19 @@ def _load(path: Path) -> Any:
     """
     loaded = ctypes.CDLL(str(path))
     try:
-        loaded.specdec_scratch.argtypes = [POINTER(CShape), c_int64, c_int64, c_int]
-        loaded.specdec_scratch.restype = c_int64
-        loaded.specdec_run_layers.argtypes = [
-            POINTER(CShape), c_void_p, POINTER(CRows), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int,
-        ]  # fmt: skip
-        loaded.specdec_run_layers.restype = None
-        loaded.specdec_product.argtypes = [POINTER(CProduct), c_void_p, c_void_p, c_int64, c_int]
-        loaded.specdec_product.restype = None
+        for name, arguments in _FUNCTIONS.items():
+            getattr(loaded, name).argtypes = arguments
+        for allocating in (loaded.specdec_run_layers, loaded.specdec_product):
+            allocating.errcheck = _check_memory
     except AttributeError as error:
         raise OSError(f"{str(path)!r} is no such library: {error}") from error
     return loaded
+
+
+def _check_memory(failed: Any, function: Any, arguments: Any) -> Any:
+    if failed:
+        raise MemoryError(f"{function.__name__} has no memory for its rows; take smaller chunks of prompts, or batches")
+    return None
 
 
 def _key(compiler: str) -> str:

@@ -171,7 +171,7 @@ class ShardedTarget(ParallelTarget):
                 "parallel='rows' splits whole forwards, and this drafter runs the target's first layers by itself; "
                 "choose one that does not, such as lookahead, medusa or auto"
             )
-        tokens = block.tokens[0].tolist()
+        tokens = list(block.ids)
         if rows is not None and not rows:  # of the prompt; every rank needs its keys
             return super().forward(self._block(Draft.chain(tokens), cache), taps=taps, rows=rows)
         parents = range(-1, len(tokens) - 1) if block.parents is None else block.parents

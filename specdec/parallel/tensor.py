@@ -40,7 +40,7 @@ class TensorTarget(ParallelTarget):
         assert isinstance(block, Block)  # the engine refuses batches
         wanted = [-1] if rows is None else rows
         own = checksum(
-            block.tokens[0].tolist(),
+            block.ids,
             [] if block.parents is None else block.parents,
             [block.length, block.first, -1 if entry is None else entry.layer, -1 if exit_layer is None else exit_layer],
             wanted,

@@ -7,7 +7,7 @@ that a change made later is noticed (:class:`Snapshot`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,7 +210,7 @@ class Snapshot:
 
     def __init__(self, holders: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
         self._held = [(holder, [*map(id, holder._modules.values())]) for holder in holders]
-        self._seen = [(module, tuple(_state(module))) for module in modules]
+        self._seen = [(module, _state(module)) for module in modules]
 
     def changed(self) -> str | None:
         """What was changed, or None."""
@@ -218,9 +218,9 @@ class Snapshot:
             if [*map(id, holder._modules.values())] != children:
                 return f"the modules of a {type(holder).__name__} are not those of before"
         for module, state in self._seen:
-            if (special := why_special(module)) is not None:
-                return f"a {type(module).__name__} {special}"
-            if tuple(_state(module)) != state:
+            if _state(module) != state:
+                if (special := why_special(module)) is not None:
+                    return f"a {type(module).__name__} {special}"
                 return f"the weights or modules of a {type(module).__name__} are not those that were read"
         return None
 
@@ -242,9 +242,14 @@ def _is_plain(name: str, value: object) -> bool:
     return name not in held and isinstance(value, bool | int | float | str | tuple | list | dict | set | None)
 
 
-def _state(module: nn.Module) -> Iterator[tuple[str, int, int]]:
-    for name, child in module._modules.items():
-        yield name, id(child), 0
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, id(parameter), 0 if parameter.is_inference() else parameter._version
+def _state(module: nn.Module) -> tuple[object, ...]:
+    """What shows a change: of all modules before every generation, so nothing is asked twice."""
+    own = module.__dict__
+    weights = [weight for weight in own["_parameters"].values() if weight is not None]
+    return (
+        "forward" in own or "_hf_hook" in own or any(map(own.get, _HOOKS)),
+        *own["_modules"],
+        *map(id, own["_modules"].values()),
+        *map(id, weights),
+        *[0 if weight.is_inference() else weight._version for weight in weights],
+    )

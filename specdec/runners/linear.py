@@ -9,7 +9,7 @@ that no weight is held twice and the model still computes, saves and copies what
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import byref, c_int64
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specdec.errors import shown
 from specdec.native.library import PAIR, PANEL, CProduct, Kind, library
 
 __all__ = ["DenseLinear", "LinearKernel", "ModuleRef", "PackedLinear", "PackedWeight", "TiedEmbedding", "linear_kernel"]
@@ -77,7 +78,7 @@ class PackedWeight:
         self._full_bias = None if self.bias is None else self.bias.float().contiguous()
         address = None if self._full_bias is None else self._full_bias.data_ptr()
         self.described = CProduct(self._panels.data_ptr(), address, self.inputs, self.outputs, kind)
-        self._multiply = library().specdec_product
+        self._library = library()
 
     @staticmethod
     def takes(weight: torch.Tensor) -> bool:
@@ -85,18 +86,24 @@ class PackedWeight:
         return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and library() is not None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._onto(rows, torch.zeros(rows.shape[0], self._panels.shape[0] * PANEL))
+        return self._onto(rows, None)
 
     def add(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(rows.shape[0], self._panels.shape[0] * PANEL)
-        total[:, : self.outputs] = residual
-        return self._onto(rows, total)
+        return self._onto(rows, residual.to(self.dtype).contiguous())
 
-    def _onto(self, rows: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """``total`` [T, padded outputs] plus the product; in place, and cut to size."""
-        rows = rows.to(torch.float32, copy=True).contiguous()  # a copy: the kernel may use it up
-        self._multiply(byref(self.described), rows.data_ptr(), total.data_ptr(), rows.shape[0], torch.get_num_threads())
-        return total[:, : self.outputs].to(self.dtype)
+    def _onto(self, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        rows, count = rows.to(self.dtype).contiguous(), rows.shape[0]
+        total = torch.empty(count, self.outputs, dtype=self.dtype)
+        self._library.specdec_product(
+            byref(self.described),
+            rows.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            total.data_ptr(),
+            count,
+            self.dtype is torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return total
 
     @property
     def nbytes(self) -> int:
@@ -107,9 +114,14 @@ class PackedWeight:
         """[out, in] the very weight that was packed."""
         return self._panels.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs].to(self.dtype)
 
-    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., in] rows of the weight, by their numbers."""
-        return self._panels[tokens // PANEL, :, tokens % PANEL].flatten(tokens.ndim).to(self.dtype)
+    def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[T, in] rows of the weight, by their numbers."""
+        count, half = len(tokens), self.dtype is torch.bfloat16
+        rows = torch.empty(count, self.inputs, dtype=self.dtype)
+        numbers = (c_int64 * count)(*tokens)
+        if self._library.specdec_look_up(byref(self.described), numbers, count, rows.data_ptr(), half):
+            raise IndexError(f"no row for one of {shown(list(tokens))}; the weight has {self.outputs}")
+        return rows
 
     def install(self, places: Sequence[ModuleRef]) -> None:
         """Put modules that read these panels in the places of the linears that were packed, stacked in this order."""
@@ -190,15 +202,15 @@ class TiedEmbedding(nn.Module):
 
     def __init__(self, store: PackedWeight) -> None:
         super().__init__()
-        self._store = store
+        self.store = store
 
     @property
     def weight(self) -> torch.Tensor:
         """[vocabulary, D] a copy; changing it changes nothing."""
-        return self._store.unpack().clone(memory_format=torch.contiguous_format)
+        return self.store.unpack().clone(memory_format=torch.contiguous_format)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._store.look_up(tokens)
+        return self.store.look_up(tokens.flatten().tolist()).view(*tokens.shape, -1)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight

@@ -7,9 +7,8 @@ are beside it, so accepted rows are plain decoding's bit for bit.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Collection, Sequence
-from ctypes import byref, c_int32, c_void_p
+from ctypes import addressof, byref, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,13 +18,15 @@ from torch import nn
 
 from specdec.block import Block, Rows
 from specdec.cache import KVCache
-from specdec.native.library import CBlock, CLayer, CRows, CShape, CSlots, library
+from specdec.joints import Joints
+from specdec.native.library import CHead, CLayer, CRows, CShape, CSlots, library
 from specdec.pages import FilePages, trim_heap
-from specdec.rotary import Angles, Rotary
+from specdec.rotary import Rotary
 from specdec.runners.known import KnownHead, KnownLayer, Snapshot, is_known_norm, stacked
 from specdec.runners.layers import FusedNorm
 from specdec.runners.linear import PackedWeight, TiedEmbedding
-from specdec.runners.runner import LayerRunner
+from specdec.runners.runner import FINAL, Finished, LayerRunner
+from specdec.sampling import Peaks
 
 __all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
 
@@ -90,7 +91,6 @@ class NativeLayers:
         inner = first.products[3].inputs
         self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, self._dtype is torch.bfloat16)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
-        self._slots: weakref.WeakKeyDictionary[KVCache, tuple[int, ctypes.Array[CSlots]]] = weakref.WeakKeyDictionary()
         self._library = library()
 
     def run(
@@ -102,37 +102,42 @@ class NativeLayers:
         first: int,
         last: int,
         taps: Collection[int],
+        *,
+        by_row: bool = True,
+        reading: Reading | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``."""
-        stream = hidden.to(torch.float32, copy=True).contiguous()
-        cos, sines = cos.float(), signed_sin.float()
-        arrays = [(*_tree(part), self._slots_of(part.cache)) for part, _, _ in block.parts]
-        blocks = (CBlock * len(arrays))(
-            *(
-                CBlock(part.length, part.first, part.rows, *(ctypes.addressof(array) for array in own))
-                for (part, _, _), own in zip(block.parts, arrays, strict=True)
-            )
-        )
-        keys = max(part.length + part.first + part.rows for part, _, _ in block.parts)
-        addresses = ctypes.addressof(blocks), cos.data_ptr(), sines.data_ptr()
-        told, threads = CRows(block.rows, len(blocks), keys, *addresses), torch.get_num_threads()
-        found = {tap: torch.empty(stream.shape) for tap in taps if first <= tap < last}
-        wanted = (c_void_p * len(self._layers))(*(found[n].data_ptr() if n in found else None for n in range(last)))
-        scratch = torch.empty(self._library.specdec_scratch(byref(self._shape), block.rows, keys, threads))
+        """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``.
+
+        Cosines and sines are float32: [T, d], of the rows; if not ``by_row`` of positions 0, 1, 2, ... What a
+        ``reading`` asks for is there afterwards.
+        """
+        hidden = hidden.to(self._dtype).contiguous()
+        out = torch.empty(hidden.shape, dtype=self._dtype)
+        keys, described, held = 0, list[int](), list[Any]()
+        for part, _, _ in block.parts:
+            tree, slots = _tree(part), _slots_of(part.cache)
+            held.append((tree, slots))
+            keys = max(keys, part.length + part.first + part.rows)
+            described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
+        blocks = (c_int64 * len(described))(*described)  # a Block of layers.c is six numbers
+        told = CRows(block.rows, len(held), keys, addressof(blocks), cos.data_ptr(), signed_sin.data_ptr(), by_row)
+        found = {tap: torch.empty(hidden.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
+        wanted = None
+        if found:
+            wanted = (c_void_p * last)(*(found[n].data_ptr() if n in found else None for n in range(last)))
         self._library.specdec_run_layers(
             byref(self._shape),
             self._layers,
             byref(told),
-            stream.data_ptr(),
+            hidden.data_ptr(),
+            out.data_ptr(),
             wanted,
             first,
             last,
-            scratch.data_ptr(),
-            threads,
+            *(_NO_HEAD if reading is None else reading.arguments),
+            torch.get_num_threads(),
         )
-        if self._dtype is torch.float32:
-            return stream, found
-        return stream.to(self._dtype), {tap: kept.to(self._dtype) for tap, kept in found.items()}
+        return out, found
 
     def _describe(self, layer: NativeLayer) -> CLayer:
         products = [product.described for product in layer.products]
@@ -144,18 +149,46 @@ class NativeLayers:
         self._held.append(held)
         return held.data_ptr()
 
-    def _slots_of(self, cache: KVCache) -> ctypes.Array[CSlots]:
-        """A cache's slots of every layer, described anew where they have moved."""
-        grown, slots = self._slots.get(cache, (-1, None))
-        if slots is None or grown != cache.grown:
-            slots = (CSlots * len(cache.keys))(
-                *(
-                    CSlots(keys.data_ptr(), values.data_ptr(), group.size, keys.shape[2], group.window or 0)
-                    for keys, values, group in zip(cache.keys, cache.values, cache.group_of, strict=True)
-                )
-            )
-            self._slots[cache] = cache.grown, slots
-        return slots
+
+class NativeHead:
+    """The last norm and a packed head, which follow the last layer in the same call."""
+
+    def __init__(self, norm: Any, product: PackedWeight) -> None:
+        self._norm, self._product = norm.weight.data.float().contiguous(), product
+        self._head = CHead(product.described, self._norm.data_ptr(), norm.variance_epsilon)
+
+    def reading(self, hidden: torch.Tensor, rows: Sequence[int] | None, final: bool) -> Reading:
+        """What is to be read of the rows of ``hidden`` [T, D] after the last layer."""
+        count = hidden.shape[0] if rows is None else len(rows)
+        normed = torch.empty_like(hidden) if final else None
+        logits = torch.empty(count, self._product.outputs, dtype=hidden.dtype) if count else None
+        best = (c_int64 * count)()
+        wanted = None if rows is None else (c_int64 * count)(*rows)
+        return Reading(normed, logits, best, (self._head, _address(normed), wanted, count, _address(logits), best))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What is read after the last layer.
+
+    Attributes:
+        normed: [T, D] all rows after the last norm, if they are wanted.
+        logits: [R, V] of the rows that are, if any.
+        best: the token with the largest of each row's, -1 where they are no distribution.
+        arguments: of the library, that say so.
+    """
+
+    normed: torch.Tensor | None
+    logits: torch.Tensor | None
+    best: ctypes.Array[c_int64]
+    arguments: tuple[Any, ...]
+
+
+_NO_HEAD = (None, None, None, 0, None, None)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class NativeRunner(LayerRunner):
@@ -188,16 +221,57 @@ class NativeRunner(LayerRunner):
         self.alike = packed_head is not None
         known_norm = is_known_norm(norm)
         self.norm = FusedNorm(norm) if known_norm else norm
+        self._head = None
+        if packed_head is not None and known_norm:
+            self._head = NativeHead(norm, packed_head.packed)
         read = [module for layer in layers for module in layer.module.modules()]
         if head is not None:
             read.append(head.head.module)
+        self._embedding = None
+        if isinstance(self.embed, TiedEmbedding):
+            self._embedding = self.embed.store
+            read.append(self.embed)
         self._snapshot = Snapshot(holders, [*read, norm] if known_norm else read)
+        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def enter(self, block: Rows) -> torch.Tensor:
+        return super().enter(block) if self._embedding is None else self._embedding.look_up(block.ids)
 
     def run(
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        angles: Angles = self._rotary.of(block, hidden)
-        return self._native.run(hidden, block, angles.cos, angles.signed_sin, first, last, taps)
+        return self._run(hidden, block, first, last, taps, None)
+
+    def finish(
+        self,
+        hidden: torch.Tensor,
+        block: Rows,
+        first: int,
+        last: int,
+        taps: Collection[int],
+        rows: Sequence[int] | None,
+        joints: Joints,
+    ) -> Finished:
+        if self._head is None or not joints.plain:
+            return super().finish(hidden, block, first, last, taps, rows, joints)
+        reading = self._head.reading(hidden, rows, FINAL in taps)
+        hidden, found = self._run(hidden, block, first, last, taps, reading)
+        if reading.normed is not None:
+            found[FINAL] = reading.normed
+        return hidden, found, reading.logits, None if reading.logits is None else Peaks(reading.best[:])
+
+    def _run(
+        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], reading: Reading | None
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        if not self._rotary.fixed:
+            angles = self._rotary.of(block, hidden)
+            cos, signed_sin = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
+            return self._native.run(hidden, block, cos, signed_sin, first, last, taps, reading=reading)
+        turns = self._turns
+        if turns is None or turns[0].shape[0] < block.end:
+            cos, _, signed_sin = self._rotary.whole(block, hidden)
+            turns = self._turns = cos.float().contiguous(), signed_sin.float().contiguous()
+        return self._native.run(hidden, block, *turns, first, last, taps, by_row=False, reading=reading)
 
     def changed(self) -> str | None:
         return self._snapshot.changed()
@@ -247,13 +321,24 @@ class _PackedHead:
     """A packed head; where gradients are wanted, the model's own, as the library knows none."""
 
     def __init__(self, packed: PackedWeight, module: Any) -> None:
-        self._packed, self._module = packed, module
+        self.packed, self._module = packed, module
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.requires_grad:
             logits: torch.Tensor = self._module(hidden)
             return logits
-        return self._packed(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+        return self.packed(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
+
+def _slots_of(cache: KVCache) -> ctypes.Array[CSlots]:
+    """A cache's slots of every layer, described anew where they have moved."""
+    if cache.described is None:
+        layers = zip(cache.keys, cache.values, cache.group_of, strict=True)
+        slots = [
+            CSlots(k.data_ptr(), v.data_ptr(), group.size, k.shape[2], group.window or 0) for k, v, group in layers
+        ]
+        cache.described = (CSlots * len(slots))(*slots)
+    return cache.described  # type: ignore[no-any-return]
 
 
 def _tree(block: Block) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from specdec.block import Rows
+from specdec.joints import Joints
 from specdec.rotary import Angles
+from specdec.sampling import Peaks
 
-__all__ = ["Layer", "LayerRunner"]
+__all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
+
+FINAL = -1
+"""Tap for the hidden states after the last norm, which the head reads."""
+
+Finished = tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | None, Peaks | None]
+"""Hidden states after the last layer, taps, logits of the rows asked for, and their peaks if found on the way."""
 
 Layer = Callable[[torch.Tensor, Rows, Angles], torch.Tensor]
 """[T, D] of a block's rows through one layer, at these rotary positions."""
@@ -44,6 +52,36 @@ class LayerRunner(ABC):
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into the layers that ``taps`` names, below ``last``."""
+
+    def enter(self, block: Rows) -> torch.Tensor:
+        """[T, D] of a block's tokens, embedded."""
+        hidden: torch.Tensor = self.embed(block.tokens)[0]
+        return hidden
+
+    def finish(
+        self,
+        hidden: torch.Tensor,
+        block: Rows,
+        first: int,
+        last: int,
+        taps: Collection[int],
+        rows: Sequence[int] | None,
+        joints: Joints,
+    ) -> Finished:
+        """As :meth:`run` to the last layer, and on through the last norm (a tap is ``FINAL``) and the head.
+
+        ``rows``: those whose logits are wanted; None for all, empty for none.
+        """
+        hidden, found = self.run(hidden, block, first, last, taps)
+        if FINAL in taps:
+            found[FINAL] = self.norm(hidden)
+        if rows is not None and not rows:
+            return hidden, found, None, None
+        chosen = found.get(FINAL, hidden)
+        if rows is not None:
+            chosen = chosen.index_select(0, block.index(rows, chosen.device))
+        normed = chosen if FINAL in taps else self.norm(chosen)
+        return hidden, found, joints.logits(self.head(joints.hidden(normed))), None
 
     def graphs(self, backend: str) -> str:
         """How steps are replayed as CUDA graphs with such attention, or why they are not."""

@@ -28,6 +28,7 @@ from specdec.joints import Joints
 from specdec.pages import FilePages
 from specdec.registry import drafter_names
 from specdec.runners import known, plan
+from specdec.target import FINAL
 from tests import models
 from tests.models import FAMILIES, prompt_of, settings_of
 from tests.tiers import matrix
@@ -249,7 +250,7 @@ def run(target: TransformersTarget) -> None:
         for draft in DRAFTS.values():
             rows = draft.scored_rows()
             block = Block.of(draft, cache, target.device, target.backend)
-            output = target.forward(block, rows=rows, taps={1, 3, model.FINAL})
+            output = target.forward(block, rows=rows, taps={1, 3, FINAL})
             assert output.logits is not None
             assert output.logits.device == target.head_device
             assert output.logits.shape == (len(draft if rows is None else rows), target.vocab_size)

@@ -16,6 +16,7 @@ from specdec.draft import Draft, Entry
 from specdec.native import library as native
 from specdec.registry import drafter_names
 from specdec.runners.linear import PackedWeight, TiedEmbedding
+from specdec.target import FINAL
 from tests import models
 from tests.models import settings_of
 
@@ -84,7 +85,11 @@ def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str, reason: str)
 def test_an_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
     weight = torch.randn(100, 32).to(dtype)
     tokens = torch.tensor([[0, 99, 31], [32, 5, 5]])
-    assert torch.equal(PackedWeight(weight, None).look_up(tokens), weight[tokens])
+    embedding = TiedEmbedding(PackedWeight(weight, None))
+    assert torch.equal(embedding(tokens), weight[tokens])
+    for wrong in (100, -1):
+        with pytest.raises(IndexError, match="the weight has 100"):
+            embedding(torch.tensor([wrong]))
 
 
 @needs_compiler
@@ -132,6 +137,29 @@ def test_a_walk_in_two_parts_is_the_whole_walk_bit_for_bit(dtype: torch.dtype) -
         shallow = target.forward(block, exit_layer=2).hidden
         found = target.forward(block, entry=Entry(2, shallow)).logits
     assert torch.equal(found, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("vocab", [64, 101])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int) -> None:
+    """Chosen rows are those of all; a tie's first token is taken, as by torch; a row that is NaN has none."""
+    target, tokens = native_target("llama", dtype, vocab_size=vocab, tie_word_embeddings=True), [3, 4, 5, 6]
+    with target.active():
+        cache = target.new_cache(capacity=16, rows=16)
+        block = Block(cache, tokens, device=target.device)
+        whole = target.forward(block, taps=(FINAL,))
+        part = target.forward(block, rows=(1, 3))
+        assert target.forward(block, taps=(FINAL,), rows=()).logits is None
+        assert torch.equal(target.head(whole.taps[FINAL]), whole.logits)
+        assert torch.equal(part.logits, whole.logits[[1, 3]])
+        assert whole.peaks[0].of(0, 4) == whole.logits.argmax(-1).tolist()
+        assert part.peaks[0].of(1, 2) == whole.logits[3:].argmax(-1).tolist()
+        for value, found in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
+            hidden = torch.full((4, target.hidden_size), value, dtype=dtype)
+            with torch.no_grad():
+                entered = target.forward(block, entry=Entry(target.num_layers, hidden), rows=(2,))
+            assert entered.peaks[0].of(0, 1) == [found], value
 
 
 def plain(target: TransformersTarget, cache: Any, token: int) -> Any:

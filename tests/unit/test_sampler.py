@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -114,3 +115,32 @@ def test_greedy_reads_no_nan() -> None:
     logits = torch.tensor([[0.0, 1.0], [0.0, torch.nan]])
     with pytest.raises(NumericalError, match="1 of 4 are NaN"):
         Scores(logits).argmax(0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.95},
+        {"temperature": 1.3, "top_k": 40, "top_p": 0.9},
+        {"temperature": 2.0, "top_p": 0.01},
+        {"temperature": 1.0, "min_p": 0.05, "top_p": 0.5},
+    ],
+)
+def test_a_draw_that_looks_at_few_tokens_is_that_of_all(params: dict[str, float]) -> None:
+    """From flat logits, where top-p itself has to be asked, to steep ones."""
+    for size, seed, spread in itertools.product((300, 20_000), range(6), (0.0, 0.5, 4.0)):
+        logits = spread * torch.randn(1, size, generator=torch.Generator().manual_seed(seed))
+        sampler = Sampler(SamplingParams(seed=seed, **params), [1, 2, 3], size, CPU)  # type: ignore[arg-type]
+        scores = Scores(logits.bfloat16() if seed % 2 else logits)
+        whole = sampler.noise.gumbel(3) + sampler.processed(scores, 0, ())
+        assert sampler.token(scores, 0, ()) == int(whole.argmax()), (size, seed, spread)
+
+
+@pytest.mark.parametrize("size", [300, 20_000])
+def test_a_draw_reads_no_nan(size: int) -> None:
+    logits = torch.zeros(1, size)
+    logits[0, 7] = torch.nan
+    for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
+        with pytest.raises(NumericalError, match=f"1 of {size} are NaN"):
+            Sampler(params, [1], size, CPU).token(Scores(logits), 0, ())
