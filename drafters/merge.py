@@ -43,9 +43,11 @@ __all__ = ["PARTS", "Bandit", "Merged", "MergedConfig", "part_of"]
 PARTS: tuple[Any, ...] = (
     {"name": "suffix_automaton", "factor": 4.0, "max_tokens": 16},
     "token_recycling",
-    "lookahead",
 )
-"""The parts where none are named: what needs no weights and no datastore, the cheapest first."""
+"""The parts where none are named: what needs no weights and no datastore, the cheapest first.
+
+Lookahead beside them brought one token in a hundred steps where rows are free, and cost more than that elsewhere.
+"""
 
 _DEPTHS, _RANKS, _MATCHES = 8, 4, 6
 
@@ -62,6 +64,7 @@ _WEIGHT = 3.0  # of what is supposed, in rows seen
 _HOPE, _TREE = 0.3, 9  # tokens a step that a part with much to compute may bring; rows of the tree that it may make
 _FAINT = 0.03  # below a row that is reached more rarely than this, none will pay
 _GRACE = 0.05  # of a part that has little to compute
+_SURE = 4.0  # rows that are supposed to have held what they promised, before any was taken
 _DEBT = 0.01  # tokens a step that a part may lose, on average of late, before it sleeps
 
 
@@ -71,7 +74,7 @@ class MergedConfig:
 
     Attributes:
         parts: drafters, each a name or ``{"name": ..., **options}``, the cheapest first: a row that two of them propose
-            is put down to the first. None takes suffix automaton, token recycling and lookahead, and under ``auto`` the
+            is put down to the first. None takes suffix automaton and token recycling, and under ``auto`` the
             Medusa heads in this package where they fit the model.
         rows: most rows below the root, of all parts together; None leaves it to the engine.
         memory: weight of the past in a part's worth and in a row's chance, from one step to the next.
@@ -155,6 +158,18 @@ class Merged(DrafterBase):
         self.taps = frozenset[int]().union(*(part.taps for part in parts))
         self.likeliest = max(part.likeliest for part in parts)
         self.bandits = [Bandit(part, config.memory) for part in parts]
+        self._right = self._promised = _SURE
+
+    @property
+    def sure(self) -> float:
+        """Rows that were right, for one that was promised when they were taken: the best of many opinions promise more
+        than they hold."""
+        return self._right / self._promised
+
+    def learn(self, promised: float, right: int) -> None:
+        """Of the rows that were taken in a step, how many were expected to be right, and how many were."""
+        memory = self.config.memory
+        self._right, self._promised = memory * self._right + right, memory * self._promised + promised
 
     @classmethod
     def build(cls, config: MergedConfig, target: Target) -> Merged:
@@ -269,7 +284,7 @@ class MergedSession(BatchedSession):
     """One sequence's parts. Without a policy all of them are asked; a drafter that plans keeps the rows that pay."""
 
     def __init__(self, drafter: Merged, context: Context) -> None:
-        self._context, self._name = context, drafter.name
+        self._drafter, self._context, self._name = drafter, context, drafter.name
         self._prices = None if context.policy is None else context.policy.prices
         self._plans = drafter.plans_rows
         self._parts = [Part(part, bandit, context) for part, bandit in zip(drafter.parts, drafter.bandits, strict=True)]
@@ -278,10 +293,11 @@ class MergedSession(BatchedSession):
         self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
         self._kept = {0: 0}  # row of the tree -> row of the draft
         self._draft = Draft.chain([context.root])
+        self._taken = dict[int, float]()  # row of the tree that was taken for what it promised -> that
 
     def passes(self, room: int) -> Passes[Draft]:
         context, prices, length = self._context, self._prices, self._context.cache.length
-        self._length, self._kept = length, {0: 0}
+        self._length, self._kept, self._taken = length, {0: 0}, {}
         room = min(room, self._most + 1)
         tree = Tree(context.root)
         for part in self._parts:
@@ -305,7 +321,9 @@ class MergedSession(BatchedSession):
         best = tree.best(room - 1 - len(tree.needed))
         if self._plans:
             assert prices is not None
-            del best[prices.keep([tree.reach[row] for row in best], length, base=1 + len(tree.needed)) :]
+            gains = [self._drafter.sure * tree.reach[row] for row in best]
+            del best[prices.keep(gains, length, base=1 + len(tree.needed)) :]
+            self._taken = {row: tree.reach[row] for row in best}
         rows = [0, *sorted([*tree.needed, *best])]
         kept = self._kept = {row: number for number, row in enumerate(rows)}
         read = {kept[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
@@ -339,6 +357,8 @@ class MergedSession(BatchedSession):
         if seen.draft is not None and _begins_with(seen.draft, self._draft):
             rows = [*self._kept]
             place = {rows[row]: depth for depth, row in enumerate(seen.path) if row < len(rows)}
+            if self._taken:
+                self._drafter.learn(sum(self._taken.values()), len(place.keys() & self._taken))
         for part in self._parts:
             own = seen if seen.answer is None else replace(seen, answer=answers.get(part))
             if part.asked and place:

@@ -75,6 +75,20 @@ def test_a_row_that_was_not_verified_is_judged_by_the_text() -> None:
     assert set(out.stats.rows[-20:-1]) == {2}
 
 
+def test_rows_that_held_less_than_they_promised_are_trusted_less() -> None:
+    engine = engine_of(Fixed([5], [0]), row=0.1)
+    auto: Any = engine.drafter
+    assert engine.generate(PROMPT, 2).stats.rows[0] == 2
+    assert auto.sure < 1
+    for _ in range(30):
+        auto.learn(1.0, 0)
+    assert auto.sure < 0.1
+    assert engine.generate(PROMPT, 2).stats.rows[0] == 1
+    for _ in range(60):
+        auto.learn(1.0, 1)
+    assert engine.generate(PROMPT, 2).stats.rows[0] == 2
+
+
 def test_chances_by_depth_rank_and_match() -> None:
     record = Bandit(Fixed(), 0.9)
     first = record.chance((0, 1, 0, False), 1.0)
@@ -141,7 +155,7 @@ def test_bad_options() -> None:
 
 def test_the_embedded_models_heads_are_found(tiny_engine: Engine) -> None:
     names = [part.name for part in tiny_engine.with_drafter("auto").drafter.parts]  # type: ignore[attr-defined]
-    assert names == ["suffix_automaton", "token_recycling", "lookahead", "medusa"]
+    assert names == ["suffix_automaton", "token_recycling", "medusa"]
     other = Engine(target_of("llama"), None, "auto", costs=curve_of(row=0.1))
     names = [part.name for part in other.drafter.parts]  # type: ignore[attr-defined]
-    assert names == ["suffix_automaton", "token_recycling", "lookahead"]
+    assert names == ["suffix_automaton", "token_recycling"]
