@@ -5,7 +5,7 @@
 Settings are (N, W, G) as in the table. A tiny window leaves the pool to verify alone; a tiny pool leaves the window
 alone; "verify off" proposes nothing from the pool, so that only the window's column 0 can be accepted. Each is run with
 and without the prompt as reference. The window's own rows are not accepted, as in the paper, but for "verify off" and
-the last row, which is how this package uses a window of that size.
+the last row, which is how this package uses a window of that size. No policy has any of them rest.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> None:
     for temperature in map(float, args.temperatures.split(",")):
         names = ("model", "dtype", "device", "questions", "limit", "repeats", "max_new_tokens", "threads")
         options = {name: getattr(args, name) for name in names}
-        plan = Plan(**options, drafters=drafters(), systems=[], temperature=temperature)
+        plan = Plan(**options, drafters=drafters(), systems=[], temperature=temperature, policy="off")
         with tempfile.TemporaryDirectory() as folder:
             run: RunFolder = Runner(plan, folder, command=command, cost=False).run()
             manifests.append(run.manifest())
