@@ -257,17 +257,21 @@ class Scores:
 
 
 class _Selected(Scores):
-    """Some of others' scores; their logits are only copied where somebody reads them."""
+    """Some of others' scores; their logits are only copied where somebody reads them, and once."""
+
+    _picked: torch.Tensor | None
 
     def __init__(self, whole: Scores, places: Sequence[int], numbers: Sequence[int] | None) -> None:
-        self._whole, self._places = whole, places
+        self._whole, self._places, self._picked = whole, places, None
         best = [whole._best[place] for place in places] if whole._best else []
         top = [whole._top[place] for place in places] if whole._top else []
         super().__init__(whole.logits, numbers, _best=best, _top=top)
 
     @property
     def logits(self) -> torch.Tensor:
-        return copies.pick(self._whole.logits, self._places)
+        if self._picked is None:
+            self._picked = copies.pick(self._whole.logits, self._places)
+        return self._picked
 
     @logits.setter
     def logits(self, _: torch.Tensor) -> None:
