@@ -6,6 +6,8 @@ few bits the file has. Rounding to bfloat16 is far finer than the quantisation t
 
 from __future__ import annotations
 
+import math
+import struct
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,15 +53,14 @@ class GgufFile:
 
     Attributes:
         dtype: of the weights, bfloat16 where they are quantised.
-        reader: the ``gguf.GGUFReader`` of a file with kinds of blocks that transformers does not dequantise; see
-            :meth:`opened`.
+        table: of a file with blocks that transformers does not dequantise; see :meth:`opened`.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     names: tuple[str, ...]
     dtype: torch.dtype
-    reader: Any = None
+    table: _Table | None = None
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
@@ -70,23 +71,25 @@ class GgufFile:
             CheckpointError: it is no GGUF file, or a broken or unfinished one.
         """
         require_gguf()
-        import gguf  # not at the top: an extra
-
         remedy = "it is broken or was not fetched whole; get it again"
         try:
             metadata, names = read_gguf_metadata(str(path))
+            table = None
             try:
                 header = GgufHeader.from_file(str(path))
             except ValueError:
-                if not _other_blocks(reader := gguf.GGUFReader(path)):  # which raises if the file is not whole
+                table = _Table(path)
+                if not table.strange:
                     raise
-                return cls(path, metadata, names, torch.bfloat16, reader)
-            needed = header.data_start + max(one.offset + one.nbytes for one in header.tensors)
+                needed, dtype = table.end, torch.bfloat16
+            else:
+                needed = header.data_start + max(one.offset + one.nbytes for one in header.tensors)
+                dtype = header.dtype or torch.bfloat16
         except Exception as error:  # the reader goes by the lengths in the file, and a broken one may raise anything
             raise CheckpointError(f"cannot read {str(path)!r} as GGUF: {first_line(error)}; {remedy}") from error
         if (size := path.stat().st_size) < needed:
             raise CheckpointError(f"{str(path)!r} ends after {size} of {needed} bytes; {remedy}")
-        return cls(path, metadata, names, header.dtype or torch.bfloat16)
+        return cls(path, metadata, names, dtype, table)
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
@@ -97,12 +100,12 @@ class GgufFile:
             CheckpointError: blocks that the package gguf cannot dequantise either.
             OSError: no room for the copy.
         """
-        if self.reader is None:
+        if self.table is None:
             yield self.path
             return
         with TemporaryDirectory(prefix="specdec-") as folder:
             copy = Path(folder, self.path.name)
-            _widen(self.reader, copy)
+            self.table.widen(copy)
             yield copy
 
     @property
@@ -153,42 +156,57 @@ class GgufFile:
         return tokenizer
 
 
-def _other_blocks(reader: Any) -> set[str]:
-    """Names of the tensors of a ``gguf.GGUFReader`` that transformers has no way to dequantise."""
-    known = {*GGML_NAME, *_PLAIN}
-    return {tensor.name for tensor in reader.tensors if tensor.tensor_type not in known}
+class _Table:
+    """Where a file's tensors are, those too whose blocks only the package gguf dequantises."""
 
+    def __init__(self, path: Path) -> None:
+        import gguf
+        from transformers.integrations.gguf.reader import _read_metadata, _read_tensor_table  # GGUFReader takes 5 s
 
-def _widen(reader: Any, copy: Path) -> None:
-    """Write what a ``gguf.GGUFReader`` reads, with the tensors that transformers cannot dequantise in float32."""
-    import gguf
+        self.blob = np.memmap(path, mode="r", dtype=np.uint8)
+        metadata, count, self.start = _read_metadata(self.blob, str(path))
+        self.entries, end = _read_tensor_table(self.blob, count, self.start)
+        self._alignment = metadata.get("general.alignment", 32)
+        self.data = end + self.missing(end)
+        self.sizes = []  # bytes of each tensor
+        for _, shape, kind, _ in self.entries:
+            values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+            self.sizes.append(math.prod(shape) // values * size)
+        self.end = self.data + max(at + size for (*_, at), size in zip(self.entries, self.sizes, strict=True))
+        self.strange = {kind for _, _, kind, _ in self.entries} - {*GGML_NAME, *_PLAIN}
 
-    other = _other_blocks(reader)
-    architecture = "general.architecture"  # the writer adds it by itself
-    writer = gguf.GGUFWriter(copy, reader.fields[architecture].contents())
-    for name, field in reader.fields.items():
-        if name != architecture and not name.startswith("GGUF."):
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=field.types[-1])
-    for tensor in reader.tensors:
-        if tensor.name in other:
-            size = 4 * int(tensor.n_elements)
-            writer.add_tensor_info(tensor.name, tensor.shape[::-1].tolist(), np.dtype(np.float32), size)
-        else:
-            writer.add_tensor_info(
-                tensor.name, tensor.data.shape, tensor.data.dtype, tensor.data.nbytes, tensor.tensor_type
-            )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in reader.tensors:
-        data = tensor.data
-        if tensor.name in other:
-            try:
-                data = gguf.quants.dequantize(data, tensor.tensor_type)
-            except NotImplementedError as error:
-                raise CheckpointError(
-                    f"{copy.name} holds blocks of {tensor.tensor_type.name}, which cannot be dequantised here; "
-                    "give another quantisation, or the model's folder of safetensors"
-                ) from error
-        writer.write_tensor_data(data)
-    writer.close()
+    def missing(self, size: int) -> int:
+        """Bytes to the next place where something may begin."""
+        return -size % int(self._alignment)
+
+    def widen(self, copy: Path) -> None:
+        """Write the file again, with the strange tensors in float32.
+
+        Raises:
+            CheckpointError: blocks that the package gguf cannot dequantise either.
+        """
+        import gguf
+
+        table, offset = bytearray(), 0
+        for (name, shape, kind, _), size in zip(self.entries, self.sizes, strict=True):
+            strange = kind in self.strange
+            table += struct.pack("<Q", len(name.encode())) + name.encode()
+            table += struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 0 if strange else kind, offset)
+            offset += 4 * math.prod(shape) if strange else size
+            offset += self.missing(offset)
+        with copy.open("wb") as file:
+            file.write(self.blob[: self.start].data)
+            file.write(table)
+            for (_, _, kind, at), size in zip(self.entries, self.sizes, strict=True):
+                file.write(bytes(self.missing(file.tell())))
+                values = self.blob[self.data + at : self.data + at + size]
+                if kind in self.strange:
+                    blocks = gguf.GGMLQuantizationType(kind)
+                    try:
+                        values = gguf.quants.dequantize(values, blocks)
+                    except NotImplementedError as error:
+                        raise CheckpointError(
+                            f"{copy.name} holds blocks of {blocks.name}, which cannot be dequantised here; give "
+                            "another quantisation, or the model's folder of safetensors"
+                        ) from error
+                file.write(values.astype(np.float32).data if kind in self.strange else values.data)

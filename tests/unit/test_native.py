@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from drafters.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
@@ -21,7 +23,7 @@ from tests import models
 from tests.models import settings_of
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 SMALL = {"max_rows": 24, "prefill_chunk": 16}
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -85,11 +87,31 @@ def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str, reason: str)
 def test_an_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
     weight = torch.randn(100, 32).to(dtype)
     tokens = torch.tensor([[0, 99, 31], [32, 5, 5]])
-    embedding = TiedEmbedding(PackedWeight(weight, None))
+    embedding = TiedEmbedding(PackedWeight(weight, None), nn.Embedding(100, 32))
     assert torch.equal(embedding(tokens), weight[tokens])
     for wrong in (100, -1):
         with pytest.raises(IndexError, match="the weight has 100"):
             embedding(torch.tensor([wrong]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+def test_an_embedding_that_multiplies_and_shares_the_head_s_weight(family: str) -> None:
+    """With heads of 256, and norms that are not all the same."""
+    model = models.new_model(family, torch.float32, head_dim=256, num_attention_heads=2, tie_word_embeddings=True)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.uniform_(parameter, -0.5, 0.5)
+    plain, tokens = copy.deepcopy(model), torch.tensor([[3, 5, models.VOCAB - 1]])
+    target = TransformersTarget(model, execution="native", owned=True)
+    assert isinstance(target.model.get_input_embeddings(), TiedEmbedding)
+    again = target.plain_model().get_input_embeddings()
+    assert type(again) is type(plain.get_input_embeddings())
+    expected = plain.get_input_embeddings()(tokens)
+    for embedding in (target.model.get_input_embeddings(), again):
+        assert torch.equal(embedding(tokens), expected)
+    prompt = models.prompt_of(11)
+    assert Engine(target, drafter="lookahead").generate(prompt, 40).token_ids == models.reference(plain, prompt, 40)
 
 
 @needs_compiler
