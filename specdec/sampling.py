@@ -24,6 +24,7 @@ from transformers import (
 from specdec import copies
 from specdec.errors import ConfigError, NumericalError, shown
 from specdec.grammar import Grammar, States
+from specdec.native.scores import draw, largest
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.results import TokenLogprobs
 
@@ -97,6 +98,9 @@ class Noise:
         Raises:
             NumericalError: the scores are no distribution.
         """
+        key = self._key(position, Noise.TARGET, 0)
+        if among is None and (token := draw(scores, key)) is not None:
+            return token
         if self._block > 1 or copies.is_apart(scores.device):
             sums = self.gumbel(position) + scores
             value, place = (sums if among is None else sums[among]).max(-1)
@@ -104,7 +108,7 @@ class Noise:
                 raise _no_distribution(scores)
             return int(place if among is None else among[place])
         # Of a large vocabulary the numbers cost more than all else here.
-        key = _signed(self._key(position, Noise.TARGET, 0))
+        key = _signed(key)
         if among is not None:
             return int(among[(_gumbel(_mixed(self._steps[among] + key)) + scores[among]).argmax()])
         # Only those tokens need logarithms that would reach, with the largest number there is, the likeliest one's sum.
@@ -234,10 +238,16 @@ class Scores:
 
     def likeliest(self, count: int) -> list[list[int]]:
         """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
-        if self._top and len(self._top[0]) >= min(count, self.logits.shape[-1]):
+        whole, places = self._source
+        if self._top and len(self._top[0]) >= min(count, whole.shape[-1]):
             return [tokens[:count] for tokens in self._top]
-        best: list[list[int]] = self.top(count).tolist()
-        return best
+        best = largest(whole, places, count)
+        return self.top(count).tolist() if best is None else best
+
+    @property
+    def _source(self) -> tuple[torch.Tensor, Sequence[int] | None]:
+        """Logits, and which of their rows are these; None for all."""
+        return self.logits, None
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
@@ -277,9 +287,9 @@ class _Selected(Scores):
     def logits(self, _: torch.Tensor) -> None:
         pass
 
-    def top(self, count: int) -> torch.Tensor:
-        logits, count = self._whole.logits, min(count, self._whole.logits.shape[-1])
-        return torch.stack([logits[place].topk(count).indices for place in self._places])
+    @property
+    def _source(self) -> tuple[torch.Tensor, Sequence[int]]:
+        return self._whole.logits, self._places
 
 
 def _no_distribution(logits: torch.Tensor) -> NumericalError:
