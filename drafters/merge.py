@@ -304,7 +304,7 @@ class MergedSession(BatchedSession):
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
                 proposed = proposing(part.session, room - len(tree.needed), part.name, context.target)
-                part.draft, part.seconds = yield from timed(proposed)
+                part.draft, part.seconds, _ = yield from timed(proposed)
                 if part.draft.entry is not None:
                     raise ConfigError(
                         f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "

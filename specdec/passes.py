@@ -88,19 +88,19 @@ def alone(passes: Passes[T]) -> T:
         (answer,) = run_together([asked])
 
 
-def timed(passes: Passes[T], *, together: bool = True) -> Passes[tuple[T, float]]:
-    """The same passes, and beside the result the seconds that it took, others' time not counted.
+def timed(passes: Passes[T], *, together: bool = True) -> Passes[tuple[T, float, float]]:
+    """The same passes, and beside the result the seconds that it took, others' time not counted, and those of passes.
 
     ``together`` False: passes that are not ``alike`` are run by themselves, here and now.
     """
-    seconds, answer = 0.0, None
+    own, run, answer = 0.0, 0.0, None
     while True:
         began = perf_counter()
         try:
             asked = resume(passes, answer)
         except StopIteration as done:
-            return done.value, seconds + perf_counter() - began
-        seconds += perf_counter() - began
+            return done.value, own + run + perf_counter() - began, run
+        own += perf_counter() - began
         if not isinstance(asked, Pass):
             answer = DraftError(f"a session waits for {shown(asked)}, of type {type(asked).__name__}; yield a Pass")
             continue
@@ -111,7 +111,7 @@ def timed(passes: Passes[T], *, together: bool = True) -> Passes[tuple[T, float]
                 answer = error
         else:
             (answer,) = run_together([asked])
-        seconds += asked.seconds
+        run += asked.seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
