@@ -178,10 +178,11 @@ def forward_together(
         logits = torch.split(output.logits, counts)
         peaks = Peaks(output.logits) if output.peaks is None else output.peaks[0]
     first = place = 0
+    came_through = [(tap, rows, rows.shape[0]) for tap, rows in found.items()]
     for part, number, count, own, scored in zip(ranked, order, counts, states, logits, strict=True):
         last = first + part.block.rows
         # Of a layer that later rows did not come through, there are only the rows before those.
-        tapped = {tap: rows[first:last] for tap, rows in found.items() if last <= len(rows)}
+        tapped = {tap: rows[first:last] for tap, rows, size in came_through if last <= size}
         shared = None if peaks is None else (peaks, place)
         outputs[number] = TargetOutput(scored if count else None, own, tapped, shared)
         first, place = last, place + count

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -60,10 +61,14 @@ class Noise:
 
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         self._seed = _mix(seed & _MASK)
-        # Wraps like the 64-bit product that it is.
-        self._steps = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
+        self._size, self._device = size, device
         self._block = max(1, min(_AHEAD, _BLOCK // size))
         self._first, self._ahead = 0, torch.empty(0, size, device=device)  # the target's draws from a position on
+
+    @cached_property
+    def _steps(self) -> torch.Tensor:
+        """[V] int64, which wraps like the 64-bit product that it is."""
+        return torch.arange(1, self._size + 1, device=self._device) * _signed(_GOLDEN)
 
     def _key(self, position: int, stream: int, index: int) -> int:
         key = _mix((self._seed + stream * _GOLDEN) & _MASK)
