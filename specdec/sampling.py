@@ -95,6 +95,10 @@ class Noise:
             return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
         return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
+    def drawn(self, scores: torch.Tensor, position: int, temperature: float = 1.0) -> int | None:
+        """The winner by scores [V] over a temperature, in float32, where it can be had in one look at them; else None."""
+        return draw(scores, self._key(position, Noise.TARGET, 0), temperature)
+
     def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:
         """The token with the largest sum of ``scores`` [V] and the target's draws at a position: a draw from them.
 
@@ -103,8 +107,7 @@ class Noise:
         Raises:
             NumericalError: the scores are no distribution.
         """
-        key = self._key(position, Noise.TARGET, 0)
-        if among is None and (token := draw(scores, key)) is not None:
+        if among is None and (token := self.drawn(scores, position)) is not None:
             return token
         if self._block > 1 or copies.is_apart(scores.device):
             sums = self.gumbel(position) + scores
@@ -113,7 +116,7 @@ class Noise:
                 raise _no_distribution(scores)
             return int(place if among is None else among[place])
         # Of a large vocabulary the numbers cost more than all else here.
-        key = _signed(key)
+        key = _signed(self._key(position, Noise.TARGET, 0))
         if among is not None:
             return int(among[(_gumbel(_mixed(self._steps[among] + key)) + scores[among]).argmax()])
         # Only those tokens need logarithms that would reach, with the largest number there is, the likeliest one's sum.
@@ -359,6 +362,8 @@ class Sampler:
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
         plain = plain and not copies.is_apart(device)  # where every number that is read is waited for
         self._top_p: float | None = last.top_p if plain else None
+        only = type(last) is TemperatureLogitsWarper and len(self.processors) == 1
+        self._temperature: float | None = last.temperature if only else None if self.processors else 1.0
         self.tokens = tokens
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
@@ -405,6 +410,10 @@ class Sampler:
         were not there, until one is drawn that it keeps for sure; only where rounding decides is it asked itself.
         """
         position = len(self.tokens) + len(path)
+        if self._temperature is not None:
+            token = self.noise.drawn(scores.of(row), position, self._temperature)
+            if token is not None:
+                return token
         if self._top_p is None:
             return self.noise.winner(self.processed(scores, row, path), position)
         logits = self.processed(scores, row, path, self.processors[:-1])

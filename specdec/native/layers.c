@@ -734,10 +734,11 @@ typedef uint64_t hashes __attribute__((vector_size(64)));
 
 INLINE double gumbel(uint64_t hash) { return -log(-log(((double)hash + .5) * 0x1p-53)); }
 
-/* The token with the largest sum of its score and its Gumbel number under a key. -1 where the caller has to find it: the
- * scores are no distribution, or two sums are nearer than what logarithms may be apart elsewhere. */
-int specdec_draw(const float *scores, int64_t count, uint64_t key) {
-    const int64_t likeliest = peak(scores, count, 0);
+/* The token with the largest sum of its score, divided `by` a number, and its Gumbel number under a key. -1 where the
+ * caller has to find it: the scores are no distribution, or two sums are nearer than what logarithms may be apart
+ * elsewhere. */
+int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t key) {
+    const int64_t likeliest = peak(scores, count, half);
     if (likeliest < 0) return -1;
     hashes states, most = {0};
     for (int i = 0; i < 8; i++) states[i] = key + (i + 1) * golden;
@@ -748,16 +749,18 @@ int specdec_draw(const float *scores, int64_t count, uint64_t key) {
     uint64_t largest = 0, x = key + (likeliest + 1) * golden;
     for (int i = 0; i < 8; i++) largest = most[i] > largest ? most[i] : largest;
     /* A token that would not reach the likeliest one's sum with the largest number needs none. */
-    double reach = gumbel(largest), bar = gumbel(HASH(x)) + scores[likeliest], best = -INFINITY, second = best;
+    double reach = gumbel(largest), best = -INFINITY, second = best;
+    double bar = gumbel(HASH(x)) + value_of(scores, likeliest, half) / by;
     int64_t winner = 0;
     for (int64_t i = 0, end; i < count; i = end) {
-        float least = bar - reach - .01 - 1e-6 * fabs(bar - reach); /* by more than rounding too low */
+        float least = by * (bar - reach - .01 - 1e-6 * fabs(bar - reach)); /* by more than rounding too low */
         end = i + STRIP < count ? i + STRIP : count;
-        if (end - i == STRIP && !reaches(scores, i, least, 0)) continue;
+        if (end - i == STRIP && !reaches(scores, i, least, half)) continue;
         for (int64_t n = i; n < end; n++) {
-            if (!(scores[n] > least)) continue;
+            float score = value_of(scores, n, half);
+            if (!(score > least)) continue;
             x = key + (n + 1) * golden;
-            double sum = gumbel(HASH(x)) + scores[n];
+            double sum = gumbel(HASH(x)) + score / by;
             second = sum > best ? best : sum > second ? sum : second;
             if (sum > best) best = sum, winner = n;
         }

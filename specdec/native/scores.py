@@ -38,12 +38,14 @@ def largest(scores: torch.Tensor, rows: Sequence[int] | None, count: int) -> lis
     return [found[first : first + count] for first in range(0, number * count, count)]
 
 
-def draw(scores: torch.Tensor, key: int) -> int | None:
+def draw(scores: torch.Tensor, key: int, temperature: float = 1.0) -> int | None:
     """The token with the largest sum of its score, of [V], and the Gumbel number that a key [64 bits] gives it.
 
-    None, too, where the scores are no distribution, and where rounding would decide.
+    Scores are divided by the temperature in float32. None, too, where they are no distribution, and where rounding would
+    decide.
     """
-    if scores.dtype is not torch.float32 or not _reads(scores):
+    if not _reads(scores):
         return None
-    token: int = library().specdec_draw(scores.data_ptr(), len(scores), key)
+    half = _HALF[scores.dtype]
+    token: int = library().specdec_draw(scores.data_ptr(), scores.shape[0], half, temperature, key)
     return None if token < 0 else token

@@ -186,14 +186,17 @@ def test_a_row_s_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-def test_a_draw_is_that_of_torch_s_numbers() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draw_is_that_of_torch_s_numbers(dtype: torch.dtype) -> None:
     """Of any width, steep or flat; where scores are no distribution, or two sums are even, nobody is drawn."""
     for size, seed in itertools.product((1, 7, 16, 63, 65, 200, 20_011), range(8)):
         noise = Noise(seed, size, torch.device("cpu"))
         scores = (0.0, 0.5, 4.0, 30.0)[seed % 4] * torch.randn(size, generator=torch.Generator().manual_seed(seed))
         scores[1::7] = -torch.inf
-        token = draw(scores, noise._key(3, Noise.TARGET, 0))
-        assert token == int((noise.gumbel(3) + scores).argmax()), (size, seed)
+        scores = scores.to(dtype)
+        for temperature in (1.0, 0.8, 0.01, 3.0):
+            expected = int((noise.gumbel(3) + scores.float() / temperature).argmax())
+            assert noise.drawn(scores, 3, temperature) == expected, (size, seed, temperature)
         for odd in (torch.nan, torch.inf):
             assert draw(scores.index_fill(0, torch.tensor([size // 2]), odd), 5) is None
     assert draw(torch.full((100,), -torch.inf), 5) is None
@@ -202,8 +205,8 @@ def test_a_draw_is_that_of_torch_s_numbers() -> None:
     found = ((position, *noise.gumbel(position).tolist()) for position in itertools.count())
     position, first, second = next(near for near in found if 0 < near[1] - near[2] < 0.005)
     even = torch.tensor([0.0, first - second])  # float32 is exact enough to make their sums even
-    assert draw(even, noise._key(position, Noise.TARGET, 0)) is None
-    assert draw(even + torch.tensor([0.0, 1e-6]), noise._key(position, Noise.TARGET, 0)) == 1
+    assert noise.drawn(even, position) is None
+    assert noise.drawn(even + torch.tensor([0.0, 1e-6]), position) == 1
 
 
 def plain(target: TransformersTarget, cache: Any, token: int) -> Any:
