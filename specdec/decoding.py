@@ -205,8 +205,9 @@ class Decoding:
 
     def drafting(self) -> Passes[Turn]:
         """The next draft, in the making: the passes that the session waits for, to be run beside others'."""
-        draft, seconds = yield from timed(self._drafted(), together=not self._by_rows)
+        draft, seconds, passes = yield from timed(self._drafted(), together=not self._by_rows)
         made = perf_counter()
+        self.stats.seconds.passes += passes
         rows = draft.scored_rows()
         sent = self._arrays(draft, rows) if self._apart else None
         block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)

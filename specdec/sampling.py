@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 from specdec import copies
 from specdec.errors import ConfigError, NumericalError, shown
 from specdec.grammar import Grammar, States
+from specdec.native.scores import draw, largest
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.results import TokenLogprobs
 
@@ -59,10 +61,14 @@ class Noise:
 
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         self._seed = _mix(seed & _MASK)
-        # Wraps like the 64-bit product that it is.
-        self._steps = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
+        self._size, self._device = size, device
         self._block = max(1, min(_AHEAD, _BLOCK // size))
         self._first, self._ahead = 0, torch.empty(0, size, device=device)  # the target's draws from a position on
+
+    @cached_property
+    def _steps(self) -> torch.Tensor:
+        """[V] int64, which wraps like the 64-bit product that it is."""
+        return torch.arange(1, self._size + 1, device=self._device) * _signed(_GOLDEN)
 
     def _key(self, position: int, stream: int, index: int) -> int:
         key = _mix((self._seed + stream * _GOLDEN) & _MASK)
@@ -89,6 +95,10 @@ class Noise:
             return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
         return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
+    def drawn(self, scores: torch.Tensor, position: int, temperature: float = 1.0) -> int | None:
+        """The winner by scores [V] over a temperature, in float32, where it can be had in one look at them; else None."""
+        return draw(scores, self._key(position, Noise.TARGET, 0), temperature)
+
     def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:
         """The token with the largest sum of ``scores`` [V] and the target's draws at a position: a draw from them.
 
@@ -97,6 +107,8 @@ class Noise:
         Raises:
             NumericalError: the scores are no distribution.
         """
+        if among is None and (token := self.drawn(scores, position)) is not None:
+            return token
         if self._block > 1 or copies.is_apart(scores.device):
             sums = self.gumbel(position) + scores
             value, place = (sums if among is None else sums[among]).max(-1)
@@ -234,10 +246,16 @@ class Scores:
 
     def likeliest(self, count: int) -> list[list[int]]:
         """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
-        if self._top and len(self._top[0]) >= min(count, self.logits.shape[-1]):
+        whole, places = self._source
+        if self._top and len(self._top[0]) >= min(count, whole.shape[-1]):
             return [tokens[:count] for tokens in self._top]
-        best: list[list[int]] = self.top(count).tolist()
-        return best
+        best = largest(whole, places, count)
+        return self.top(count).tolist() if best is None else best
+
+    @property
+    def _source(self) -> tuple[torch.Tensor, Sequence[int] | None]:
+        """Logits, and which of their rows are these; None for all."""
+        return self.logits, None
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
@@ -277,9 +295,9 @@ class _Selected(Scores):
     def logits(self, _: torch.Tensor) -> None:
         pass
 
-    def top(self, count: int) -> torch.Tensor:
-        logits, count = self._whole.logits, min(count, self._whole.logits.shape[-1])
-        return torch.stack([logits[place].topk(count).indices for place in self._places])
+    @property
+    def _source(self) -> tuple[torch.Tensor, Sequence[int]]:
+        return self._whole.logits, self._places
 
 
 def _no_distribution(logits: torch.Tensor) -> NumericalError:
@@ -344,6 +362,8 @@ class Sampler:
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
         plain = plain and not copies.is_apart(device)  # where every number that is read is waited for
         self._top_p: float | None = last.top_p if plain else None
+        only = type(last) is TemperatureLogitsWarper and len(self.processors) == 1
+        self._temperature: float | None = last.temperature if only else None if self.processors else 1.0
         self.tokens = tokens
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
@@ -390,6 +410,10 @@ class Sampler:
         were not there, until one is drawn that it keeps for sure; only where rounding decides is it asked itself.
         """
         position = len(self.tokens) + len(path)
+        if self._temperature is not None:
+            token = self.noise.drawn(scores.of(row), position, self._temperature)
+            if token is not None:
+                return token
         if self._top_p is None:
             return self.noise.winner(self.processed(scores, row, path), position)
         logits = self.processed(scores, row, path, self.processors[:-1])

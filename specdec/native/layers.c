@@ -723,6 +723,81 @@ int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, voi
     return 0;
 }
 
+/* Whether one of a strip of values is above `least`, or no number. */
+INLINE int reaches(const void *values, int64_t at, float least, const int half) {
+    ints above = {0};
+    for (int v = 0; v < VECTORS; v++) above |= ~(load(values, at + v * LANES, half) <= least);
+    return total((floats)((ints)spread(1.f) & above)) > 0;
+}
+
+/* Whether a comes before b where the largest come first; NaN is larger than every number. */
+INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
+
+/* The places of the `count` largest of each row's `size` values, the largest first, of equal ones the first, to `best`
+ * [rows, count]. The rows are those `wanted` of `values`; where it is NULL, the first ones. */
+void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_t size, int half, int64_t count,
+                 int64_t *best) {
+    for (int64_t r = 0; r < rows; r++, best += count) {
+        const void *row = row_of(values, wanted ? wanted[r] : r, size, half);
+        float least = 0; /* the last one's value */
+        for (int64_t i = 0, known = 0, end; i < size; i = end) {
+            end = i + STRIP < size ? i + STRIP : size;
+            if (known == count && end - i == STRIP && !reaches(row, i, least, half)) continue;
+            for (int64_t n = i; n < end; n++) {
+                float value = value_of(row, n, half);
+                if (known == count && !before(value, least)) continue;
+                int64_t at = known < count ? known++ : count - 1;
+                for (; at > 0 && before(value, value_of(row, best[at - 1], half)); at--) best[at] = best[at - 1];
+                best[at] = n;
+                least = value_of(row, best[known - 1], half);
+            }
+        }
+    }
+}
+
+/* SplitMix64's hash, in [0, 2^53), and the Gumbel number that it is; both as in specdec/sampling.py. */
+#define HASH(x) \
+    (x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9, x = (x ^ x >> 27) * 0x94D049BB133111EB, (x ^ x >> 31) >> 11)
+static const uint64_t golden = 0x9E3779B97F4A7C15;
+typedef uint64_t hashes __attribute__((vector_size(64)));
+
+INLINE double gumbel(uint64_t hash) { return -log(-log(((double)hash + .5) * 0x1p-53)); }
+
+/* The token with the largest sum of its score, divided `by` a number, and its Gumbel number under a key. -1 where the
+ * caller has to find it: the scores are no distribution, or two sums are nearer than what logarithms may be apart
+ * elsewhere. */
+int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t key) {
+    const int64_t likeliest = peak(scores, count, half);
+    if (likeliest < 0) return -1;
+    hashes states, most = {0};
+    for (int i = 0; i < 8; i++) states[i] = key + (i + 1) * golden;
+    for (int64_t i = 0; i < count; i += 8, states += 8 * golden) { /* a few too many, which does no harm */
+        hashes x = states, own = HASH(x), larger = (hashes)(own > most);
+        most = (own & larger) | (most & ~larger);
+    }
+    uint64_t largest = 0, x = key + (likeliest + 1) * golden;
+    for (int i = 0; i < 8; i++) largest = most[i] > largest ? most[i] : largest;
+    /* A token that would not reach the likeliest one's sum with the largest number needs none. */
+    double reach = gumbel(largest), best = -INFINITY, second = best;
+    double bar = gumbel(HASH(x)) + value_of(scores, likeliest, half) / by;
+    int64_t winner = 0;
+    for (int64_t i = 0, end; i < count; i = end) {
+        float least = by * (bar - reach - .01 - 1e-6 * fabs(bar - reach)); /* by more than rounding too low */
+        end = i + STRIP < count ? i + STRIP : count;
+        if (end - i == STRIP && !reaches(scores, i, least, half)) continue;
+        for (int64_t n = i; n < end; n++) {
+            float score = value_of(scores, n, half);
+            if (!(score > least)) continue;
+            x = key + (n + 1) * golden;
+            double sum = gumbel(HASH(x)) + score / by;
+            second = sum > best ? best : sum > second ? sum : second;
+            if (sum > best) best = sum, winner = n;
+        }
+        if (best > bar) bar = best;
+    }
+    return best - second > 1e-9 && isfinite(best) ? (int)winner : -1;
+}
+
 /* Whether this machine multiplies pairs. */
 int specdec_pairs(void) {
 #ifdef __AVX512BF16__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft, Entry
 from specdec.native import library as native
+from specdec.native.scores import draw, largest
 from specdec.registry import drafter_names
 from specdec.runners.linear import PackedWeight, TiedEmbedding
+from specdec.sampling import Noise
 from specdec.target import FINAL
 from tests import models
 from tests.models import settings_of
@@ -182,6 +185,50 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int) -> None
             with torch.no_grad():
                 entered = target.forward(block, entry=Entry(target.num_layers, hidden), rows=(2,))
             assert entered.peaks[0].of(0, 1) == [found], value
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_s_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
+    """Of any width, with ties, infinities and NaN, which torch sorts before all numbers too."""
+    torch.manual_seed(0)
+    for size in (1, 5, 16, 63, 64, 65, 200, 1003, 4096):
+        scores = torch.randn(6, size).to(dtype)
+        scores[1].round_()  # ties
+        scores[2, ::2] = -torch.inf
+        scores[3] = -torch.inf
+        scores[4, ::3], scores[4, ::5] = torch.nan, torch.inf
+        scores[5] = torch.linspace(-1, 1, size)  # each one larger than all before it
+        expected = scores.sort(descending=True, stable=True).indices
+        for count in (1, 8, 20):
+            assert largest(scores, None, count) == expected[:, :count].tolist(), (size, count)
+            assert largest(scores, (5, 1, 1), count) == expected[[5, 1, 1], :count].tolist(), (size, count)
+    assert largest(scores.double(), None, 1) is None
+    assert largest(scores[:, ::2], None, 1) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draw_is_that_of_torch_s_numbers(dtype: torch.dtype) -> None:
+    """Of any width, steep or flat; where scores are no distribution, or two sums are even, nobody is drawn."""
+    for size, seed in itertools.product((1, 7, 16, 63, 65, 200, 20_011), range(8)):
+        noise = Noise(seed, size, torch.device("cpu"))
+        scores = (0.0, 0.5, 4.0, 30.0)[seed % 4] * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        scores[1::7] = -torch.inf
+        scores = scores.to(dtype)
+        for temperature in (1.0, 0.8, 0.01, 3.0):
+            expected = int((noise.gumbel(3) + scores.float() / temperature).argmax())
+            assert noise.drawn(scores, 3, temperature) == expected, (size, seed, temperature)
+        for odd in (torch.nan, torch.inf):
+            assert draw(scores.index_fill(0, torch.tensor([size // 2]), odd), 5) is None
+    assert draw(torch.full((100,), -torch.inf), 5) is None
+    assert draw(torch.zeros(100).double(), 5) is None
+    noise = Noise(0, 2, torch.device("cpu"))
+    found = ((position, *noise.gumbel(position).tolist()) for position in itertools.count())
+    position, first, second = next(near for near in found if 0 < near[1] - near[2] < 0.005)
+    even = torch.tensor([0.0, first - second])  # float32 is exact enough to make their sums even
+    assert noise.drawn(even, position) is None
+    assert noise.drawn(even + torch.tensor([0.0, 1e-6]), position) == 1
 
 
 def plain(target: TransformersTarget, cache: Any, token: int) -> Any:
