@@ -32,6 +32,8 @@ MAKES = ("tensor", "as_tensor", "from_numpy", "asarray")
 PROMPT, NEW = prompt_of(20), 30
 ONCE = ("none", "prompt_lookup", "lookahead", "token_recycling", "medusa", "suffix_automaton", "auto", "union")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=12, seed=4)
+PENALTY = {"repetition_penalty": 1.3}  # which looks at each row's own text
+SAMPLINGS = [None, SAMPLED, SamplingParams(**PENALTY), SamplingParams(temperature=0.8, seed=4, **PENALTY)]
 
 
 class Transfers(TorchFunctionMode):
@@ -99,7 +101,7 @@ def steps_of(engine: Engine, sampling: SamplingParams | None, mode: Transfers | 
     return decoding.result().token_ids, found
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalised", "both"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("drafter", ONCE)
 def test_one_copy_in_and_one_out(
@@ -170,22 +172,34 @@ def test_a_grammar_is_asked_row_by_row(request: pytest.FixtureRequest) -> None:
     assert all(token % 2 == place % 2 for place, token in enumerate(expected))
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED])
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, SamplingParams(temperature=0.8, seed=4, acceptance="match")])
 @pytest.mark.parametrize("drafter", ["kangaroo", "draft_model"])
 def test_models_that_draft_copy_a_bounded_number_of_times(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Per row of the draft one copy in and one out at T = 0; rejection twice more in all."""
+    """One copy in per pass, and one out per guess or level that has to be read; block verification twice more."""
     target = target_of("llama")
-    engines = [Engine(target, None, options, max_rows=24) for options in settings_of(drafter, target, tmp_path)]
-    expected = [steps_of(engine, sampling, None)[0] for engine in engines]
+    settings = settings_of(drafter, target, tmp_path)
+    engines = [Engine(target, None, options, max_rows=24, policy="off") for options in settings]
+    expected = [steps_of(engine, sampling, None) for engine in engines]
     mode = request.getfixturevalue("transfers")
-    for engine, text in zip(engines, expected, strict=True):
+    rejects = sampling is not None and sampling.temperature > 0 and sampling.acceptance == "auto"
+    penalised = sampling is not None and sampling.repetition_penalty != 1
+    for engine, options, (text, drafted) in zip(engines, settings, expected, strict=True):
         got, steps = steps_of(engine, sampling, mode)
         assert got == text
+        chain = max(options.get("widths", [1])) == 1
+        # Nothing stops it, and if it draws, the one child of each row has a probability.
+        stays = drafter == "draft_model" and not options["min_confidence"] and (chain or not rejects)
+        if chain or not stays:  # else no child is dropped for having none
+            assert [(step.tokens, step.rows) for step, _ in steps] == [(step.tokens, step.rows) for step in drafted]
         for step, counts in steps[1:]:
-            assert counts["in"] <= 1 + step.rows
-            assert counts["out"] <= (1 + 2 * step.rows if sampling is None else 3 + 2 * step.rows), counts
+            if drafter == "kangaroo":  # one that was dropped has no row; alternatives are read by themselves
+                reads = step.rows + ("branch" in options)
+            else:  # block verification reads the tokens
+                reads = rejects if stays else options.get("tokens", 4)
+            assert counts["out"] <= reads + 1 + rejects, (options, step.rows, counts)
+            assert counts["in"] <= 2 + step.rows * (1 + penalised), (options, step.rows, counts)
 
 
 @given(parents=parent_lists(12), data=st.data())
@@ -202,7 +216,6 @@ def test_the_device_walks_as_the_host_does(parents: list[int], data: st.DataObje
     scores = Scores(logits if rows is None else logits[rows], rows)
     sampler = Sampler(SamplingParams(), [1], 3, torch.device("cpu"))
     decided = sampler.decide(scores, [0] * len(scores.logits))
-    assert decided is not None
     arrays = {name: torch.from_numpy(array) for name, array in walk_arrays(draft, scores.place).items()}
     closure = torch.from_numpy(ancestors(parents))
     last = last_row(decided[1], torch.tensor(tokens), arrays["parent_places"], arrays["eligible"], closure)
@@ -229,9 +242,8 @@ def test_a_number_that_is_none_is_refused(request: pytest.FixtureRequest) -> Non
     for sampling in (SamplingParams(), SAMPLED):
         sampler = Sampler(sampling, [1, 2], 3, target.device)
         scores = Scores(torch.tensor([[0.0, torch.nan, 1.0], [1.0, 2.0, 3.0]]))
-        decided = sampler.decide(scores, [0, 1])
-        assert decided is not None
-        scores.decided(*copies.copy_out(decided))
+        scores.processed = sampler.together(scores.logits, torch.empty(0))
+        scores.decided(*copies.copy_out(sampler.decide(scores, [0, 1])))
         assert sampler.token(scores, 1, [0]) in (0, 1, 2)
         with pytest.raises(NumericalError, match="logits are no distribution"):
             sampler.token(scores, 0, [])
