@@ -37,6 +37,7 @@ BACKENDS = ("auto", "sdpa", "split", "aten")
 TREE = Draft((3, 4, 5, 6, 7), (-1, 0, 0, 2, 1), probes=frozenset({4}))
 DRAFTS = {"root": Draft.chain([3]), "chain": Draft.chain([3, 4, 5]), "tree": TREE}
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=4)
+PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.2, acceptance="match")
 
 
 class Numbers(TorchFunctionMode):
@@ -170,6 +171,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     )
     monkeypatch.setattr(copies, "copy_in", copy_in)
     monkeypatch.setattr(copies, "copy_out", copy_out)
+    monkeypatch.setattr(copies, "reading", lambda tensor: tensor.tolist)
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: tree_kernel)
     monkeypatch.setattr(copies, "address", lambda tensor: 0)
@@ -301,7 +303,7 @@ def test_every_drafter(
     for options in settings:
         if drafter in ("kangaroo", "medusa"):
             options["check_target"] = False
-        for sampling in (None, SAMPLED):
+        for sampling in (None, SAMPLED, PENALISED):
             engine = Engine(target, None, options, max_rows=24, prefill_chunk=16)
             assert engine.generate(prompt_of(20), 12, sampling).finish_reason == "length"
 

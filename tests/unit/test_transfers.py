@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from specdec import Draft, Engine, SamplingParams, copies
-from specdec.cost import roofline
+from specdec.cost import CostCurve, roofline
 from specdec.draft import ancestors
 from specdec.errors import NumericalError
 from specdec.results import Step
 from specdec.sampling import Sampler, Scores
 from specdec.verify import last_row, match, walk_arrays
-from tests.models import prompt_of, settings_of, target_of
+from tests.models import prompt_of, random_adapter, settings_of, target_of
 from tests.property.trees import parent_lists
 
 READS = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy", "cpu", "nonzero", "equal")
@@ -200,6 +200,64 @@ def test_models_that_draft_copy_a_bounded_number_of_times(
                 reads = rejects if stays else options.get("tokens", 4)
             assert counts["out"] <= reads + 1 + rejects, (options, step.rows, counts)
             assert counts["in"] <= 2 + step.rows * (1 + penalised), (options, step.rows, counts)
+
+
+@pytest.mark.parametrize("second", [1.02, 3.0])
+@pytest.mark.parametrize("sampling", [None, SAMPLED])
+def test_a_guess_is_read_while_its_pass_runs(
+    sampling: SamplingParams | None, second: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the device is never without work in a round. Where a second row costs two plain steps every guess is dropped;
+    what was run for it leaves nothing."""
+    target, done = target_of("llama"), list[str]()
+    random_adapter(target, tmp_path, eta=None)
+    options = {"name": "kangaroo", "adapter": str(tmp_path), "gamma": 3}
+    costs = CostCurve(machine={}, rows=(1, 2, 9), lengths=(1,), seconds=((1.0, second, 9.0),))
+    expected = Engine(target, None, options, costs=costs, policy="off").generate(PROMPT, NEW, sampling)
+    forward = target.forward
+
+    def reading(tensor: torch.Tensor) -> Callable[[], list[float]]:
+        done.append("guessed")
+
+        def numbers() -> list[float]:
+            done.append("read")
+            return tensor.tolist()  # type: ignore[no-any-return]
+
+        return numbers
+
+    def noted(block: Any, **options: Any) -> Any:
+        done.append("verified" if options.get("entry") is not None else "run")
+        return forward(block, **options)
+
+    monkeypatch.setattr(copies, "is_apart", lambda device: True)
+    monkeypatch.setattr(copies, "reading", reading)
+    monkeypatch.setattr(target, "forward", noted)
+    found = Engine(target, None, options, costs=costs, policy="off").generate(PROMPT, NEW, sampling)
+    assert (found.token_ids, found.stats.rows) == (expected.token_ids, expected.stats.rows)
+    rounds = [one.split() for one in " ".join(done).split("verified")][1:-2]  # all but the prompt's and the last
+    guesses = [one.count("read") for one in rounds]
+    assert rounds == [["run", *["guessed", "run", "read"] * count] for count in guesses]
+    dropped = [count + 1 - rows for count, rows in zip(guesses, found.stats.rows[1:], strict=False)]
+    assert set(dropped) == {1} if second == 3 else set(dropped) <= {0, 1}
+    assert len(guesses) > 5
+
+
+def test_tokens_that_come_later_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = list[int]()
+    copy_out = copies.copy_out
+
+    def counted(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+        copied.append(len(tensors))
+        return copy_out(tensors)
+
+    monkeypatch.setattr(copies, "copy_out", counted)
+    late, told = (copies.Later(torch.tensor([5, 6, 7])) for _ in range(2))
+    draft = Draft(late, (-1, 0, 0))
+    assert (len(draft), draft.depths, copied) == (3, [0, 1, 1], [])
+    assert [*draft.tokens] == [*draft.tokens[:2], 7] == [5, 6, 7]
+    assert copied == [1]
+    told.known([5, 6, 7])
+    assert (told[-1], copied) == (7, [1])
 
 
 @given(parents=parent_lists(12), data=st.data())
