@@ -26,7 +26,7 @@ __all__ = ["CudaLayer", "CudaRunner"]
 
 
 class CudaLayer:
-    """A known layer in nine launches; with ``files`` its linears become views of the stacked weights."""
+    """A known layer in nine launches, or six; with ``files`` its linears become views of the stacked weights."""
 
     def __init__(self, layer: KnownLayer, files: FilePages | None, kernels: ModuleType) -> None:
         self._number, self._scale = layer.number, layer.scale
