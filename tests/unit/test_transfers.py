@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from specdec import Draft, Engine, SamplingParams, copies
 from specdec.cost import CostCurve, roofline
@@ -164,12 +165,14 @@ class Alternating:
 
 
 def test_a_grammar_is_asked_row_by_row(request: pytest.FixtureRequest) -> None:
-    """No row is decided without its state."""
-    engine = Engine(target_of("llama"), None, "token_recycling", max_rows=24)
-    expected = engine.generate(PROMPT, 12, logits_processor=[Alternating()]).token_ids
+    """No row is decided without its state; and a penalty for what is new alone looks at a row's own text."""
+    drafter = {"name": "token_recycling", "rows": 24, "persistent": True}
+    engine = Engine(target_of("llama"), None, drafter, max_rows=24, policy="off")
+    others = [Alternating(), RepetitionPenaltyLogitsProcessor(0.01, prompt_ignore_length=len(PROMPT))]
+    expected = [engine.generate(PROMPT, 12, logits_processor=[one]).token_ids for one in others]
     request.getfixturevalue("transfers")
-    assert engine.generate(PROMPT, 12, logits_processor=[Alternating()]).token_ids == expected
-    assert all(token % 2 == place % 2 for place, token in enumerate(expected))
+    assert [engine.generate(PROMPT, 12, logits_processor=[one]).token_ids for one in others] == expected
+    assert all(token % 2 == place % 2 for place, token in enumerate(expected[0]))
 
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, SamplingParams(temperature=0.8, seed=4, acceptance="match")])
