@@ -32,6 +32,7 @@ class CudaLayer:
         self._number, self._scale = layer.number, layer.scale
         self._shape = layer.query_heads, layer.key_heads, layer.head_dim
         self._products = stack_linears(layer, files)
+        self._alone = all(product.weight.is_contiguous() for product in self._products)  # as row products read them
         self._norms = [(norm.weight.data, norm.variance_epsilon) for norm in layer.norms]
         self._head_norms = None
         if layer.head_norms:
@@ -48,7 +49,7 @@ class CudaLayer:
         """
         qkv, out, gate_up, down = self._products
         kernels, (cos, sin, at) = self._kernels, turns
-        if len(residual) == 1 and delta is None:
+        if len(residual) == 1 and delta is None and self._alone:
             heads = kernels.row_product(residual, qkv.weight, qkv.bias, norm=self._norms[0])
             mixed = self._attend(heads, block.parts[0][0], cos, sin, at)
             residual = kernels.row_product(mixed, out.weight, out.bias, residual=residual)
