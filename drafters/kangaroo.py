@@ -6,6 +6,11 @@ kept. Without an eta what pays is drafted: a guess is kept if its chance is wort
 verification, and followed by another one if that one's chance is worth adapter and head, too. Verification enters at
 layer l with the kept features, so no layer runs twice for a token, and draft and verification share one cache.
 
+On a device the shallow pass of a guess is launched before its confidence is read, so that the device has work while the
+host waits and decides. What the host learns thus costs nothing but a pass in vain where a guess is dropped, which is
+rare, as rows cost little there; with a number of guesses that is settled beforehand nothing would be read, but
+confidence, the best thing there is to go by, would not be used (docs/gpu.md has the sums).
+
 The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows beyond its last one wait
 in ``_pending`` and go in with the next root. So full acceptance is no special case.
 """
@@ -24,6 +29,7 @@ from drafters.adapter import Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
 from drafters.vocabulary import DraftVocabulary
 from drafters.weights import check_fit, weights_folder
+from specdec import copies
 from specdec.block import Block
 from specdec.config import check_positive
 from specdec.cost import pass_price
@@ -148,6 +154,9 @@ class KangarooSession(BatchedSession):
         self._no_ids = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)
         self._sampled = params.temperature > 0 and params.acceptance != "typical"
         self._coupled = self._sampled and params.acceptance == "match"
+        target = context.target
+        apart = copies.is_apart(target.device) and copies.is_apart(target.head_device)
+        self._ahead = apart and drafter.branch == 1  # alternatives are in the same pass as the guess
         # In plain steps: a shallow pass, a guess, and keeping draft number 1, 2, ...: such a pass and a deep row.
         costs, length = context.costs, context.prompt_length
         self._shallow_price, self._guess_price = (
@@ -165,7 +174,7 @@ class KangarooSession(BatchedSession):
         tokens, parents, self._drafted = [context.root], [-1], []
         if most < 1:
             return Draft(tokens, parents)
-        features = [(yield self._shallow(tokens, parents, 0)).hidden]
+        features = [(yield self._shallow(tokens, 0)).hidden]
         q: dict[int, torch.Tensor] = {}
         confident, last, reached = True, 0, 1.0
         while confident and last < most:
@@ -174,7 +183,11 @@ class KangarooSession(BatchedSession):
             confidence, best = probabilities.max(-1)
             first_choice = self._choice(probabilities, best, len(tokens) - 1)
             # In one copy from the device; a number is exact in float64, too.
-            trust, number = torch.stack((confidence.double(), first_choice.double())).tolist()
+            numbers_of = copies.reading(torch.stack((confidence.double(), first_choice.double())))
+            if self._ahead:
+                guess = copies.Later(drafter.vocabulary.tokens_at(first_choice.clamp(min=0)[None]))
+                features.append((yield self._shallow(guess, last + 1)).hidden)
+            trust, number = numbers_of()
             # How probable the likeliest token is says less of a draw.
             reached *= (trust + self._chance) / 2 if self._sampled else trust
             if drafter.eta is None and reached <= self._row_prices[last]:
@@ -192,10 +205,12 @@ class KangarooSession(BatchedSession):
             first = len(tokens)
             tokens += chosen
             parents += [last] * len(chosen)
-            features.append((yield self._shallow(tokens, parents, first)).hidden)
+            if not self._ahead:
+                features.append((yield self._shallow(chosen, first, parents)).hidden)
             last = first
         cost = len(self._drafted) * self._guess_price + (len(features) - 1) * self._shallow_price
-        return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, torch.cat(features)), cost=cost)
+        hidden = torch.cat(features)[: len(tokens)]  # without what was run ahead in vain
+        return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, hidden), cost=cost)
 
     def _goes_on(self, confidence: float, reached: float, drafts: int) -> bool:
         """Whether to draft behind one that ``drafts`` others precede; ``reached``: the chance that all are right."""
@@ -227,18 +242,13 @@ class KangarooSession(BatchedSession):
             self._pending += [features[row : row + 1] for row in seen.path[known:]]
         self._drafted = []
 
-    def _shallow(self, tokens: Sequence[int], parents: Sequence[int], first: int) -> Pass:
-        """Rows from ``first`` on through layers [0, l), into their slots."""
+    def _shallow(self, rows: Sequence[int], first: int, parents: Sequence[int] = ()) -> Pass:
+        """These tokens, the draft's rows from ``first`` on, through layers [0, l), into their slots."""
         context, target = self._context, self._context.target
-        rows = tokens[first:]
-        if len(rows) == 1:
-            block = Block(context.cache, rows, first=first, device=target.device, backend=target.backend)
-        else:  # siblings under the last row of the chain
-            depths = [*range(first), *([first] * len(rows))]
-            block = Block(
-                context.cache, rows, parents=parents, depths=depths, first=first,
-                device=target.device, backend=target.backend,
-            )  # fmt: skip
+        siblings: dict[str, Any] = {}
+        if len(rows) > 1:  # under the last row of the chain
+            siblings = {"parents": parents, "depths": [*range(first), *([first] * len(rows))]}
+        block = Block(context.cache, rows, first=first, device=target.device, backend=target.backend, **siblings)
         return self._forward.of(block)
 
     def _guess(self, token: int, feature: torch.Tensor) -> Pass:
@@ -279,24 +289,15 @@ class KangarooSession(BatchedSession):
 
     def _alternatives(self, probabilities: torch.Tensor, count: int, depth: int) -> list[int]:
         """Numbers of up to ``count`` tokens, the first being ``_choice``'s; draws are without replacement."""
-        if self._coupled:
-            return _largest(probabilities.log() + self._noises(depth), count)
-        if not self._sampled:
-            return _largest(probabilities.log(), count)
-        chosen: list[int] = []
-        while len(chosen) < count:
-            if chosen:
-                probabilities = probabilities.clone()
-                probabilities[chosen[-1]] = 0
-            token = int(self._choice(probabilities, probabilities, depth + len(chosen)))
-            if token < 0:
-                break
-            chosen.append(token)
-        return chosen
-
-
-def _largest(scores: torch.Tensor, count: int) -> list[int]:
-    """The numbers of the ``count`` largest finite scores, best first."""
-    values, tokens = scores.topk(min(count, len(scores)))
-    chosen: list[int] = tokens[torch.isfinite(values)].tolist()
-    return chosen
+        if self._sampled and not self._coupled:
+            chosen = list[torch.Tensor]()
+            for after in range(count):
+                chosen.append(self._choice(probabilities, probabilities, depth + after))
+                probabilities = probabilities.scatter(0, chosen[-1].clamp(min=0)[None], 0)
+            numbers = torch.stack(chosen)
+        else:
+            scores = probabilities.log() + self._noises(depth) if self._coupled else probabilities.log()
+            values, numbers = scores.topk(min(count, len(scores)))
+            numbers = numbers.where(torch.isfinite(values), -1)
+        found: list[int] = numbers.tolist()
+        return [number for number in found if number >= 0]

@@ -38,6 +38,10 @@ class DraftVocabulary:
         """The token that has this number."""
         return number if self._listed is None else self._listed[number]
 
+    def tokens_at(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The tokens, int64 [N], that have these numbers."""
+        return numbers if self.tokens is None else self.tokens[numbers]
+
     def spread(self, values: torch.Tensor, rest: float) -> torch.Tensor:
         """[d] values to [V], with ``rest`` for the tokens that are left out."""
         if self.tokens is None:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, final, runtime_checkable
 import torch
 
 from specdec.cache import KVCache
+from specdec.copies import Later
 from specdec.cost import CostCurve, roofline
 from specdec.draft import Draft, Entry
 from specdec.errors import DraftError, shown
@@ -269,7 +270,7 @@ def _misfit(draft: Draft, target: Target) -> str | None:
     if not isinstance(draft, Draft):
         return f"{_typed(draft)}; it must propose a Draft"
     for what, rows in (("token", draft.tokens), ("parent", draft.parents)):
-        if type(rows) is not range and set(map(type, rows)) != {int}:  # numpy's integers are integers too
+        if type(rows) not in (range, Later) and set(map(type, rows)) != {int}:  # numpy's integers are integers too
             odd = [row for row in rows if not isinstance(row, Integral) or isinstance(row, bool)]
             if odd:
                 return f"{what} {_typed(odd[0])}; {what}s are integers"

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from transformers import (
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -183,11 +184,13 @@ class Scores:
         logits: [R, V], raw, in the target's dtype.
         rows: the R draft rows, ascending; None where row i is logits[i].
         shared: where the rows went through the target beside others: the peaks of all, and the first of these rows.
+        processed: [R, V] after the processors, where these took all rows at once (``Sampler.together``).
     """
 
     logits: torch.Tensor
     rows: Sequence[int] | None = None
     shared: tuple[Peaks, int] | None = None
+    processed: torch.Tensor | None = None
     _place: dict[int, int] = field(default_factory=dict)
     _best: list[int] = field(default_factory=list)
     _own: list[int] = field(default_factory=list)
@@ -357,7 +360,12 @@ class Sampler:
         self.processors: list[Any] = [*begun, *params.processors()]
         # Some never look at the prefix, and write nothing in place.
         free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-        self._all_free = all(isinstance(p, free) for p in self.processors)
+        bound = [p for p in self.processors if not isinstance(p, free)]
+        self._all_free = not bound
+        # Which tokens a text has is all that the penalty asks, so that a row's may be filled up with some of its own.
+        self.takes_together = all(
+            type(p) is RepetitionPenaltyLogitsProcessor and p.prompt_ignore_length is None for p in bound
+        )
         last: Any = self.processors[-1] if self.processors else None
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
         plain = plain and not copies.is_apart(device)  # where every number that is read is waited for
@@ -368,24 +376,42 @@ class Sampler:
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
 
-    def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    @property
+    def unread(self) -> list[int] | None:
+        """Tokens of the text that are not on the device yet; None where no processor asks for any."""
+        return None if self._all_free else self.tokens[self._filled :]
+
+    def together(self, logits: torch.Tensor, paths: torch.Tensor, unread: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [R, V] after all processors, each asked once, where it ``takes_together``.
+
+        Args:
+            logits: [R, V], raw.
+            paths: int64 [R, D], each row's tokens below the root, in any order and filled up with tokens of its text.
+            unread: what :attr:`unread` lists, where it is on the device already.
+        """
+        if logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()
+        ids: Any = (
+            self._prefix[:, :0]
+            if self._all_free
+            else torch.cat((self._ids((), unread).expand(len(logits), -1), paths), 1)
+        )
+        for processor in self.processors:
+            logits = processor(ids, logits)
+        return logits
+
+    def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
 
-        ``depths`` are the rows'. None where processors look at each row's own prefix, so that rows must be taken one
-        by one. A row whose logits are no distribution has a number that is no token.
+        ``depths`` are the rows'; ``scores`` are ``processed`` where there are processors. A row whose logits are no
+        distribution has a number that is no token.
         """
-        if not self._all_free:
-            return None
         best = own = _tokens(scores.logits)
-        if self.processors or self.sample:
-            logits: Any = scores.logits
-            if logits.dtype not in (torch.float32, torch.float64):
-                logits = logits.float()
-            for processor in self.processors:
-                logits = processor(self._prefix[:, :0], logits)
-            if self.sample:
-                noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}
-                logits = torch.stack([noise[depth] for depth in depths]) + logits
+        logits = scores.logits if scores.processed is None else scores.processed
+        if self.sample:
+            noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}
+            own = _tokens(torch.stack([noise[depth] for depth in depths]) + logits)
+        elif self.processors:
             own = _tokens(logits)
         return best, own
 
@@ -455,6 +481,8 @@ class Sampler:
         ``processors``: some of the sampler's; None for all.
         """
         place = scores.place(row)
+        if scores.processed is not None and processors is None:
+            return scores.processed[place]
         logits = scores.logits[place : place + 1]
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
@@ -471,7 +499,7 @@ class Sampler:
                 _check_scores(processor, logits, given.shape)
         return logits[0]
 
-    def _ids(self, path: Sequence[int]) -> torch.Tensor:
+    def _ids(self, path: Sequence[int], unread: torch.Tensor | None = None) -> torch.Tensor:
         """[1, n] the committed text and the path; only what is new since the last call is written."""
         if self._all_free:
             return self._prefix[:, :0]
@@ -482,6 +510,7 @@ class Sampler:
             self._prefix = grown
         new = [*self.tokens[self._filled :], *path]
         if new:
-            self._prefix[0, self._filled : needed] = torch.tensor(new, device=self._prefix.device)
+            there = torch.tensor(new, device=self._prefix.device) if unread is None else unread
+            self._prefix[0, self._filled : needed] = there
         self._filled = known  # the path's tokens are scratch
         return self._prefix[:, :needed]
