@@ -39,7 +39,7 @@ def largest(scores: torch.Tensor, rows: Sequence[int] | None, count: int) -> lis
 def draw(scores: torch.Tensor, key: int, temperature: float = 1.0) -> int | None:
     """The token with the largest sum of its score, of [V], and the Gumbel number that a key [64 bits] gives it.
 
-    Scores are divided by the temperature in float32. None, too, where they are no distribution, or rounding would decide.
+    Scores are divided by the temperature in float32. None, too, where they are no distribution or rounding decides.
     """
     if not _reads(scores):
         return None
