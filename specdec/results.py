@@ -42,8 +42,8 @@ class Seconds:
     """Wall-clock seconds by phase.
 
     On a GPU the prefill is waited for. A step is waited for once, where its numbers are read: ``target`` is the time to
-    launch the forward, and what the device still needs then is part of ``verify``. ``passes`` are part of ``draft``: what
-    drafters had models compute, timed as the target's forwards are.
+    launch the forward, and what the device still needs then is part of ``verify``. ``passes`` are part of ``draft``:
+    what drafters had models compute, timed as the target's forwards are.
     """
 
     prefill: float = 0.0

@@ -97,7 +97,7 @@ class Noise:
         return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
     def drawn(self, scores: torch.Tensor, position: int, temperature: float = 1.0) -> int | None:
-        """The winner by scores [V] over a temperature, in float32, where it can be had in one look at them; else None."""
+        """The winner by scores [V] over a temperature, in float32, where one look at them tells; else None."""
         return draw(scores, self._key(position, Noise.TARGET, 0), temperature)
 
     def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:

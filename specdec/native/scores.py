@@ -18,9 +18,7 @@ _HALF = {torch.float32: False, torch.bfloat16: True}
 
 
 def _reads(scores: torch.Tensor) -> bool:
-    return (
-        scores.dtype in _HALF and scores.device.type == "cpu" and scores.is_contiguous() and library() is not None
-    )
+    return scores.dtype in _HALF and scores.device.type == "cpu" and scores.is_contiguous() and library() is not None
 
 
 def largest(scores: torch.Tensor, rows: Sequence[int] | None, count: int) -> list[list[int]] | None:
@@ -41,8 +39,7 @@ def largest(scores: torch.Tensor, rows: Sequence[int] | None, count: int) -> lis
 def draw(scores: torch.Tensor, key: int, temperature: float = 1.0) -> int | None:
     """The token with the largest sum of its score, of [V], and the Gumbel number that a key [64 bits] gives it.
 
-    Scores are divided by the temperature in float32. None, too, where they are no distribution, and where rounding would
-    decide.
+    Scores are divided by the temperature in float32. None, too, where they are no distribution or rounding decides.
     """
     if not _reads(scores):
         return None
