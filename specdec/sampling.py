@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,9 +61,18 @@ class Noise:
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         self._seed = _mix(seed & _MASK)
         # Wraps like the 64-bit product that it is.
-        self._steps = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
-        self._block = max(1, min(_AHEAD, _BLOCK // size))
-        self._first, self._ahead = 0, torch.empty(0, size, device=device)  # the target's draws from a position on
+        self._begin(torch.arange(1, size + 1, device=device) * _signed(_GOLDEN))
+
+    def _begin(self, steps: torch.Tensor) -> None:
+        self._steps = steps
+        self._block = max(1, min(_AHEAD, _BLOCK // len(steps)))
+        self._first, self._ahead = 0, steps.new_empty(0, len(steps))  # the target's draws from a position on
+
+    def among(self, tokens: torch.Tensor) -> Noise:
+        """The same numbers, of ``tokens`` [d] alone."""
+        own = copy(self)
+        own._begin(self._steps[tokens])
+        return own
 
     def _key(self, position: int, stream: int, index: int) -> int:
         key = _mix((self._seed + stream * _GOLDEN) & _MASK)
