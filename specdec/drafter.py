@@ -112,11 +112,13 @@ class Question:
         scores: logits of the draft's scored rows.
         taps: the drafter's ``taps``.
         last: int64 [1] on the device, the accepted row with which the path will end; None where the host decides.
+        depth: int64 [1] on the device, its depth; None with ``last``.
     """
 
     scores: Scores
     taps: Mapping[int, torch.Tensor]
     last: torch.Tensor | None
+    depth: torch.Tensor | None
 
 
 @runtime_checkable

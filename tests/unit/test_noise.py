@@ -121,4 +121,7 @@ def test_the_noise_of_some_tokens_is_theirs() -> None:
     some = whole.among(tokens)
     for position in (5, 6, 30, 2):
         assert torch.equal(some.gumbel(position), whole.gumbel(position)[tokens])
+        assert torch.equal(
+            some.gumbel_at(torch.tensor([position, 9])), torch.stack([some.gumbel(position), some.gumbel(9)])
+        )
     assert some.uniform(5, Noise.DRAFT, 2) == whole.uniform(5, Noise.DRAFT, 2)
