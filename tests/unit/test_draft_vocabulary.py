@@ -162,9 +162,11 @@ def test_reject_is_exact_whatever_is_left_out(tokens: list[int], shape: str) -> 
     assert max(abs(found[text] - expected[text]) for text in expected) < 1e-12
 
 
-def test_sampled_texts_have_the_models_distribution(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eta", [0.0, None])
+def test_sampled_texts_have_the_models_distribution(tmp_path: Path, eta: float | None) -> None:
     target, model = five_token_target()
     drafter = kangaroo(target, tmp_path, [0, 3], eta=0.0, gamma=2)
+    drafter.eta = eta
     engine = Engine(target, None, drafter)
     params = [SamplingParams(temperature=1.0, seed=seed, acceptance="reject") for seed in range(300)]
     texts = [engine.generate([1, 2, 3, 1, 2], 2, own).token_ids for own in params]
