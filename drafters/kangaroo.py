@@ -23,7 +23,7 @@ import torch
 
 from drafters.adapter import Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
-from drafters.vocabulary import DraftVocabulary, coupled
+from drafters.vocabulary import DraftVocabulary, coupled, processed
 from drafters.weights import check_fit, weights_folder
 from specdec.block import Block
 from specdec.config import check_positive
@@ -271,14 +271,12 @@ class KangarooSession(BatchedSession):
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         """[d] the guess, under the processors that the target's logits are under."""
-        scores: Any = logits.float()[None]
-        if self._reads_prefix:
-            vocabulary = self._drafter.vocabulary
-            ids: Any = torch.tensor([[*self._context.tokens, *self._drafted[1:]]], device=logits.device)
-            scores = vocabulary.spread(scores[0], -torch.inf)[None]  # processors know tokens by their ids
-            return vocabulary.gather(self._processors(ids, scores)[0])
-        own: torch.Tensor = self._processors(self._no_ids, scores)[0]
-        return own
+        vocabulary, scores, ids = self._drafter.vocabulary, logits.float(), self._no_ids
+        if self._reads_prefix:  # by the tokens' ids
+            ids = torch.tensor([[*self._context.tokens, *self._drafted[1:]]], device=logits.device)
+            scores = vocabulary.spread(scores, -torch.inf)
+        scores = processed(scores[None], ids, self._processors)[0]
+        return vocabulary.gather(scores) if self._reads_prefix else scores
 
     def _rank(self, scores: torch.Tensor) -> tuple[list[float], list[int], None]:
         """Chances to be the target's choice, and numbers, of the likeliest tokens."""

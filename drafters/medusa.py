@@ -23,7 +23,7 @@ import yaml
 
 from drafters.medusa_heads import MedusaHeads
 from drafters.tree import Grown, grow
-from drafters.vocabulary import DraftVocabulary, coupled
+from drafters.vocabulary import DraftVocabulary, coupled, processed
 from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
 from specdec.cost import pass_price
@@ -287,7 +287,7 @@ class MedusaSession(BatchedSession):
         else:
             noise = self._noise.gumbel_at(depth + torch.arange(1, 1 + len(heads), device=depth.device) + position)
         ids = torch.empty(1, 0, dtype=torch.long, device=logits.device)
-        return coupled(self._processors(ids, logits), noise, self._temperature)
+        return coupled(processed(logits, ids, self._processors), noise, self._temperature)
 
     def ask(self, question: Question) -> torch.Tensor | None:
         hidden = question.taps[FINAL]

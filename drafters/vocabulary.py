@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,16 @@ from specdec.errors import CheckpointError
 from specdec.sampling import Noise
 from specdec.target import Target
 
-__all__ = ["DraftVocabulary", "check_draft_tokens", "coupled", "most_frequent", "number_in", "ranks_of", "token_counts"]
+__all__ = [
+    "DraftVocabulary",
+    "check_draft_tokens",
+    "coupled",
+    "most_frequent",
+    "number_in",
+    "processed",
+    "ranks_of",
+    "token_counts",
+]
 
 
 class DraftVocabulary:
@@ -52,6 +62,13 @@ class DraftVocabulary:
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """[V] values to those [d] of the vocabulary."""
         return values if self.tokens is None else values[self.tokens]
+
+
+def processed(scores: torch.Tensor, ids: torch.Tensor, processors: Iterable[Any]) -> torch.Tensor:
+    """[N, V] scores after each of transformers' processors; their list looks up each one's signature every time."""
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores
 
 
 def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float) -> torch.Tensor:
