@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from drafters.fingerprint import known_tokenizer
+from specdec import copies
 from specdec.block import Block
 from specdec.config import check_positive
 from specdec.cost import pass_price
@@ -30,6 +31,7 @@ from specdec.target import Target
 
 __all__ = ["DraftModel", "DraftModelConfig", "embedded_draft_model", "fitting"]
 
+_CONFIDENCE = 0.2  # see min_confidence
 _CHUNK = 512  # text tokens per forward while catching up
 
 
@@ -42,7 +44,8 @@ class DraftModelConfig:
         tokens: depth of a draft; each level costs a forward of the draft model.
         widths: children per row, level by level; 1 beyond the list's end. The empty list is a chain.
         min_confidence: a path is not extended where its likeliest extension has a smaller probability than this, by
-            the draft model.
+            the draft model. None is 0.2 on a CPU. On a device it is 0: a draft then stays there until it is verified,
+            while a stop has to be read, level by level; that pays for a large draft model only (docs/gpu.md).
         dtype: of the draft model; None takes the target's.
         check_tokenizer: refuse a model whose tokenizer is known to have another vocabulary than the target's.
     """
@@ -50,7 +53,7 @@ class DraftModelConfig:
     model: str | None = None
     tokens: int = 4
     widths: list[int] = field(default_factory=list)
-    min_confidence: float = 0.2
+    min_confidence: float | None = None
     dtype: str | None = None
     check_tokenizer: bool = True
 
@@ -61,7 +64,7 @@ class DraftModelConfig:
                 f"draft_model.widths is {shown(self.widths)}; it takes at most tokens = {shown(self.tokens)} numbers "
                 "of 1 or more"
             )
-        if not 0 <= self.min_confidence < 1:
+        if self.min_confidence is not None and not 0 <= self.min_confidence < 1:
             raise ConfigError(f"draft_model.min_confidence is {self.min_confidence}; it must be in [0, 1)")
 
 
@@ -124,6 +127,10 @@ class DraftModelSession(BatchedSession):
         # The target's processors on the draft model's logits, each row on its own prefix.
         params = context.sampling
         self._sampler = Sampler(params, context.tokens, model.vocab_size, model.device)
+        apart = copies.is_apart(model.device)
+        trust = config.min_confidence
+        self._least = (0.0 if apart else _CONFIDENCE) if trust is None else trust
+        self._stays = apart and not self._least
         self._samples = params.temperature > 0
         self._draws = self._samples and params.acceptance in ("auto", "reject")
         self._draft = Draft.chain([context.root])
@@ -138,8 +145,13 @@ class DraftModelSession(BatchedSession):
         if depth < 1 or room < 2 or len(context.tokens) + depth > self._model.context_length:
             self._draft = Draft.chain([context.root])
         else:
-            logits = yield from self._catch_up()
-            self._draft = yield from self._grow(logits, fitting(self._config.widths, depth, room))
+            logits, root = yield from self._catch_up()
+            widths = fitting(self._config.widths, depth, room)
+            # A child that is drawn has to have a probability, and of the second one nobody knows without reading it.
+            if self._stays and (max(widths) == 1 or not self._draws):
+                self._draft = yield from self._grow_there(logits, root, widths)
+            else:
+                self._draft = yield from self._grow(logits, widths)
         return self._draft
 
     def observe(self, seen: Observation) -> None:
@@ -153,8 +165,8 @@ class DraftModelSession(BatchedSession):
 
         self._cache.commit(list(takewhile(ran, seen.path)))
 
-    def _catch_up(self) -> Passes[torch.Tensor]:
-        """[1, V] logits of the root, after the text that the cache lacks; the root's slot is row 0's."""
+    def _catch_up(self) -> Passes[tuple[torch.Tensor, torch.Tensor]]:
+        """[1, V] logits of the root, after the text that the cache lacks, and itself, [1]; its slot is row 0's."""
         cache, tokens = self._cache, self._context.tokens
         while True:
             new = tokens[cache.length : cache.length + min(_CHUNK, cache.rows)]
@@ -164,8 +176,7 @@ class DraftModelSession(BatchedSession):
             cache.commit(range(len(new) - last))
             if last:
                 self._fed = 1
-                logits: torch.Tensor = output.logits
-                return logits
+                return output.logits, block.tokens[0, -1:]
 
     def _grow(self, logits: torch.Tensor, widths: list[int]) -> Passes[Draft]:
         """Level by level; ``logits`` are those of the level's rows, at first the root's."""
@@ -173,13 +184,17 @@ class DraftModelSession(BatchedSession):
         q: dict[int, torch.Tensor] = {}
         level, passes = [0], 1
         for width in widths:
-            scores = Scores(logits, level)
-            depth = depths[level[0]]
-            drawn = [self._sampler.distribution(scores, row, _path(tokens, parents, row)) for row in level]  # [V] each
+            depth, paths = depths[level[0]], [_path(tokens, parents, row) for row in level]
+            there = torch.empty(0)
+            if self._sampler.unread is not None:
+                there = torch.tensor(paths, dtype=torch.long, device=logits.device).view(len(level), depth)
+            drawn = torch.softmax(self._sampler.together(logits, there).double(), -1)  # [R, V]
             children = self._children(drawn, level, depth, width)
             for row, probabilities, (best, below) in zip(level, drawn, children, strict=True):
+                if math.isnan(best):
+                    self._sampler.distribution(Scores(logits, level), row, paths[row - level[0]])  # says what is wrong
                 # A choice that rests on the path alone; one that looked at the drawn child would bias the output.
-                if trust[row] * best < self._config.min_confidence:
+                if trust[row] * best < self._least:
                     continue
                 if self._draws:
                     q[row] = probabilities
@@ -191,16 +206,40 @@ class DraftModelSession(BatchedSession):
             level = list(range(level[-1] + 1, len(tokens)))
             if not level or depths[-1] == len(widths):
                 break
-            logits = (yield self._run(tokens, parents, depths, level[0])).logits
+            logits = (yield self._run(tokens[level[0] :], parents, depths)).logits
             self._fed, passes = len(tokens), passes + 1
         return Draft(tokens, parents, q=q, cost=passes * self._price)
 
-    def _run(self, tokens: list[int], parents: list[int], depths: list[int], first: int) -> Pass:
-        """Rows ``first`` to the last through the model, into their scratch slots."""
-        chain = depths[-1] == len(tokens) - 1
+    def _grow_there(self, logits: torch.Tensor, root: torch.Tensor, widths: list[int]) -> Passes[Draft]:
+        """As ``_grow``, of full levels, and nothing is read: the next level embeds tokens that nobody knows yet."""
+        parents, depths, level = [-1], [0], [0]
+        tokens, paths = [root], root.new_empty(1, 0)
+        q: dict[int, torch.Tensor] = {}
+        for depth, width in enumerate(widths):
+            values = self._sampler.together(logits, paths)
+            if self._draws:
+                (q[depth],) = torch.softmax(values.double(), -1)
+                values = q[depth].log()[None]
+            if self._samples:
+                values = values + self._noise(depth, depth)  # the rows of a chain are its depths
+            best = values.topk(min(width, values.shape[-1])).indices
+            tokens.append(best.flatten())
+            parents += [row for row in level for _ in best[0]]
+            depths += [depth + 1] * best.numel()
+            level = list(range(level[-1] + 1, len(parents)))
+            if depth + 1 < len(widths):
+                logits = (yield self._run(copies.Later(tokens[-1]), parents, depths)).logits
+                self._fed = len(parents)
+                paths = torch.cat((paths.repeat_interleave(best.shape[1], 0), tokens[-1][:, None]), 1)
+        return Draft(copies.Later(torch.cat(tokens)), parents, q=q, cost=len(widths) * self._price)
+
+    def _run(self, tokens: Sequence[int], parents: list[int], depths: list[int]) -> Pass:
+        """The last rows, which hold these tokens, through the model, into their scratch slots."""
+        first = len(parents) - len(tokens)
+        chain = depths[-1] == len(parents) - 1
         block = Block(
             self._cache,
-            tokens[first:],
+            tokens,
             parents=None if chain else parents,
             depths=None if chain else depths,
             first=first,
@@ -210,7 +249,7 @@ class DraftModelSession(BatchedSession):
         return self._forward.of(block)
 
     def _children(
-        self, drawn: list[torch.Tensor], level: list[int], below: int, width: int
+        self, drawn: torch.Tensor, level: list[int], below: int, width: int
     ) -> list[tuple[float, list[tuple[int, float]]]]:
         """For each row of a level the largest probability, and its children: tokens with theirs.
 
@@ -224,14 +263,18 @@ class DraftModelSession(BatchedSession):
         for row, probabilities in zip(level, drawn, strict=True):
             values = probabilities.log()
             if self._samples:
-                noise, position = self._context.noise, len(self._context.tokens)
-                values += noise.gumbel(position, Noise.DRAFT, row) if self._draws else noise.gumbel(position + below)
+                values += self._noise(row, below)
             best, tokens = values.topk(width)
             parts += [probabilities.max()[None], best, tokens, probabilities.index_select(0, tokens)]
         found: list[float] = torch.cat([part.double() for part in parts]).tolist()
         size = 1 + 3 * width
         rows = [found[start : start + size] for start in range(0, len(found), size)]
         return [(row[0], _there(row[1 : 1 + width], row[1 + width : 1 + 2 * width], row[-width:])) for row in rows]
+
+    def _noise(self, row: int, depth: int) -> torch.Tensor:
+        """[V] for the draws of a row's children."""
+        noise, position = self._context.noise, len(self._context.tokens)
+        return noise.gumbel(position, Noise.DRAFT, row) if self._draws else noise.gumbel(position + depth)
 
 
 def _there(values: list[float], tokens: list[float], probabilities: list[float]) -> list[tuple[int, float]]:

@@ -7,6 +7,11 @@ and a shallow pass for all of them, and another guess behind the likeliest one i
 head, too. Verification enters at layer l with the kept features, so no layer runs twice for a token, and draft and
 verification share one cache. When sampling, tokens are ranked with the noise with which the target will draw.
 
+On a device the shallow pass of a guess is launched before its chances are read, so that the device has work while the
+host waits and decides. What the host learns thus costs nothing but rows in vain where tokens are dropped, which cost
+little there; with a number of guesses that is settled beforehand nothing would be read, but the chances, the best thing
+there is to go by, would not be used (docs/gpu.md has the sums).
+
 The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows beyond its last one wait
 in ``_pending`` and go in with the next root. So full acceptance is no special case.
 """
@@ -25,6 +30,7 @@ from drafters.adapter import Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
 from drafters.vocabulary import DraftVocabulary, coupled, processed
 from drafters.weights import check_fit, weights_folder
+from specdec import copies
 from specdec.block import Block
 from specdec.config import check_positive
 from specdec.cost import pass_price
@@ -156,6 +162,10 @@ class KangarooSession(BatchedSession):
         sampled = params.temperature > 0 and params.acceptance != "typical"
         self._draws = sampled and params.acceptance == "reject"  # from q, or else with the target's own noise
         self._noise = drafter.vocabulary.noise(context.noise) if sampled and not self._draws else None
+        target = context.target
+        apart = copies.is_apart(target.device) and copies.is_apart(target.head_device)
+        # With an eta the number of tokens hangs on what is read.
+        self._ahead = apart and (drafter.eta is None or drafter.branch == 1)
         # In plain steps: a shallow pass of one row, a guess, and a step by its rows.
         costs, length = context.costs, context.prompt_length
         self._shallow_price, self._guess_price = (
@@ -175,15 +185,24 @@ class KangarooSession(BatchedSession):
         tokens, parents, depths, self._drafted, self._guessed = [context.root], [-1], [0], [], []
         if most < 1:
             return Draft(tokens, parents)
-        features = [(yield self._shallow(tokens, parents, depths, 0)).hidden]
+        features = [(yield self._shallow(tokens, parents, depths)).hidden]
         q: dict[int, torch.Tensor] = {}
         confident, last, reached = True, 0, 1.0
         while confident and depths[last] < most and len(tokens) < room:
             scores = self._scores((yield self._guess(tokens[last], features[-1][:1])))
-            chances, numbers, drawn_from = self._draw(scores) if self._draws else self._rank(scores)
+            shares, places, drawn_from = self._draw(scores) if self._draws else self._rank(scores)
+            # In one copy from the device; a number is exact in float64, too.
+            read = copies.reading(torch.cat((shares.double(), places.double())))
+            first, left = len(tokens), min(drafter.branch, room - len(tokens))
+            if self._ahead:
+                guess = copies.Later(drafter.vocabulary.tokens_at(places[:left].clamp(min=0)))
+                below = parents + [last] * len(guess), depths + [depths[last] + 1] * len(guess)
+                features.append((yield self._shallow(guess, *below)).hidden)
+            found = read()
+            chances = [chance for chance in found[: len(places)] if chance > 0]
+            numbers = [int(number) for number in found[len(places) :][: len(chances)] if number >= 0]
             if not numbers:  # weights so large that the adapter says NaN
                 break
-            left = min(drafter.branch, room - len(tokens))
             if drafter.eta is None:
                 kept, reached, confident = self._paying(reached, chances[:left], len(tokens))
             else:
@@ -197,14 +216,17 @@ class KangarooSession(BatchedSession):
                 break
             if drawn_from is not None:
                 q[last] = drafter.vocabulary.spread(drawn_from, 0.0)
-            first = len(tokens)
             tokens += chosen
-            parents += [last] * (len(tokens) - first)
-            depths += [depths[last] + 1] * (len(tokens) - first)
-            features.append((yield self._shallow(tokens, parents, depths, first)).hidden)
+            parents += [last] * len(chosen)
+            depths += [depths[last] + 1] * len(chosen)
+            if self._ahead:
+                features[-1] = features[-1][: len(chosen)]  # the slots of the others are the next rows'
+            else:
+                features.append((yield self._shallow(chosen, parents, depths)).hidden)
             last = first
         cost = len(self._drafted) * self._guess_price + (len(features) - 1) * self._shallow_price
-        return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, torch.cat(features)), cost=cost)
+        hidden = torch.cat(features)[: len(tokens)]  # without what was run ahead in vain
+        return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, hidden), cost=cost)
 
     def _paying(self, reached: float, chances: Sequence[float], rows: int) -> tuple[int, float, bool]:
         """How many of a guess's tokens bring most over what they cost; and of what follows the first, if it pays.
@@ -252,13 +274,13 @@ class KangarooSession(BatchedSession):
             self._pending += [features[row : row + 1] for row in seen.path[known:]]
         self._drafted, self._guessed = [], []
 
-    def _shallow(self, tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int], first: int) -> Pass:
-        """Rows from ``first`` on through layers [0, l), into their slots."""
+    def _shallow(self, rows: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Pass:
+        """These tokens, the draft's last rows, through layers [0, l), into their slots."""
         context, target = self._context, self._context.target
-        chain = depths[-1] == len(tokens) - 1
+        chain = depths[-1] == len(depths) - 1
         block = Block(
-            context.cache, tokens[first:], parents=None if chain else parents, depths=None if chain else depths,
-            first=first, device=target.device, backend=target.backend,
+            context.cache, rows, parents=None if chain else parents, depths=None if chain else depths,
+            first=len(depths) - len(rows), device=target.device, backend=target.backend,
         )  # fmt: skip
         return self._forward.of(block)
 
@@ -278,23 +300,20 @@ class KangarooSession(BatchedSession):
         scores = processed(scores[None], ids, self._processors)[0]
         return vocabulary.gather(scores) if self._reads_prefix else scores
 
-    def _rank(self, scores: torch.Tensor) -> tuple[list[float], list[int], None]:
-        """Chances to be the target's choice, and numbers, of the likeliest tokens."""
+    def _rank(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Of the likeliest tokens, likeliest first, the chance to be the target's choice, and the number."""
         if self._noise is not None:
             scores = coupled(scores, self._noise.gumbel(self._position), self._temperature)
         found = torch.softmax(scores, -1, dtype=torch.float32).topk(min(self._drafter.branch, len(scores)))
-        # In one copy from the device; a number is exact in float64, too.
-        chances, numbers = torch.stack((found.values.double(), found.indices.double())).tolist()
-        return chances, [int(number) for number, chance in zip(numbers, chances, strict=True) if chance > 0], None
+        return found.values, found.indices, None
 
-    def _draw(self, scores: torch.Tensor) -> tuple[list[float], list[int], torch.Tensor]:
+    def _draw(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As ``_rank``, of one token drawn from q, which is the third.
 
         Its chance rests on q and on what became of other draws, never on the token itself.
         """
         q = torch.softmax(scores, -1, dtype=torch.float64)
-        trust, number = torch.stack((q.max(), self._choice(q).double())).tolist()
-        return [(trust + self._accepted / self._guesses) / 2], [int(number)] if number >= 0 else [], q
+        return (q.max()[None] + self._accepted / self._guesses) / 2, self._choice(q)[None], q
 
     @property
     def _position(self) -> int:
@@ -314,12 +333,9 @@ class KangarooSession(BatchedSession):
 
     def _alternatives(self, q: torch.Tensor, count: int) -> list[int]:
         """Numbers of up to ``count`` tokens drawn without replacement, the first being ``_choice``'s."""
-        chosen: list[int] = []
-        while len(chosen) < count:
-            token = int(self._choice(q, len(chosen)))
-            if token < 0:
-                break
-            chosen.append(token)
-            q = q.clone()
-            q[token] = 0
-        return chosen
+        chosen = list[torch.Tensor]()
+        for before in range(count):
+            chosen.append(self._choice(q, before))
+            q = q.scatter(0, chosen[-1].clamp(min=0)[None], 0)
+        found: list[int] = torch.stack(chosen).tolist()
+        return [number for number in found if number >= 0]

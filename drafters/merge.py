@@ -304,7 +304,7 @@ class MergedSession(BatchedSession):
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
                 proposed = proposing(part.session, room - len(tree.needed), part.name, context.target)
-                part.draft, part.seconds = yield from timed(proposed)
+                part.draft, part.seconds, _ = yield from timed(proposed)
                 if part.draft.entry is not None:
                     raise ConfigError(
                         f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
@@ -321,7 +321,8 @@ class MergedSession(BatchedSession):
         best = tree.best(room - 1 - len(tree.needed))
         if self._plans:
             assert prices is not None
-            gains = [self._drafter.sure * tree.reach[row] for row in best]
+            sure = self._drafter.sure
+            gains = [sure * tree.reach[row] for row in best]
             del best[prices.keep(gains, length, base=1 + len(tree.needed)) :]
             self._taken = {row: tree.reach[row] for row in best}
         rows = [0, *sorted([*tree.needed, *best])]
@@ -360,12 +361,12 @@ class MergedSession(BatchedSession):
             if self._taken:
                 self._drafter.learn(sum(self._taken.values()), len(place.keys() & self._taken))
         for part in self._parts:
-            own = seen if seen.answer is None else replace(seen, answer=answers.get(part))
+            answer = answers.get(part)
             if part.asked and place:
-                self._tell(part, own, place)
+                self._tell(part, seen if seen.answer is None else replace(seen, answer=answer), place)
             elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
                 taps = {layer: seen.taps[layer] for layer in part.taps}
-                part.session.observe(replace(own, taps=taps))
+                part.session.observe(Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, answer))
 
     def _tell(self, part: Part, seen: Observation, place: dict[int, int]) -> None:
         """Judge a part that was asked by what became of its rows, and let it learn; ``place`` as for ``judge``."""
@@ -376,11 +377,11 @@ class MergedSession(BatchedSession):
             rows = [kept.get(row, -1) for row in part.rows]
             part.session.observe(part_of(seen, part.draft, rows, part.taps))
         if prices is not None:
-            own = sum(row in part.added for row in kept)
+            mine = part.added.__contains__
             part.bandit.judge(
                 prices,
                 self._length,
-                net=sum(row in part.added for row in place) - prices.price(self._length, len(kept), len(kept) - own),
+                net=sum(map(mine, place)) - prices.price(self._length, len(kept), len(kept) - sum(map(mine, kept))),
                 seconds=part.seconds + perf_counter() - began,
                 cost=part.draft.cost,
             )

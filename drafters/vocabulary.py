@@ -53,6 +53,10 @@ class DraftVocabulary:
         """The noise of these tokens, by their numbers."""
         return whole if self.tokens is None else whole.among(self.tokens)
 
+    def tokens_at(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The tokens, int64 [N], that have these numbers."""
+        return numbers if self.tokens is None else self.tokens[numbers]
+
     def spread(self, values: torch.Tensor, rest: float) -> torch.Tensor:
         """[d] values to [V], with ``rest`` for the tokens that are left out."""
         if self.tokens is None:

@@ -53,7 +53,6 @@ class Rows(ABC):
 
     Attributes:
         rows: T.
-        ids: their tokens, on the host.
         start: position of the first row, where the others follow at one position after the other; else None.
         end: the position after the last one that a row stands at.
         backend: attention backend, see :mod:`specdec.attention`.
@@ -62,13 +61,17 @@ class Rows(ABC):
     """
 
     rows: int
-    ids: Sequence[int]
     start: int | None
     end: int
     backend: str
     again: bool
     sent: dict[str, torch.Tensor]
     shapes: dict[str, npt.NDArray[Any]]
+
+    @property
+    @abstractmethod
+    def ids(self) -> Sequence[int]:
+        """The rows' tokens, on the host; who reads them waits for those that are :class:`specdec.copies.Later`."""
 
     @property
     @abstractmethod
@@ -109,7 +112,7 @@ class Block(Rows):
 
     Args:
         cache: where their keys and values go, at positions ``cache.length + row``.
-        tokens: the T rows' token ids.
+        tokens: the T rows' token ids; those that are :class:`specdec.copies.Later` are not waited for.
         parents: of *all* the tree's rows up to the last of the block, or None for a chain.
         depths: of the same rows, or None for a chain.
         first: row of the tree that the block starts with; earlier rows are in their slots already.
@@ -125,6 +128,8 @@ class Block(Rows):
             ``closure`` [T, K], whether a row sees another. A chain has no rows before these: they are tokens before it.
         shapes: the same as arrays on the host.
     """
+
+    ids: Sequence[int] = ()
 
     def __init__(
         self,
@@ -163,8 +168,12 @@ class Block(Rows):
             self.shapes = self._step()
             whole = np.empty(copies.pack(self.shapes)[1], dtype=np.uint8)
             copies.fill(whole, self.shapes)
-            rows = {"tokens": np.array([tokens], dtype=np.int64), "positions": self._places()[None, first:]}
+            rows = {"positions": self._places()[None, first:]}
+            if not isinstance(tokens, copies.Later):
+                rows["tokens"] = np.array([tokens], dtype=np.int64)
             self.sent = copies.copy_in({"step": whole, **rows, **self._more}, device)
+            if isinstance(tokens, copies.Later):
+                self.sent["tokens"] = tokens.tensor[None].to(device)
             self.step = copies.views(self.sent["step"], self.shapes)
         self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
@@ -234,7 +243,7 @@ class Block(Rows):
 
     @property
     def tokens(self) -> torch.Tensor:
-        return self.sent["tokens"] if "tokens" in self.sent else torch.tensor([self.ids])
+        return self.sent["tokens"] if "tokens" in self.sent else torch.tensor([[*self.ids]])
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -342,7 +351,6 @@ class Batch(Rows):
         ends = list(accumulate(block.rows for block in blocks))
         self._parts = [(block, end - block.rows, end) for block, end in zip(blocks, ends, strict=True)]
         self.rows, self.start, self.end = ends[-1], None, max(block.end for block in blocks)
-        self.ids = [token for block in blocks for token in block.ids]
         self.backend = blocks[0].backend
         self.again, self.sent = all(block.again and block.sent for block in blocks), {}
         if self.again:
@@ -362,6 +370,10 @@ class Batch(Rows):
         copies.fill(step, self.shapes)
         index = {"spread": spread, "packed": np.array(packed, dtype=np.int64)}
         self.sent = copies.copy_in({"step": step, **index}, self.tokens.device)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return [token for block, _, _ in self._parts for token in block.ids]
 
     @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:

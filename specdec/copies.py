@@ -1,18 +1,32 @@
 """Copies between host and device: one into the device before a forward, one out after it, as each costs a launch more.
 
-A copy in is asynchronous, from pinned memory. A copy out waits for the device, so a step makes one.
+A copy in is asynchronous, from pinned memory. A copy out waits for the device, so a step makes one. Tokens that a
+device drafts need not be known on the host before they are verified (:class:`Later`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["address", "copy_in", "copy_out", "fill", "is_apart", "pack", "pick", "seconds_of", "views", "wait"]
+__all__ = [
+    "Later",
+    "address",
+    "copy_in",
+    "copy_out",
+    "fill",
+    "is_apart",
+    "pack",
+    "pick",
+    "reading",
+    "seconds_of",
+    "views",
+    "wait",
+]
 
 _ALIGN = 16  # bytes; every view may be read as any dtype
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool, np.dtype(np.uint8): torch.uint8}
@@ -99,3 +113,51 @@ def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         found.append(numbers[start : start + len(part)])
         start += len(part)
     return found
+
+
+def reading(tensor: torch.Tensor) -> Callable[[], list[float]]:
+    """Begin to copy numbers [N] out. The result waits for them, and not for what is launched in between."""
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event: Any = torch.cuda.Event
+    there = event()
+    there.record(torch.cuda.current_stream(tensor.device))
+
+    def numbers() -> list[float]:
+        there.synchronize()
+        found: list[float] = host.tolist()
+        return found
+
+    return numbers
+
+
+class Later(Sequence[int]):
+    """Integers that a device may still be computing: who reads one first waits for all.
+
+    A forward embeds ``tensor`` where it is, and ``known`` says them where they were copied with something else.
+
+    Args:
+        tensor: int64 [N].
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._numbers: list[int] | None = None
+
+    def known(self, numbers: list[int]) -> None:
+        """They are these."""
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[int]: ...
+    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
+        if self._numbers is None:
+            (self._numbers,) = copy_out([self.tensor])
+        return self._numbers[at]

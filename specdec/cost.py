@@ -13,7 +13,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import cycle, pairwise
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -101,6 +101,11 @@ class CostCurve:
                 f"a cost curve needs {len(self.rows)} positive times for each of {len(self.lengths)} lengths, "
                 f"got {shape}; measure it anew with `specdec tune`"
             )
+
+    @cached_property
+    def known(self) -> dict[Any, tuple[float, list[float]]]:
+        """Readings that are kept, by whoever keeps them."""
+        return {}
 
     def at(self, length: int, most: int) -> list[float]:
         """Seconds of 0 .. ``most`` rows after ``length`` tokens; straight lines between and beyond the measured.

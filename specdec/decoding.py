@@ -205,8 +205,9 @@ class Decoding:
 
     def drafting(self) -> Passes[Turn]:
         """The next draft, in the making: the passes that the session waits for, to be run beside others'."""
-        draft, seconds = yield from timed(self._drafted(), together=not self._by_rows)
+        draft, seconds, passes = yield from timed(self._drafted(), together=not self._by_rows)
         made = perf_counter()
+        self.stats.seconds.passes += passes
         rows = draft.scored_rows()
         sent = self._arrays(draft, rows) if self._apart else None
         block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
@@ -230,7 +231,13 @@ class Decoding:
     def _arrays(self, draft: Draft, rows: Sequence[int] | None) -> dict[str, npt.NDArray[Any]]:
         """What a step on a device needs there beside its rows; it goes in the same copy."""
         arrays = walk_arrays(draft, Scores(torch.empty(0), rows).place) if self._asks else {}
-        return arrays if rows is None else {**arrays, "rows": np.array(rows, dtype=np.int64)}
+        if rows is not None:
+            arrays["rows"] = np.array(rows, dtype=np.int64)
+        unread = self.sampler.unread
+        if unread is not None and self.sampler.takes_together:
+            arrays["unread"] = np.array(unread, dtype=np.int64)
+            arrays["paths"] = _paths(draft, range(len(draft)) if rows is None else rows)
+        return arrays
 
     def conclude(self, turn: Turn, output: TargetOutput, seconds: float) -> Step:
         """Verify a draft that was run, in so many seconds, and commit what of it is the text."""
@@ -271,18 +278,25 @@ class Decoding:
         Returns the scores that know it, and the drafter's answer; None where rows must be taken one by one.
         """
         sampler = self.sampler
-        if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
-            return None, None
-        reads = self._asks or self._likeliest > 1
+        late = [draft.tokens] if isinstance(draft.tokens, copies.Later) else []
+        reads = self._asks or self._likeliest > 1 or late
         if output.peaks is not None and not (reads or sampler.sample or sampler.processors):
             return None, None  # one copy does for all sequences of a batch
-        scores = output.scores(draft.scored_rows())
-        depths = [draft.depths[row] for row in (range(len(draft)) if scores.rows is None else scores.rows)]
-        decided = sampler.decide(scores, depths)
-        if decided is None:
+        if not sampler.takes_together:
             return None, None
-        best, own = decided
-        device = own.device
+        scores = output.scores(draft.scored_rows())
+        device = scores.logits.device
+        if sampler.processors:
+            paths = unread = torch.empty(0, dtype=torch.long, device=device)
+            if "paths" in block.sent:
+                sent = block.sent["paths"]
+                paths = block.tokens[0].index_select(0, sent.flatten()).view(sent.shape).to(device)
+                unread = block.sent["unread"].to(device)
+            scores.processed = sampler.together(scores.logits, paths, unread)
+        if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
+            return scores, None
+        depths = [draft.depths[row] for row in (range(len(draft)) if scores.rows is None else scores.rows)]
+        decided = best, own = sampler.decide(scores, depths)
         wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
         asked: torch.Tensor | None = None
         if self._asks and isinstance(self._session, AskingSession):
@@ -297,8 +311,11 @@ class Decoding:
             asked = self._session.ask(Question(scores, output.taps, last, depth))
         greedy = best is own
         answer = [] if asked is None else [asked.to(device)]
-        found = copies.copy_out([*decided[greedy:], *wanted, *answer])
+        drafted = [tokens.tensor.to(device) for tokens in late]
+        found = copies.copy_out([*decided[greedy:], *wanted, *drafted, *answer])
         scores.decided(found[0], found[0 if greedy else 1], found[2 - greedy] if wanted else ())
+        for tokens in late:
+            tokens.known(found[-1 - len(answer)])
         return scores, found[-1] if answer else None
 
     def result(self) -> Generation:
@@ -329,7 +346,10 @@ class Decoding:
 
     def _check(self, draft: Draft, room: int) -> None:
         """Raises DraftError where a session broke the rules that exactness stands on."""
-        if draft.tokens[0] != self.tokens[-1]:
+        late = isinstance(
+            draft.tokens, copies.Later
+        )  # of the vocabulary, as a model drew them; nobody waits for them here
+        if not late and draft.tokens[0] != self.tokens[-1]:
             raise DraftError(
                 f"the draft's root is token {draft.tokens[0]}, the last emitted token is {self.tokens[-1]}; "
                 f"row 0 must be context.root (drafter {self._drafter.name!r})"
@@ -339,7 +359,7 @@ class Decoding:
                 f"draft has {len(draft)} rows but {room} slots are free; propose at most `room` rows "
                 f"(drafter {self._drafter.name!r}), lower its sizes, or raise the engine's max_rows"
             )
-        if not 0 <= min(draft.tokens) <= max(draft.tokens) < self._target.vocab_size:
+        if not late and not 0 <= min(draft.tokens) <= max(draft.tokens) < self._target.vocab_size:
             raise DraftError(
                 f"drafter {self._drafter.name!r} proposed a token outside the vocabulary [0, {self._target.vocab_size})"
             )
@@ -357,6 +377,15 @@ class Decoding:
             if self.finish_reason is not None:
                 return count
         return len(tokens)
+
+
+def _paths(draft: Draft, rows: Sequence[int]) -> npt.NDArray[np.int64]:
+    """[R, D] of some rows those that lie between the root and each of them, itself among them; filled with the root."""
+    found = np.zeros((len(rows), max(draft.depths)), dtype=np.int64)
+    for own, row in zip(found, rows, strict=True):
+        while row > 0:
+            own[draft.depths[row] - 1], row = row, draft.parents[row]
+    return found
 
 
 def cache_sizes(engine: Setup, prompt_tokens: int, max_new_tokens: int) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class Draft:
     """T rows of one step.
 
     Attributes:
-        tokens: T token ids; ``tokens[0]`` is the root.
+        tokens: T token ids; ``tokens[0]`` is the root. On a device they may be :class:`specdec.copies.Later`.
         parents: T row numbers; ``parents[0] == -1`` and ``0 <= parents[i] < i``.
         probes: rows that are computed and never accepted, as a lookahead window's.
         read: rows whose logits the session wants back in ``observe`` (candidates' are computed anyway).

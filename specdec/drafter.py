@@ -8,7 +8,6 @@ two methods. Exactness does not depend on it: whatever a session proposes, the e
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, Protocol, final, runtime_checkable
 import torch
 
 from specdec.cache import KVCache
+from specdec.copies import Later
 from specdec.cost import CostCurve, roofline
 from specdec.draft import Draft, Entry
 from specdec.errors import DraftError, shown
@@ -129,15 +129,15 @@ class AskingSession(Protocol):
         """int64, what ``Observation.answer`` is to hold; only asked on accelerators, so ``observe`` may be without."""
 
 
-class BatchedSession(ABC):
+class BatchedSession:
     """A session that runs a model to draft, and in a batch has its passes run together with other sequences'."""
 
-    @abstractmethod
     def passes(self, room: int) -> Passes[Draft]:
         """What ``propose`` does, as a generator that yields each :class:`specdec.passes.Pass` and is sent its answer.
 
         Between two of them other sequences draft, so nothing may be left set up (a context manager) while it waits.
         """
+        raise NotImplementedError
 
     @final
     def propose(self, room: int) -> Draft:
@@ -272,11 +272,11 @@ def _misfit(draft: Draft, target: Target) -> str | None:
     if not isinstance(draft, Draft):
         return f"{_typed(draft)}; it must propose a Draft"
     for what, rows in (("token", draft.tokens), ("parent", draft.parents)):
-        if type(rows) is not range and set(map(type, rows)) != {int}:  # numpy's integers are integers too
+        if type(rows) not in (range, Later) and set(map(type, rows)) != {int}:  # numpy's integers are integers too
             odd = [row for row in rows if not isinstance(row, Integral) or isinstance(row, bool)]
             if odd:
                 return f"{what} {_typed(odd[0])}; {what}s are integers"
-    if not isinstance(draft.q, Mapping):
+    if type(draft.q) is not dict and not isinstance(draft.q, Mapping):
         return f"a draft whose q is {_typed(draft.q)}; it must be a mapping from rows to distributions"
     for row, q in draft.q.items():
         if not isinstance(q, torch.Tensor) or not q.is_floating_point() or q.shape != (target.vocab_size,):

@@ -88,19 +88,19 @@ def alone(passes: Passes[T]) -> T:
         (answer,) = run_together([asked])
 
 
-def timed(passes: Passes[T], *, together: bool = True) -> Passes[tuple[T, float]]:
-    """The same passes, and beside the result the seconds that it took, others' time not counted.
+def timed(passes: Passes[T], *, together: bool = True) -> Passes[tuple[T, float, float]]:
+    """The same passes, and beside the result the seconds that it took, others' time not counted, and those of passes.
 
     ``together`` False: passes that are not ``alike`` are run by themselves, here and now.
     """
-    seconds, answer = 0.0, None
+    own, run, answer = 0.0, 0.0, None
     while True:
         began = perf_counter()
         try:
             asked = resume(passes, answer)
         except StopIteration as done:
-            return done.value, seconds + perf_counter() - began
-        seconds += perf_counter() - began
+            return done.value, own + run + perf_counter() - began, run
+        own += perf_counter() - began
         if not isinstance(asked, Pass):
             answer = DraftError(f"a session waits for {shown(asked)}, of type {type(asked).__name__}; yield a Pass")
             continue
@@ -111,7 +111,7 @@ def timed(passes: Passes[T], *, together: bool = True) -> Passes[tuple[T, float]
                 answer = error
         else:
             (answer,) = run_together([asked])
-        seconds += asked.seconds
+        run += asked.seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,10 +178,11 @@ def forward_together(
         logits = torch.split(output.logits, counts)
         peaks = Peaks(output.logits) if output.peaks is None else output.peaks[0]
     first = place = 0
+    came_through = [(tap, rows, rows.shape[0]) for tap, rows in found.items()]
     for part, number, count, own, scored in zip(ranked, order, counts, states, logits, strict=True):
         last = first + part.block.rows
         # Of a layer that later rows did not come through, there are only the rows before those.
-        tapped = {tap: rows[first:last] for tap, rows in found.items() if last <= len(rows)}
+        tapped = {tap: rows[first:last] for tap, rows, size in came_through if last <= size}
         shared = None if peaks is None else (peaks, place)
         outputs[number] = TargetOutput(scored if count else None, own, tapped, shared)
         first, place = last, place + count

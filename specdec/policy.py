@@ -101,7 +101,6 @@ class Prices:
         self.curve = curve
         self._clock, self._memory = clock, memory
         self.crowd: Crowd | None = None
-        self._read: dict[tuple[int, int, Crowd | None], tuple[float, list[float]]] = {}
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
         self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
 
@@ -109,10 +108,11 @@ class Prices:
         """Seconds of a plain step, and :meth:`steps`."""
         most = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
         key = (length // _BUCKET, most, self.crowd)
-        if key not in self._read:
+        known = self.curve.known  # sequences share it
+        if key not in known:
             near = length // _BUCKET * _BUCKET + _BUCKET // 2
-            self._read[key] = self.curve.plain(near, self.crowd), self.curve.steps(near, most, self.crowd)
-        return self._read[key]
+            known[key] = self.curve.plain(near, self.crowd), self.curve.steps(near, most, self.crowd)
+        return known[key]
 
     def plain(self, length: int) -> float:
         """Seconds of a plain step after about ``length`` tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stderr
+from contextlib import ExitStack, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,21 +132,23 @@ def load_model(
     gguf = GgufFile.read(Path(place)) if is_gguf(place) else None
     reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if gguf is not None:
-        place, dtype = gguf.path.parent, gguf.dtype if dtype == "auto" else dtype
-        reading["gguf_file"] = gguf.path.name
+        dtype = gguf.dtype if dtype == "auto" else dtype
     elif isinstance(place, Path):
         _check_folder(place)
     dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
-    quiet = nullcontext() if gguf is None else redirect_stderr(StringIO())  # the bar heeds no switch of transformers
     try:
-        config = AutoConfig.from_pretrained(place, **reading)
-        refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
-        _check_sizes(config.to_dict(), str(path))
-        if gguf is None:
-            _refuse_adapter(place)
-        else:
-            _refuse_scaled(gguf, config)
-        with quiet:
+        with ExitStack() as opened:
+            if gguf is not None:
+                file = opened.enter_context(gguf.opened())
+                place, reading["gguf_file"] = file.parent, file.name
+            config = AutoConfig.from_pretrained(place, **reading)
+            refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+            _check_sizes(config.to_dict(), str(path))
+            if gguf is None:
+                _refuse_adapter(place)
+            else:
+                _refuse_scaled(gguf, config)
+                opened.enter_context(redirect_stderr(StringIO()))  # the bar heeds no switch of transformers
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 place,
                 config=config,

@@ -42,7 +42,8 @@ class Seconds:
     """Wall-clock seconds by phase.
 
     On a GPU the prefill is waited for. A step is waited for once, where its numbers are read: ``target`` is the time to
-    launch the forward, and what the device still needs then is part of ``verify``.
+    launch the forward, and what the device still needs then is part of ``verify``. ``passes`` are part of ``draft``: what
+    drafters had models compute, timed as the target's forwards are.
     """
 
     prefill: float = 0.0
@@ -50,6 +51,7 @@ class Seconds:
     target: float = 0.0
     verify: float = 0.0
     other: float = 0.0
+    passes: float = 0.0
 
     @property
     def decode(self) -> float:

@@ -59,7 +59,7 @@ class Rotary:
         self._module = module
         self.by_kind = "layer_type" in inspect.signature(module.forward).parameters
         self.fixed = not any(map(rope_depends_on_length, rope_kinds(config)))
-        self._tables: dict[tuple[torch.device, torch.dtype], Table] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype, str | None], Table] = {}
 
     def of(self, block: Rows, hidden: torch.Tensor) -> Angles:
         """The positions of a block's rows, in the dtype and on the device of ``hidden``."""
@@ -86,12 +86,12 @@ class Rotary:
         cos, sin = self.compute(hidden, places[None])
         return cos.contiguous(), sin.contiguous(), torch.arange(block.rows, device=hidden.device)
 
-    def whole(self, block: Rows, hidden: torch.Tensor) -> Table:
+    def whole(self, block: Rows, hidden: torch.Tensor, kind: str | None = None) -> Table:
         """Tables of positions 0, 1, 2, ..., long enough for the block; only where they are ``fixed``."""
-        key = (hidden.device, hidden.dtype)
+        key = (hidden.device, hidden.dtype, kind)
         if key not in self._tables or len(self._tables[key][0]) < block.end:
             size = max(1024, 1 << block.end.bit_length())
-            self._tables[key] = self._table(hidden, torch.arange(size, device=hidden.device)[None])
+            self._tables[key] = self._table(hidden, torch.arange(size, device=hidden.device)[None], kind)
         return self._tables[key]
 
     def compute(
@@ -109,8 +109,8 @@ class Rotary:
         cos, sin = said
         return cos[0], sin[0]
 
-    def _table(self, hidden: torch.Tensor, positions: torch.Tensor) -> Table:
-        cos, sin = self.compute(hidden, positions)
+    def _table(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None) -> Table:
+        cos, sin = self.compute(hidden, positions, kind)
         return cos, sin, signed(sin)
 
 

@@ -12,11 +12,13 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from transformers import (
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -25,6 +27,7 @@ from transformers import (
 from specdec import copies
 from specdec.errors import ConfigError, NumericalError, shown
 from specdec.grammar import Grammar, States
+from specdec.native.scores import draw, largest
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.results import TokenLogprobs
 
@@ -60,19 +63,24 @@ class Noise:
 
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         self._seed = _mix(seed & _MASK)
-        # Wraps like the 64-bit product that it is.
-        self._begin(torch.arange(1, size + 1, device=device) * _signed(_GOLDEN))
+        self._device = device
+        self._begin(size)
 
-    def _begin(self, steps: torch.Tensor) -> None:
-        self._steps = steps
-        self._block = max(1, min(_AHEAD, _BLOCK // len(steps)))
+    def _begin(self, size: int) -> None:
+        self._size, self._block = size, max(1, min(_AHEAD, _BLOCK // size))
         self._ahead: dict[int, torch.Tensor] = {}  # the target's draws, by block of positions
 
     def among(self, tokens: torch.Tensor) -> Noise:
         """The same numbers, of ``tokens`` [d] alone."""
         own = copy(self)
-        own._begin(self._steps[tokens])
+        own._begin(len(tokens))
+        own._steps = self._steps[tokens]
         return own
+
+    @cached_property
+    def _steps(self) -> torch.Tensor:
+        """[V] int64, which wraps like the 64-bit product that it is."""
+        return torch.arange(1, self._size + 1, device=self._device) * _signed(_GOLDEN)
 
     def _key(self, position: int, stream: int, index: int) -> int:
         key = _mix((self._seed + stream * _GOLDEN) & _MASK)
@@ -108,6 +116,10 @@ class Noise:
             return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
         return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
+    def drawn(self, scores: torch.Tensor, position: int, temperature: float = 1.0) -> int | None:
+        """The winner by scores [V] over a temperature, in float32, where it can be had in one look at them; else None."""
+        return draw(scores, self._key(position, Noise.TARGET, 0), temperature)
+
     def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:
         """The token with the largest sum of ``scores`` [V] and the target's draws at a position: a draw from them.
 
@@ -116,6 +128,8 @@ class Noise:
         Raises:
             NumericalError: the scores are no distribution.
         """
+        if among is None and (token := self.drawn(scores, position)) is not None:
+            return token
         if self._block > 1 or copies.is_apart(scores.device):
             sums = self.gumbel(position) + scores
             value, place = (sums if among is None else sums[among]).max(-1)
@@ -196,11 +210,13 @@ class Scores:
         logits: [R, V], raw, in the target's dtype.
         rows: the R draft rows, ascending; None where row i is logits[i].
         shared: where the rows went through the target beside others: the peaks of all, and the first of these rows.
+        processed: [R, V] after the processors, where these took all rows at once (``Sampler.together``).
     """
 
     logits: torch.Tensor
     rows: Sequence[int] | None = None
     shared: tuple[Peaks, int] | None = None
+    processed: torch.Tensor | None = None
     _place: dict[int, int] = field(default_factory=dict)
     _best: list[int] = field(default_factory=list)
     _own: list[int] = field(default_factory=list)
@@ -259,10 +275,16 @@ class Scores:
 
     def likeliest(self, count: int) -> list[list[int]]:
         """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
-        if self._top and len(self._top[0]) >= min(count, self.logits.shape[-1]):
+        whole, places = self._source
+        if self._top and len(self._top[0]) >= min(count, whole.shape[-1]):
             return [tokens[:count] for tokens in self._top]
-        best: list[list[int]] = self.top(count).tolist()
-        return best
+        best = largest(whole, places, count)
+        return self.top(count).tolist() if best is None else best
+
+    @property
+    def _source(self) -> tuple[torch.Tensor, Sequence[int] | None]:
+        """Logits, and which of their rows are these; None for all."""
+        return self.logits, None
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
@@ -302,9 +324,9 @@ class _Selected(Scores):
     def logits(self, _: torch.Tensor) -> None:
         pass
 
-    def top(self, count: int) -> torch.Tensor:
-        logits, count = self._whole.logits, min(count, self._whole.logits.shape[-1])
-        return torch.stack([logits[place].topk(count).indices for place in self._places])
+    @property
+    def _source(self) -> tuple[torch.Tensor, Sequence[int]]:
+        return self._whole.logits, self._places
 
 
 def _no_distribution(logits: torch.Tensor) -> NumericalError:
@@ -364,33 +386,58 @@ class Sampler:
         self.processors: list[Any] = [*begun, *params.processors()]
         # Some never look at the prefix, and write nothing in place.
         free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-        self._all_free = all(isinstance(p, free) for p in self.processors)
+        bound = [p for p in self.processors if not isinstance(p, free)]
+        self._all_free = not bound
+        # Which tokens a text has is all that the penalty asks, so that a row's may be filled up with some of its own.
+        self.takes_together = all(
+            type(p) is RepetitionPenaltyLogitsProcessor and p.prompt_ignore_length is None for p in bound
+        )
         last: Any = self.processors[-1] if self.processors else None
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
         plain = plain and not copies.is_apart(device)  # where every number that is read is waited for
         self._top_p: float | None = last.top_p if plain else None
+        only = type(last) is TemperatureLogitsWarper and len(self.processors) == 1
+        self._temperature: float | None = last.temperature if only else None if self.processors else 1.0
         self.tokens = tokens
         self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
         self._filled = 0
 
-    def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    @property
+    def unread(self) -> list[int] | None:
+        """Tokens of the text that are not on the device yet; None where no processor asks for any."""
+        return None if self._all_free else self.tokens[self._filled :]
+
+    def together(self, logits: torch.Tensor, paths: torch.Tensor, unread: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [R, V] after all processors, each asked once, where it ``takes_together``.
+
+        Args:
+            logits: [R, V], raw.
+            paths: int64 [R, D], each row's tokens below the root, in any order and filled up with tokens of its text.
+            unread: what :attr:`unread` lists, where it is on the device already.
+        """
+        if logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()
+        ids: Any = (
+            self._prefix[:, :0]
+            if self._all_free
+            else torch.cat((self._ids((), unread).expand(len(logits), -1), paths), 1)
+        )
+        for processor in self.processors:
+            logits = processor(ids, logits)
+        return logits
+
+    def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
 
-        ``depths`` are the rows'. None where processors look at each row's own prefix, so that rows must be taken one
-        by one. A row whose logits are no distribution has a number that is no token.
+        ``depths`` are the rows'; ``scores`` are ``processed`` where there are processors. A row whose logits are no
+        distribution has a number that is no token.
         """
-        if not self._all_free:
-            return None
         best = own = _tokens(scores.logits)
-        if self.processors or self.sample:
-            logits: Any = scores.logits
-            if logits.dtype not in (torch.float32, torch.float64):
-                logits = logits.float()
-            for processor in self.processors:
-                logits = processor(self._prefix[:, :0], logits)
-            if self.sample:
-                noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}
-                logits = torch.stack([noise[depth] for depth in depths]) + logits
+        logits = scores.logits if scores.processed is None else scores.processed
+        if self.sample:
+            noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}
+            own = _tokens(torch.stack([noise[depth] for depth in depths]) + logits)
+        elif self.processors:
             own = _tokens(logits)
         return best, own
 
@@ -415,6 +462,10 @@ class Sampler:
         were not there, until one is drawn that it keeps for sure; only where rounding decides is it asked itself.
         """
         position = len(self.tokens) + len(path)
+        if self._temperature is not None:
+            token = self.noise.drawn(scores.of(row), position, self._temperature)
+            if token is not None:
+                return token
         if self._top_p is None:
             return self.noise.winner(self.processed(scores, row, path), position)
         logits = self.processed(scores, row, path, self.processors[:-1])
@@ -456,6 +507,8 @@ class Sampler:
         ``processors``: some of the sampler's; None for all.
         """
         place = scores.place(row)
+        if scores.processed is not None and processors is None:
+            return scores.processed[place]
         logits = scores.logits[place : place + 1]
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
@@ -472,7 +525,7 @@ class Sampler:
                 _check_scores(processor, logits, given.shape)
         return logits[0]
 
-    def _ids(self, path: Sequence[int]) -> torch.Tensor:
+    def _ids(self, path: Sequence[int], unread: torch.Tensor | None = None) -> torch.Tensor:
         """[1, n] the committed text and the path; only what is new since the last call is written."""
         if self._all_free:
             return self._prefix[:, :0]
@@ -483,6 +536,7 @@ class Sampler:
             self._prefix = grown
         new = [*self.tokens[self._filled :], *path]
         if new:
-            self._prefix[0, self._filled : needed] = torch.tensor(new, device=self._prefix.device)
+            there = torch.tensor(new, device=self._prefix.device) if unread is None else unread
+            self._prefix[0, self._filled : needed] = there
         self._filled = known  # the path's tokens are scratch
         return self._prefix[:, :needed]

@@ -49,6 +49,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_BASE, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", "Qwen3Config", {**_BASE, "head_dim": 16}),
+    "gemma": ("Gemma", "GemmaConfig", {**_BASE, "head_dim": 16, "tie_word_embeddings": False}),
     "gemma2": ("Gemma2", "Gemma2Config", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3": ("Gemma3", "Gemma3TextConfig", {**_GEMMA, "layer_types": _MIXED}),
     "phi3": ("Phi3", "Phi3Config", {**_BASE, "sliding_window": WINDOW}),
@@ -61,7 +62,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{k: v for k, v in _BASE.items() if k != "num_key_value_heads"}, "intermediate_size": 64},
     ),
 }
-FAMILIES = tuple(_FAMILIES)
+FAMILIES = tuple(family for family in _FAMILIES if family != "gemma")  # whose parts the other two have
 
 WINDOWS = {
     "llama": [None, None, None],

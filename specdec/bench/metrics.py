@@ -66,8 +66,8 @@ class Row:
             transformers' greedy with as many at once.
         shares: of the wall clock: prefill, draft, target, verify, host.
         step_seconds: mean time of a decoding step.
-        host_seconds: of it, what is outside of the target's forwards: drafting, verification, commits and the loop. (On
-            a GPU that includes waiting for the device.)
+        host_seconds: of it, what is outside of models' passes, the target's and drafters': drafting, verification,
+            commits and the loop. (On a GPU that includes waiting for the device.)
         first_seconds, between_seconds: median and 95th percentile of the time to a turn's first token, from when its
             prompt was taken, and of that between two tokens, a step's tokens sharing the time since the step before.
         peak_memory: bytes of a GPU, largest of all answers.
@@ -173,7 +173,8 @@ def _row(answers: Answers, system: str, ids: Sequence[QuestionId], rival: str, f
     row.prefill_tokens_per_second = prompts / prefill if prefill > 0 else None
     row.step_seconds = decode / row.steps if row.steps else None
     if row.steps and any("target" in turn.seconds for turn in mine[0][0].turns):
-        row.host_seconds = (decode - sum(_median(repeats, "target") for repeats in mine)) / row.steps
+        models = sum(_median(repeats, phase) for repeats in mine for phase in ("target", "passes"))
+        row.host_seconds = (decode - models) / row.steps
     _time_tokens(row, [turn for repeats in mine for record in repeats for turn in record.turns if turn.times])
     row.speedup = _speedup(answers, system, BASELINE, ids, prefill=True)
     row.decode_speedup = _speedup(answers, system, BASELINE, ids, prefill=False)

@@ -181,9 +181,9 @@ class Drafted:
             synchronize(target.device)
         wall = perf_counter() - began
         done = [output for output in found.values() if isinstance(output, Output)]
-        spent = sum(sum(output.seconds.values()) for output in done)
-        for output in done:
-            output.seconds["wall"] = wall * sum(output.seconds.values()) / spent
+        own = [sum(output.seconds.values()) - output.seconds["passes"] for output in done]  # which are part of "draft"
+        for output, seconds in zip(done, own, strict=True):
+            output.seconds["wall"] = wall * seconds / sum(own)
         return [found[place] for place in range(len(prompts))]
 
 

@@ -1,4 +1,4 @@
-/* Llama-like decoder layers on a CPU: a step's rows through any run of layers in one call.
+/* Decoder layers like Llama's, and Gemma's, on a CPU: a step's rows through any run of layers in one call.
  *
  * Weights lie in panels of PANEL outputs, input by input, so that a product is one stream through memory whatever its
  * rows: a stretch of it is read, and widened, once for all of them. A weight is float32, or bfloat16 where that holds
@@ -26,7 +26,7 @@ enum { FEW = 3 };
 #endif
 /* A strip is what rows in registers are multiplied with: one panel or two, side by side. */
 enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };
-enum { MOST_VECTORS = 128 / LANES };
+enum { MOST_DIM = 256, MOST_VECTORS = MOST_DIM / LANES };
 
 enum Kind { FULL, HALF, PAIRS }; /* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16 */
 
@@ -47,12 +47,16 @@ typedef struct {
     Product qkv, out, gate_up, down;
     const float *first_norm, *second_norm; /* [hidden] */
     const float *head_norm;                /* [query_heads + key_heads, head_dim] or NULL */
-    float first_epsilon, second_epsilon, head_epsilon, scale;
+    const float *out_norm, *down_norm;     /* [hidden], of what is added to the stream, or NULL */
+    float first_epsilon, second_epsilon, head_epsilon, out_epsilon, down_epsilon, scale;
+    float cap;     /* of attention's scores, by a tanh; 0 for none */
+    int32_t turns; /* which cosines and sines */
 } Layer;
 
 typedef struct {
     int64_t hidden, query_heads, key_heads, head_dim, inner;
     int64_t half; /* the model computes in bfloat16: the stream between layers and the cache are rounded to it */
+    int64_t gelu; /* the MLP's gate is a GELU, by its tanh, and no SiLU */
 } Shape;
 
 typedef struct {
@@ -66,11 +70,15 @@ typedef struct { /* one sequence's rows */
     const Slots *slots; /* its own, of each layer */
 } Block;
 
+typedef struct {
+    const float *cosines, *sines; /* [rows or positions, head_dim]; the sines' first half negated */
+} Turns;
+
 typedef struct { /* the rows of all blocks, one block's after the other's */
     int64_t rows, count, keys; /* blocks; most keys that a row may see */
     const Block *blocks;
-    const float *cosines, *sines; /* [rows or positions, head_dim]; the sines' first half negated */
-    int64_t by_row;               /* these are the rows', one after the other, and not of positions 0, 1, 2, ... */
+    const Turns *turns; /* by a layer's number of them */
+    int64_t by_row;     /* these are the rows', one after the other, and not of positions 0, 1, 2, ... */
 } Rows;
 
 typedef struct { /* the last norm and the head */
@@ -388,14 +396,14 @@ typedef struct {
     const char *keys, *values;
     const int32_t *slots; /* [rows, room] */
     int64_t rows, heads, room, query_stride, output_stride, count[TOGETHER];
-    float scale;
+    float scale, cap;
 } Seen;
 
 /* A block of LANES keys or values. */
 typedef struct {
     const float *at[LANES];
     int32_t slots[LANES];
-    float wide[LANES * 128]; /* what is at them, if it had to be widened */
+    float wide[LANES * MOST_DIM]; /* what is at them, if it had to be widened */
 } Keys;
 
 /* The block in these slots; each key or value is `dim` numbers. */
@@ -437,7 +445,9 @@ INLINE void attend(const Seen *a, const int vectors, const int half) {
                     dots[k] = q[0] * load(block.at[k], 0, 0);
                     for (int v = 1; v < vectors; v++) dots[k] += q[v] * load(block.at[k], v * LANES, 0);
                 }
-                *(floats *)(a->scores + (r * a->heads + h) * a->room + s) = totals(dots);
+                floats score = totals(dots);
+                if (a->cap) score = a->cap - 2 * a->cap / (1.f + exponential(score * (2 / a->cap))); /* of a tanh */
+                *(floats *)(a->scores + (r * a->heads + h) * a->room + s) = score;
             }
         }
     }
@@ -475,7 +485,7 @@ INLINE void attend(const Seen *a, const int vectors, const int half) {
         return;
 
 static void attend_any(const Seen *a, int64_t dim, int half) {
-    switch (dim / 16) { HEADS(1) HEADS(2) HEADS(3) HEADS(4) HEADS(5) HEADS(6) HEADS(7) HEADS(8) }
+    switch (dim / 16) { HEADS(1) HEADS(2) HEADS(3) HEADS(4) HEADS(5) HEADS(6) HEADS(7) HEADS(8) HEADS(16) }
 }
 
 static int64_t room_for(int64_t keys) { return padded(keys + LANES); }
@@ -505,6 +515,7 @@ static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row
 static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride,
                       float *mixed, float *scratch, int threads) {
     const int64_t dim = m->head_dim, group = m->query_heads / m->key_heads, size = m->half ? 2 : 4;
+    const Turns turns = all->turns[l->turns];
     int64_t start = 0;
     for (const Block *b = all->blocks; b < all->blocks + all->count; start += b++->rows) {
         const Slots *s = b->slots + n;
@@ -512,7 +523,7 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
         for (int64_t r = 0; r < b->rows; r++) {
             int64_t at = all->by_row ? start + r : b->length + b->depths[b->first + r];
             store_row(m, l, s, qkv + (start + r) * stride, (b->length + b->first + r) % s->size,
-                      all->cosines + at * dim, all->sines + at * dim);
+                      turns.cosines + at * dim, turns.sines + at * dim);
         }
     }
     const int64_t shares = workers(m, all->rows, threads), room = room_for(all->keys);
@@ -532,7 +543,8 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
                              .query = qkv + (from + r) * stride + k * group * dim, .scores = scores, .slots = slots,
                              .output = mixed + ((from + r) * m->query_heads + k * group) * dim,
                              .rows = b->rows - r < TOGETHER ? b->rows - r : TOGETHER, .heads = group, .room = room,
-                             .query_stride = stride, .output_stride = m->query_heads * dim, .scale = l->scale};
+                             .query_stride = stride, .output_stride = m->query_heads * dim, .scale = l->scale,
+                             .cap = l->cap};
                 for (int64_t i = 0; i < seen.rows; i++)
                     seen.count[i] = path(b, s, b->first + r + i, slots + i * room, begun + i);
                 attend_any(&seen, dim, m->half);
@@ -613,6 +625,22 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
     return 0;
 }
 
+/* The stream [rows, width] gets x [rows, inputs] times the weight, normed first where there is a weight for that;
+ * `apart` has the stream's size. */
+static void add_product(const Product *p, float *x, const float *weight, float epsilon, float *stream, float *apart,
+                        int64_t width, int64_t rows, int threads) {
+    if (!weight) {
+        product(p, x, stream, width, rows, threads);
+        return;
+    }
+    memset(apart, 0, rows * width * sizeof(float));
+    product(p, x, apart, width, rows, threads);
+    EACH_ROW for (int64_t r = 0; r < rows; r++) {
+        norm(apart + r * width, weight, apart + r * width, p->outputs, epsilon);
+        for (int64_t i = 0; i < p->outputs; i++) stream[r * width + i] += apart[r * width + i];
+    }
+}
+
 /* `hidden` [rows, m->hidden] through layers [first, last), to `out`, all in the model's dtype. Where there are `taps`,
  * taps[n], unless it is NULL, gets what goes into layer n. Unless `head` is NULL, read_head comes next. Returns 0, or 1
  * where there is no memory left. */
@@ -623,9 +651,9 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
     int64_t wide = padded(2 * m->inner);
     int64_t attending = room_for(all->keys) * TOGETHER * (m->query_heads / m->key_heads + 1) * workers(m, rows, threads);
-    float *scratch = scratch_of(rows * (width + size + heads + mix + wide + m->inner) + attending);
+    float *scratch = scratch_of(rows * (2 * width + size + heads + mix + wide + m->inner) + attending);
     if (!scratch) return 1;
-    float *stream = scratch, *normed = stream + rows * width, *qkv = normed + rows * size;
+    float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * size;
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mix, *active = gates + rows * wide;
     float *rest = active + rows * m->inner;
     for (int64_t r = 0; r < rows; r++) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
@@ -638,7 +666,7 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
         }
         product(&l->qkv, normed, qkv, heads, rows, threads);
         attention(m, l, all, n, qkv, heads, mixed, rest, threads);
-        product(&l->out, mixed, stream, width, rows, threads);
+        add_product(&l->out, mixed, l->out_norm, l->out_epsilon, stream, apart, width, rows, threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             norm(stream + r * width, l->second_norm, normed + r * size, size, l->second_epsilon);
             memset(gates + r * wide, 0, wide * sizeof(float));
@@ -647,11 +675,12 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             const float *gate = gates + r * wide, *up = gate + m->inner;
             for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
-                floats g = load(gate, i, 0);
-                *(floats *)(active + r * m->inner + i) = g / (1.f + exponential(-g)) * load(up, i, 0);
+                floats g = load(gate, i, 0), bent = g;
+                if (m->gelu) bent = g * (1.5957691f + 0.07135481f * g * g); /* 2 sqrt(2 / pi) (g + 0.044715 g^3) */
+                *(floats *)(active + r * m->inner + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
             }
         }
-        product(&l->down, active, stream, width, rows, threads);
+        add_product(&l->down, active, l->down_norm, l->down_epsilon, stream, apart, width, rows, threads);
         if (half) /* so that a walk may end here and another go on */
             EACH_ROW for (int64_t i = 0; i < rows * width; i++) stream[i] = widen(narrow(stream[i]));
     }
@@ -692,6 +721,81 @@ int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, voi
         }
     }
     return 0;
+}
+
+/* Whether one of a strip of values is above `least`, or no number. */
+INLINE int reaches(const void *values, int64_t at, float least, const int half) {
+    ints above = {0};
+    for (int v = 0; v < VECTORS; v++) above |= ~(load(values, at + v * LANES, half) <= least);
+    return total((floats)((ints)spread(1.f) & above)) > 0;
+}
+
+/* Whether a comes before b where the largest come first; NaN is larger than every number. */
+INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
+
+/* The places of the `count` largest of each row's `size` values, the largest first, of equal ones the first, to `best`
+ * [rows, count]. The rows are those `wanted` of `values`; where it is NULL, the first ones. */
+void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_t size, int half, int64_t count,
+                 int64_t *best) {
+    for (int64_t r = 0; r < rows; r++, best += count) {
+        const void *row = row_of(values, wanted ? wanted[r] : r, size, half);
+        float least = 0; /* the last one's value */
+        for (int64_t i = 0, known = 0, end; i < size; i = end) {
+            end = i + STRIP < size ? i + STRIP : size;
+            if (known == count && end - i == STRIP && !reaches(row, i, least, half)) continue;
+            for (int64_t n = i; n < end; n++) {
+                float value = value_of(row, n, half);
+                if (known == count && !before(value, least)) continue;
+                int64_t at = known < count ? known++ : count - 1;
+                for (; at > 0 && before(value, value_of(row, best[at - 1], half)); at--) best[at] = best[at - 1];
+                best[at] = n;
+                least = value_of(row, best[known - 1], half);
+            }
+        }
+    }
+}
+
+/* SplitMix64's hash, in [0, 2^53), and the Gumbel number that it is; both as in specdec/sampling.py. */
+#define HASH(x) \
+    (x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9, x = (x ^ x >> 27) * 0x94D049BB133111EB, (x ^ x >> 31) >> 11)
+static const uint64_t golden = 0x9E3779B97F4A7C15;
+typedef uint64_t hashes __attribute__((vector_size(64)));
+
+INLINE double gumbel(uint64_t hash) { return -log(-log(((double)hash + .5) * 0x1p-53)); }
+
+/* The token with the largest sum of its score, divided `by` a number, and its Gumbel number under a key. -1 where the
+ * caller has to find it: the scores are no distribution, or two sums are nearer than what logarithms may be apart
+ * elsewhere. */
+int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t key) {
+    const int64_t likeliest = peak(scores, count, half);
+    if (likeliest < 0) return -1;
+    hashes states, most = {0};
+    for (int i = 0; i < 8; i++) states[i] = key + (i + 1) * golden;
+    for (int64_t i = 0; i < count; i += 8, states += 8 * golden) { /* a few too many, which does no harm */
+        hashes x = states, own = HASH(x), larger = (hashes)(own > most);
+        most = (own & larger) | (most & ~larger);
+    }
+    uint64_t largest = 0, x = key + (likeliest + 1) * golden;
+    for (int i = 0; i < 8; i++) largest = most[i] > largest ? most[i] : largest;
+    /* A token that would not reach the likeliest one's sum with the largest number needs none. */
+    double reach = gumbel(largest), best = -INFINITY, second = best;
+    double bar = gumbel(HASH(x)) + value_of(scores, likeliest, half) / by;
+    int64_t winner = 0;
+    for (int64_t i = 0, end; i < count; i = end) {
+        float least = by * (bar - reach - .01 - 1e-6 * fabs(bar - reach)); /* by more than rounding too low */
+        end = i + STRIP < count ? i + STRIP : count;
+        if (end - i == STRIP && !reaches(scores, i, least, half)) continue;
+        for (int64_t n = i; n < end; n++) {
+            float score = value_of(scores, n, half);
+            if (!(score > least)) continue;
+            x = key + (n + 1) * golden;
+            double sum = gumbel(HASH(x)) + score / by;
+            second = sum > best ? best : sum > second ? sum : second;
+            if (sum > best) best = sum, winner = n;
+        }
+        if (best > bar) bar = best;
+    }
+    return best - second > 1e-9 && isfinite(best) ? (int)winner : -1;
 }
 
 /* Whether this machine multiplies pairs. */

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -34,6 +34,7 @@ __all__ = [
     "CRows",
     "CShape",
     "CSlots",
+    "CTurns",
     "Kind",
     "compiler",
     "install",
@@ -75,15 +76,23 @@ class CLayer(Structure):
         ("first_norm", c_void_p),
         ("second_norm", c_void_p),
         ("head_norm", c_void_p),
+        ("out_norm", c_void_p),
+        ("down_norm", c_void_p),
         ("first_epsilon", c_float),
         ("second_epsilon", c_float),
         ("head_epsilon", c_float),
+        ("out_epsilon", c_float),
+        ("down_epsilon", c_float),
         ("scale", c_float),
+        ("cap", c_float),
+        ("turns", c_int32),
     )
 
 
 class CShape(Structure):
-    _fields_ = tuple((name, c_int64) for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "half"))
+    _fields_ = tuple(
+        (name, c_int64) for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "half", "gelu")
+    )
 
 
 class CSlots(Structure):
@@ -96,14 +105,17 @@ class CSlots(Structure):
     )
 
 
+class CTurns(Structure):
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p))
+
+
 class CRows(Structure):
     _fields_ = (
         ("rows", c_int64),
         ("count", c_int64),
         ("keys", c_int64),
         ("blocks", c_void_p),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
+        ("turns", c_void_p),
         ("by_row", c_int64),
     )
 
@@ -119,6 +131,8 @@ _FUNCTIONS: dict[str, list[Any]] = {
     ],
     "specdec_product": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
     "specdec_look_up": [POINTER(CProduct), c_void_p, c_int64, c_void_p, c_int],
+    "specdec_top": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int64, c_void_p],
+    "specdec_draw": [c_void_p, c_int64, c_int, c_float, c_uint64],
     "specdec_pairs": [],
 }  # fmt: skip
 

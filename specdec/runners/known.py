@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.models.gemma import modeling_gemma as gemma
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import (
     MistralAttention,
@@ -31,6 +34,8 @@ __all__ = [
     "KnownLayer",
     "Snapshot",
     "UnknownModule",
+    "gain",
+    "gains",
     "is_known_norm",
     "stacked",
     "version_of",
@@ -41,12 +46,39 @@ _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
             "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-# Layer -> the exact classes of what it is made of.
-_LAYERS: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
-    LlamaDecoderLayer: (LlamaAttention, LlamaMLP),
-    MistralDecoderLayer: (MistralAttention, MistralMLP),
-    Qwen2DecoderLayer: (Qwen2Attention, Qwen2MLP),
-    Qwen3DecoderLayer: (Qwen3Attention, Qwen3MLP),
+# Norms that multiply by one more than their weight.
+_FROM_ONE = (gemma.GemmaRMSNorm, gemma2.Gemma2RMSNorm, gemma3.Gemma3RMSNorm)
+# Embeddings, and whether they multiply what they look up; the latter's names are not in every version.
+_SCALED = tuple(
+    getattr(module, f"{name}TextScaledWordEmbedding")
+    for module, name in ((gemma, "Gemma"), (gemma2, "Gemma2"), (gemma3, "Gemma3"))
+    if hasattr(module, f"{name}TextScaledWordEmbedding")
+)
+
+
+class _Made(NamedTuple):
+    """The exact classes of a layer's parts, and the names of its norms."""
+
+    attention: type[nn.Module]
+    mlp: type[nn.Module]
+    before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    after: tuple[str, ...] = ()  # of what attention and the MLP add
+    heads: tuple[str, ...] = ()
+    capped: bool = False  # Gemma 3 has the number, too, and makes no use of it
+
+
+_AROUND: dict[str, Any] = {
+    "before": ("input_layernorm", "pre_feedforward_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+_LAYERS: dict[type[nn.Module], _Made] = {
+    LlamaDecoderLayer: _Made(LlamaAttention, LlamaMLP),
+    MistralDecoderLayer: _Made(MistralAttention, MistralMLP),
+    Qwen2DecoderLayer: _Made(Qwen2Attention, Qwen2MLP),
+    Qwen3DecoderLayer: _Made(Qwen3Attention, Qwen3MLP, heads=_HEAD_NORMS),
+    gemma.GemmaDecoderLayer: _Made(gemma.GemmaAttention, gemma.GemmaMLP),
+    gemma2.Gemma2DecoderLayer: _Made(gemma2.Gemma2Attention, gemma2.Gemma2MLP, **_AROUND, capped=True),
+    gemma3.Gemma3DecoderLayer: _Made(gemma3.Gemma3Attention, gemma3.Gemma3MLP, **_AROUND, heads=_HEAD_NORMS),
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -86,29 +118,49 @@ def is_known_norm(norm: nn.Module) -> bool:
     return type(norm) in _NORMS and why_special(norm) is None
 
 
+def gain(norm: Any) -> tuple[torch.Tensor, float] | None:
+    """What an RMS norm multiplies by, [D], and its epsilon; None where it is not of a known class."""
+    if why_special(norm) is not None or type(norm) not in (*_NORMS, *_FROM_ONE):
+        return None
+    if type(norm) in _FROM_ONE:
+        return 1 + norm.weight.data.float(), norm.eps
+    return norm.weight.data, norm.variance_epsilon
+
+
+def gains(norms: Sequence[Any]) -> list[tuple[torch.Tensor, float]]:
+    """:func:`gain` of norms that are known."""
+    return [known for norm in norms if (known := gain(norm)) is not None]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownLayer:
-    """A Llama-like layer: attention with rotary positions (and Qwen 3's norms per head), gated SiLU MLP.
+    """A Llama-like layer: attention with rotary positions (and Qwen 3's norms per head), gated SiLU MLP; or Gemma's.
 
     Attributes:
         module: the layer itself.
         number: its place in the decoder.
         linears: of queries, keys and values; after attention; of gate and up; and down. Each group shares its input.
         norms: before attention, and before the MLP.
+        after: norms of what attention and the MLP add, or none.
         head_norms: of each query and of each key head, or none.
         query_heads, key_heads, head_dim: of attention.
         scale: of attention's scores.
+        cap: of these scores, by a tanh; 0 for none.
+        gelu: the MLP's gate is a GELU by its tanh.
     """
 
     module: nn.Module
     number: int
     linears: tuple[tuple[ModuleRef, ...], ...]
     norms: tuple[Any, Any]
+    after: tuple[Any, ...]
     head_norms: tuple[Any, ...]
     query_heads: int
     key_heads: int
     head_dim: int
     scale: float
+    cap: float
+    gelu: bool
 
     @classmethod
     def of(cls, layer: Any, number: int) -> KnownLayer:
@@ -120,10 +172,9 @@ class KnownLayer:
         where = f"layer {number}"
         if type(layer) not in _LAYERS:
             raise UnknownModule(f"{where} is a {type(layer).__name__}")
-        attention_class, mlp_class = _LAYERS[type(layer)]
-        head_norms = _HEAD_NORMS if attention_class is Qwen3Attention else ()
-        norms = ("input_layernorm", "post_attention_layernorm", *head_norms)
-        wanted = {"": type(layer), "self_attn": attention_class, "mlp": mlp_class}
+        made = _LAYERS[type(layer)]
+        norms = (*made.before, *made.after, *made.heads)
+        wanted = {"": type(layer), "self_attn": made.attention, "mlp": made.mlp}
         wanted |= dict.fromkeys(_LINEARS, nn.Linear) | dict.fromkeys(norms, type(layer.input_layernorm))
         found = dict(layer.named_modules())
         for name, module in found.items():
@@ -133,10 +184,12 @@ class KnownLayer:
                 raise UnknownModule(f"{where}: {name} is a {type(module).__name__}")
         missing = wanted.keys() - found.keys()
         activation = getattr(layer.mlp, "act_fn", None)
-        if missing or type(layer.input_layernorm) not in _NORMS:
+        if missing or gain(layer.input_layernorm) is None:
             raise UnknownModule(f"{where} has no plain {', '.join(sorted(missing)) or 'norm'}")
-        if type(activation) not in (nn.SiLU, SiLUActivation):
+        if type(activation) not in (nn.SiLU, SiLUActivation, GELUTanh):
             raise UnknownModule(f"{where}: mlp.act_fn is a {type(activation).__name__}")
+        if not layer.self_attn.is_causal:
+            raise UnknownModule(f"{where}: self_attn looks ahead")
         weights = {(weight.dtype, weight.device) for weight in layer.parameters()}
         if len(weights) != 1:
             raise UnknownModule(f"{where} has weights of several dtypes or devices")
@@ -146,13 +199,21 @@ class KnownLayer:
             module=layer,
             number=number,
             linears=(tuple(refs[:3]), (refs[3],), tuple(refs[4:6]), (refs[6],)),
-            norms=(layer.input_layernorm, layer.post_attention_layernorm),
-            head_norms=tuple(found[name] for name in head_norms),
+            norms=(found[made.before[0]], found[made.before[1]]),
+            after=tuple(found[name] for name in made.after),
+            head_norms=tuple(found[name] for name in made.heads),
             query_heads=attention.q_proj.out_features // attention.head_dim,
             key_heads=attention.k_proj.out_features // attention.head_dim,
             head_dim=attention.head_dim,
             scale=attention.scaling,
+            cap=(made.capped and attention.attn_logit_softcapping) or 0.0,
+            gelu=type(activation) is GELUTanh,
         )
+
+    @property
+    def like_llama(self) -> bool:
+        """Whether it is made as Llama's layers are, but for norms per head."""
+        return not (self.after or self.cap or self.gelu) and is_known_norm(self.norms[0])
 
     @property
     def inner(self) -> int:
@@ -163,9 +224,8 @@ class KnownLayer:
         """Weights [Hq + Hkv, 1, head_dim] and epsilon of the norms per head, where the layer has them."""
         if not self.head_norms:
             return None
-        query, key = self.head_norms
-        weights = [query.weight.data] * self.query_heads + [key.weight.data] * self.key_heads
-        return torch.stack(weights).unsqueeze(1), query.variance_epsilon
+        (query, epsilon), (key, _) = gains(self.head_norms)
+        return torch.stack([query] * self.query_heads + [key] * self.key_heads).unsqueeze(1), epsilon
 
 
 def stacked(places: Sequence[ModuleRef]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -192,7 +252,7 @@ class KnownHead:
         place, tied = ModuleRef.of(head, model), getattr(embedding, "weight", None) is head.weight
         if not tied:
             return None if place is None else cls(place, None)
-        plain = type(embedding) is nn.Embedding and why_special(embedding) is None
+        plain = type(embedding) in (nn.Embedding, *_SCALED) and why_special(embedding) is None
         shared = ModuleRef.of(embedding, model) if plain else None
         return None if place is None or shared is None else cls(place, shared)
 

@@ -8,6 +8,7 @@ that no weight is held twice and the model still computes, saves and copies what
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from ctypes import byref, c_int64
 from dataclasses import dataclass
@@ -198,26 +199,40 @@ class PackedLinear(nn.Module):
 
 
 class TiedEmbedding(nn.Module):
-    """A packed weight in the place of the embedding that shares it; a deep copy is a plain embedding again."""
+    """A packed weight in the place of the embedding that shares it; a deep copy is one of the embedding's class again.
 
-    def __init__(self, store: PackedWeight) -> None:
+    Args:
+        store: the weight.
+        embedding: plain, or one that multiplies what it looks up by its ``embed_scale``.
+    """
+
+    def __init__(self, store: PackedWeight, embedding: nn.Embedding) -> None:
         super().__init__()
         self.store = store
+        shell = copy.copy(embedding)
+        shell._parameters = {"weight": None}
+        self._shell = [shell]  # in a list, as it is no part of the model
+        scale: torch.Tensor | None = getattr(embedding, "embed_scale", None)
+        self._scale = None if scale is None else scale.to(store.dtype)
 
     @property
     def weight(self) -> torch.Tensor:
         """[vocabulary, D] a copy; changing it changes nothing."""
         return self.store.unpack().clone(memory_format=torch.contiguous_format)
 
+    def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[T, D] what the model's layers get of tokens."""
+        rows = self.store.look_up(tokens)
+        return rows if self._scale is None else rows * self._scale
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.store.look_up(tokens.flatten().tolist()).view(*tokens.shape, -1)
+        return self.look_up(tokens.flatten().tolist()).view(*tokens.shape, -1)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Embedding:
-        weight = self.weight
-        embedding = nn.Embedding(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
-        embedding.weight = nn.Parameter(weight)
-        memo[id(self)] = embedding
-        return embedding
+        (shell,) = copy.deepcopy(self._shell)
+        shell.weight = nn.Parameter(self.weight)
+        memo[id(self)] = shell
+        return shell

@@ -19,10 +19,10 @@ from torch import nn
 from specdec.block import Block, Rows
 from specdec.cache import KVCache
 from specdec.joints import Joints
-from specdec.native.library import CHead, CLayer, CRows, CShape, CSlots, library
+from specdec.native.library import CHead, CLayer, CRows, CShape, CSlots, CTurns, library
 from specdec.pages import FilePages, trim_heap
 from specdec.rotary import Rotary
-from specdec.runners.known import KnownHead, KnownLayer, Snapshot, is_known_norm, stacked
+from specdec.runners.known import KnownHead, KnownLayer, Snapshot, gain, gains, is_known_norm, stacked
 from specdec.runners.layers import FusedNorm
 from specdec.runners.linear import PackedWeight, TiedEmbedding
 from specdec.runners.runner import FINAL, Finished, LayerRunner
@@ -30,7 +30,7 @@ from specdec.sampling import Peaks
 
 __all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
 
-_HEADS = range(16, 129, 16)  # head dimensions that the library has code for
+_HEADS = (*range(16, 129, 16), 256)  # head dimensions that the library has code for
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -44,6 +44,9 @@ class NativeLayer:
         epsilons: of these norms, and of those per head.
         heads: of queries, and of keys.
         head_norm: [heads, 1, head_dim] weights of norms per query and key head, or None.
+        after: weights [D] and epsilons of the norms of what attention and the MLP add, or none.
+        cap: of attention's scores, by a tanh; 0 for none.
+        turns: which of several rotary tables it reads.
     """
 
     products: tuple[PackedWeight, ...]
@@ -53,6 +56,9 @@ class NativeLayer:
     head_dim: int
     scale: float
     head_norm: torch.Tensor | None = None
+    after: Sequence[tuple[torch.Tensor, float]] = ()
+    cap: float = 0.0
+    turns: int = 0
 
 
 def runs_heads_of(head_dim: int, inner: int) -> bool:
@@ -68,13 +74,13 @@ def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
         return f"native layers run on a CPU, and the model is on {weight.device}"
     if weight.dtype not in _DTYPES:
         return f"native layers compute in float32 and bfloat16, and the model in {str(weight.dtype)[6:]}"
-    sizes = {(layer.query_heads, layer.key_heads, layer.head_dim, layer.inner) for layer in layers}
+    sizes = {(layer.query_heads, layer.key_heads, layer.head_dim, layer.inner, layer.gelu) for layer in layers}
     if len(sizes) > 1:
         return "native layers need all layers to have the same sizes"
     if not runs_heads_of(first.head_dim, first.inner) or head_dim != first.head_dim:
         return (
-            f"native layers need heads of 16, 32, ... 128 values, all of them rotated, and an MLP of a multiple of 16; "
-            f"here it is {first.head_dim} (of which {head_dim} rotated) and {first.inner}"
+            f"native layers need heads of 16, 32, ... 128 or 256 values, all of them rotated, and an MLP of a multiple "
+            f"of 16; here it is {first.head_dim} (of which {head_dim} rotated) and {first.inner}"
         )
     if library() is None:
         return "native layers need a C compiler (cc, gcc or clang), and none works here"
@@ -84,12 +90,13 @@ def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
 class NativeLayers:
     """Layers of the same sizes behind one call."""
 
-    def __init__(self, layers: Sequence[NativeLayer]) -> None:
+    def __init__(self, layers: Sequence[NativeLayer], *, gelu: bool = False) -> None:
         first = layers[0]
-        self._dtype = first.norms[0].dtype
+        self._dtype = first.products[0].dtype
         self._held: list[Any] = [*layers]  # whose weights the library reads by address
         inner = first.products[3].inputs
-        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, self._dtype is torch.bfloat16)
+        half = self._dtype is torch.bfloat16
+        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, half, gelu)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
         self._library = library()
 
@@ -108,8 +115,8 @@ class NativeLayers:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``.
 
-        Cosines and sines are float32: [T, d], of the rows; if not ``by_row`` of positions 0, 1, 2, ... What a
-        ``reading`` asks for is there afterwards.
+        Cosines and sines are float32: [T, d], of the rows; if not ``by_row`` [K, positions, d], of positions 0, 1, 2,
+        ... by the layers' tables. What a ``reading`` asks for is there afterwards.
         """
         hidden = hidden.to(self._dtype).contiguous()
         out = torch.empty(hidden.shape, dtype=self._dtype)
@@ -120,7 +127,9 @@ class NativeLayers:
             keys = max(keys, part.length + part.first + part.rows)
             described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
         blocks = (c_int64 * len(described))(*described)  # a Block of layers.c is six numbers
-        told = CRows(block.rows, len(held), keys, addressof(blocks), cos.data_ptr(), signed_sin.data_ptr(), by_row)
+        tables = [(cos, signed_sin)] if by_row else [*zip(cos, signed_sin, strict=True)]
+        turns = (CTurns * len(tables))(*(CTurns(one.data_ptr(), other.data_ptr()) for one, other in tables))
+        told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(turns), by_row)
         found = {tap: torch.empty(hidden.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
         wanted = None
         if found:
@@ -142,7 +151,10 @@ class NativeLayers:
     def _describe(self, layer: NativeLayer) -> CLayer:
         products = [product.described for product in layer.products]
         per_head = None if layer.head_norm is None else self._hold(layer.head_norm)
-        return CLayer(*products, *map(self._hold, layer.norms), per_head, *layer.epsilons, layer.scale)
+        after = map(self._hold, (weight for weight, _ in layer.after)) if layer.after else (None, None)
+        epsilons = [*layer.epsilons, *(epsilon for _, epsilon in layer.after)] + [0.0] * (2 - len(layer.after))
+        norms = [*map(self._hold, layer.norms), per_head, *after]
+        return CLayer(*products, *norms, *epsilons, layer.scale, layer.cap, layer.turns)
 
     def _hold(self, weight: torch.Tensor) -> int:
         held = weight.float().contiguous()
@@ -153,9 +165,9 @@ class NativeLayers:
 class NativeHead:
     """The last norm and a packed head, which follow the last layer in the same call."""
 
-    def __init__(self, norm: Any, product: PackedWeight) -> None:
-        self._norm, self._product = norm.weight.data.float().contiguous(), product
-        self._head = CHead(product.described, self._norm.data_ptr(), norm.variance_epsilon)
+    def __init__(self, weight: torch.Tensor, epsilon: float, product: PackedWeight) -> None:
+        self._norm, self._product = weight.float().contiguous(), product
+        self._head = CHead(product.described, self._norm.data_ptr(), epsilon)
 
     def reading(self, hidden: torch.Tensor, rows: Sequence[int] | None, final: bool) -> Reading:
         """What is to be read of the rows of ``hidden`` [T, D] after the last layer."""
@@ -195,7 +207,7 @@ class NativeRunner(LayerRunner):
     """A model's layers and, where it is a plain one, its head.
 
     ``owned``: packed weights take the place of the model's own, layer by layer, so that none is held twice. Otherwise
-    they are copies beside it.
+    they are copies beside it. ``kinds``: of each layer's attention, where rotary positions differ by it.
     """
 
     name = "native"
@@ -208,30 +220,33 @@ class NativeRunner(LayerRunner):
         *,
         norm: nn.Module,
         rotary: Rotary,
+        kinds: Sequence[str] | None,
         holders: Sequence[nn.Module],
         owned: bool,
     ) -> None:
         self._rotary = rotary
+        named = sorted(set(kinds or ()))
+        self._kinds: list[str | None] = [*named] or [None]
         files = FilePages() if owned else None
         trim_heap()
         packed_head = None if head is None else _pack_head(head, files)
-        self._native = NativeLayers([_pack_layer(layer, files) for layer in layers])
+        tables = [0] * len(layers) if kinds is None else map(named.index, kinds)
+        packed = [_pack_layer(layer, files, table) for layer, table in zip(layers, tables, strict=True)]
+        self._native = NativeLayers(packed, gelu=layers[0].gelu)
         trim_heap()
         self.embed, self.head = model.get_input_embeddings(), packed_head or model.get_output_embeddings()
         self.alike = packed_head is not None
-        known_norm = is_known_norm(norm)
-        self.norm = FusedNorm(norm) if known_norm else norm
-        self._head = None
-        if packed_head is not None and known_norm:
-            self._head = NativeHead(norm, packed_head.packed)
+        last = gain(norm)
+        self.norm = FusedNorm(norm) if is_known_norm(norm) else norm
+        self._head = None if packed_head is None or last is None else NativeHead(*last, packed_head.packed)
         read = [module for layer in layers for module in layer.module.modules()]
         if head is not None:
             read.append(head.head.module)
         self._embedding = None
         if isinstance(self.embed, TiedEmbedding):
-            self._embedding = self.embed.store
+            self._embedding = self.embed
             read.append(self.embed)
-        self._snapshot = Snapshot(holders, [*read, norm] if known_norm else read)
+        self._snapshot = Snapshot(holders, read if last is None else [*read, norm])
         self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self, block: Rows) -> torch.Tensor:
@@ -268,17 +283,18 @@ class NativeRunner(LayerRunner):
             cos, signed_sin = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
             return self._native.run(hidden, block, cos, signed_sin, first, last, taps, reading=reading)
         turns = self._turns
-        if turns is None or turns[0].shape[0] < block.end:
-            cos, _, signed_sin = self._rotary.whole(block, hidden)
-            turns = self._turns = cos.float().contiguous(), signed_sin.float().contiguous()
+        if turns is None or turns[0].shape[1] < block.end:
+            tables = [self._rotary.whole(block, hidden, kind) for kind in self._kinds]
+            cos, _, signed_sin = (torch.stack(values).float() for values in zip(*tables, strict=True))
+            turns = self._turns = cos, signed_sin
         return self._native.run(hidden, block, *turns, first, last, taps, by_row=False, reading=reading)
 
     def changed(self) -> str | None:
         return self._snapshot.changed()
 
 
-def _pack_layer(layer: KnownLayer, files: FilePages | None) -> NativeLayer:
-    """A layer's weights in panels; with ``files``, in the place of its own."""
+def _pack_layer(layer: KnownLayer, files: FilePages | None, turns: int) -> NativeLayer:
+    """A layer's weights in panels; with ``files``, in the place of its own. ``turns``: its rotary table."""
     products = []
     for places in layer.linears:
         weights = [place.module.weight.data for place in places]
@@ -289,16 +305,19 @@ def _pack_layer(layer: KnownLayer, files: FilePages | None) -> NativeLayer:
         products.append(packed)
         del weights
     trim_heap()
-    first, second = layer.norms
+    (first, epsilon), (second, other) = gains(layer.norms)
     head_norm = layer.head_norm()
     return NativeLayer(
         tuple(products),
-        (first.weight.data, second.weight.data),
-        (first.variance_epsilon, second.variance_epsilon, 0.0 if head_norm is None else head_norm[1]),
+        (first, second),
+        (epsilon, other, 0.0 if head_norm is None else head_norm[1]),
         (layer.query_heads, layer.key_heads),
         layer.head_dim,
         layer.scale,
         None if head_norm is None else head_norm[0],
+        gains(layer.after),
+        layer.cap,
+        turns,
     )
 
 
@@ -312,7 +331,7 @@ def _pack_head(head: KnownHead, files: FilePages | None) -> _PackedHead | None:
     if files is not None:
         packed.install([head.head])
         if head.embedding is not None:
-            head.embedding.put(TiedEmbedding(packed))
+            head.embedding.put(TiedEmbedding(packed, head.embedding.module))
         files.release([weight])
     return _PackedHead(packed, head.head.module)
 

@@ -100,25 +100,38 @@ class RunnerMaker:
                 found.append(unread)
         return found
 
+    @property
+    def _fusible(self) -> list[KnownLayer | UnknownModule]:
+        """The same for fused layers, which know Llama's alone."""
+        if self.rotary.by_kind:
+            return [UnknownModule("rotary positions differ by layer")]
+        return [
+            UnknownModule(f"layer {layer.number} is a {type(layer.module).__name__}")
+            if isinstance(layer, KnownLayer) and not layer.like_llama
+            else layer
+            for layer in self.known
+        ]
+
     def why_not(self, name: str, attention: str = "auto") -> str | None:
         """Why a runner cannot run this model, or None."""
         if name == "transformers":
             return None
-        unread = [layer for layer in self.known if isinstance(layer, UnknownModule)]
-        if self.rotary.by_kind or len(unread) == len(self.known):
-            return (
-                f"{name} layers are Llama-like ones, and {unread[0] if unread else 'rotary positions differ by layer'}"
-            )
         if name == "fused":
-            return None
+            if any(isinstance(layer, KnownLayer) for layer in self._fusible):
+                return None
+            return f"fused layers are Llama-like ones, and {self._fusible[0]}"
+        unread = [layer for layer in self.known if isinstance(layer, UnknownModule)]
         if unread:
-            return f"native layers need all layers to be Llama-like, and {unread[0]}"
+            return f"native layers need all layers to be like Llama's or Gemma's, and {unread[0]}"
         if attention != "auto":
             return f"attention={attention!r} asks for torch's kernels, and native layers have one of their own"
         known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
+        if self.rotary.by_kind and not self.rotary.fixed:
+            return "native layers read rotary positions from a table, and here they depend on a text's length"
         like = torch.empty(1, 1, device=next(self.layers.parameters()).device)
-        cos, _ = self.rotary.compute(like, torch.zeros(1, 1, dtype=torch.long, device=like.device))
-        return why_not(known, cos.shape[-1])
+        where = torch.zeros(1, 1, dtype=torch.long, device=like.device)
+        rotated = {self.rotary.compute(like, where, kind)[0].shape[-1] for kind in set(self._kinds or [None])}
+        return why_not(known, min(rotated))
 
     def make(self, name: str) -> LayerRunner:
         """A runner for which ``why_not`` has nothing to say."""
@@ -126,18 +139,25 @@ class RunnerMaker:
             known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
             head = KnownHead.of(self.model, self.model.get_output_embeddings(), self.model.get_input_embeddings())
             return NativeRunner(
-                self.model, known, head, norm=self.norm, rotary=self.rotary, holders=self._holders, owned=self.owned
+                self.model,
+                known,
+                head,
+                norm=self.norm,
+                rotary=self.rotary,
+                kinds=self._kinds,
+                holders=self._holders,
+                owned=self.owned,
             )
         layers: list[Any] = [self.module_layer(number) for number in range(len(self.layers))]
         modules: list[nn.Module] = []
         files = FilePages() if self.owned else None
         if name == "fused" and (kernels := self._kernels()) is not None:
-            known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
+            known = [layer for layer in self._fusible if isinstance(layer, KnownLayer)]
             modules = [module for layer in known for module in layer.module.modules()]
             recorder = CudaRecorder(next(self.layers.parameters()).device)
             return CudaRunner([CudaLayer(layer, files, kernels) for layer in known], recorder, **self._parts(modules))
         if name == "fused":
-            for layer in self.known:
+            for layer in self._fusible:
                 if isinstance(layer, KnownLayer):
                     layers[layer.number] = FusedLayer(layer, files)
                     modules += layer.module.modules()
@@ -160,8 +180,8 @@ class RunnerMaker:
     def _kernels(self) -> ModuleType | None:
         """Triton's kernels, where all layers are known, on one CUDA device and in no more than full precision."""
         weights = {(weight.device, weight.dtype) for weight in self.layers.parameters()}
-        known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
-        if len(weights) > 1 or len(known) < len(self.known):
+        known = [layer for layer in self._fusible if isinstance(layer, KnownLayer)]
+        if len(weights) > 1 or len(known) < len(self.layers):
             return None
         ((device, dtype),) = weights
         if device.type != "cuda" or dtype == torch.float64:
@@ -196,6 +216,7 @@ def layer_kernels(
         kernels = importlib.import_module("specdec.kernels.layer")
         rows = torch.zeros(1, 64, dtype=dtype, device=device)
         kernels.gate(kernels.add_norm(rows, rows, rows[0], 1e-6)[1])
+        kernels.row_product(rows, rows.expand(64, -1).contiguous(), rows[0], norm=(rows[0], 1e-6), gated=True)
         counts = torch.zeros(3, dtype=torch.long, device=device)  # no row is stored
         where = {"counts": counts, "table": torch.ones(1, 3, dtype=torch.long, device=device)}
         for query_heads, key_heads, width, normed in shapes:

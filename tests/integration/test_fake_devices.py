@@ -37,6 +37,7 @@ BACKENDS = ("auto", "sdpa", "split", "aten")
 TREE = Draft((3, 4, 5, 6, 7), (-1, 0, 0, 2, 1), probes=frozenset({4}))
 DRAFTS = {"root": Draft.chain([3]), "chain": Draft.chain([3, 4, 5]), "tree": TREE}
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=4)
+PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.2, acceptance="match")
 
 
 class Numbers(TorchFunctionMode):
@@ -147,7 +148,15 @@ def _gated(both: Any) -> Any:
     return both.new_empty(len(both), both.shape[1] // 2)
 
 
-LAYER = SimpleNamespace(add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended)
+def _product(x: Any, weight: Any, bias: Any, *, norm: Any = None, residual: Any = None, gated: bool = False) -> Any:
+    same(x, weight, bias, residual, *(norm or ())[:1])
+    assert x.shape == (1, weight.shape[1])
+    return x.new_empty(1, len(weight) // (1 + gated)) if residual is None else residual.clone()
+
+
+LAYER = SimpleNamespace(
+    row_product=_product, add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended
+)
 
 
 def copy_in(arrays: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
@@ -170,6 +179,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     )
     monkeypatch.setattr(copies, "copy_in", copy_in)
     monkeypatch.setattr(copies, "copy_out", copy_out)
+    monkeypatch.setattr(copies, "reading", lambda tensor: tensor.tolist)
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: tree_kernel)
     monkeypatch.setattr(copies, "address", lambda tensor: 0)
@@ -301,7 +311,7 @@ def test_every_drafter(
     for options in settings:
         if drafter in ("kangaroo", "medusa"):
             options["check_target"] = False
-        for sampling in (None, SAMPLED):
+        for sampling in (None, SAMPLED, PENALISED):
             engine = Engine(target, None, options, max_rows=24, prefill_chunk=16)
             assert engine.generate(prompt_of(20), 12, sampling).finish_reason == "length"
 

@@ -71,7 +71,7 @@ def test_unequal_texts_are_compared_by_tokens_per_second() -> None:
 
 
 def test_latency_and_what_is_outside_of_forwards_by_hand() -> None:
-    seconds = {"wall": 6.0, "prefill": 1.0, "target": 3.0}
+    seconds = {"wall": 6.0, "prefill": 1.0, "target": 3.0, "draft": 1.0, "passes": 0.5}
     turns = [turn([1, 2, 1], 6.0, seconds=seconds, times=[first, first + 1.0, first + 3.0]) for first in (2.0, 4.0)]
     records = [
         record("none", 1, turns[0]),
@@ -83,7 +83,7 @@ def test_latency_and_what_is_outside_of_forwards_by_hand() -> None:
     assert row.first_seconds == pytest.approx([3.0, 3.9])
     gaps = [0.5, 0.5, 2.0] * 2  # the second step's two tokens share its second
     assert row.between_seconds == pytest.approx(np.percentile(gaps, [50, 95]).tolist())
-    assert row.host_seconds == pytest.approx((6 - 1 - 3) / 3)
+    assert row.host_seconds == pytest.approx((6 - 1 - 3 - 0.5) / 3)
     other = metrics.rows["other"][OVERALL]
     assert (other.first_seconds, other.between_seconds, other.host_seconds) == ([], [], None)
 

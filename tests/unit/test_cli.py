@@ -183,7 +183,7 @@ def test_json(run: Run, tiny_engine: Engine) -> None:
     assert stats["acceptance_lengths"] == expected.stats.acceptance_lengths
     assert stats["tokens_per_step"] == pytest.approx(24 / stats["steps"])
     assert stats["rows_per_step"] == pytest.approx(expected.stats.rows_per_step)
-    assert set(stats["seconds"]) == {"prefill", "draft", "target", "verify", "other"}
+    assert set(stats["seconds"]) == {"prefill", "draft", "target", "verify", "other", "passes"}
 
 
 def test_options_reach_the_sampling(run: Run, tiny_engine: Engine) -> None:

@@ -68,9 +68,9 @@ def test_cache_holds_the_text_as_a_fresh_one_would(family: str, options: dict[st
     assert lengths == {1}  # when a draft is made, all text but the root is there
     session = drafter.session
     with model.active():
-        caught_up = alone(session._catch_up())
+        caught_up, _ = alone(session._catch_up())
         session._cache = model.new_cache(capacity=300, rows=300)
-        fresh = alone(session._catch_up())
+        fresh, _ = alone(session._catch_up())
     assert torch.allclose(caught_up, fresh, atol=1e-6)
 
 

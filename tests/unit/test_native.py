@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from drafters.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
@@ -14,14 +17,16 @@ from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft, Entry
 from specdec.native import library as native
+from specdec.native.scores import draw, largest
 from specdec.registry import drafter_names
 from specdec.runners.linear import PackedWeight, TiedEmbedding
+from specdec.sampling import Noise
 from specdec.target import FINAL
 from tests import models
 from tests.models import settings_of
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 SMALL = {"max_rows": 24, "prefill_chunk": 16}
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -85,11 +90,31 @@ def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str, reason: str)
 def test_an_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
     weight = torch.randn(100, 32).to(dtype)
     tokens = torch.tensor([[0, 99, 31], [32, 5, 5]])
-    embedding = TiedEmbedding(PackedWeight(weight, None))
+    embedding = TiedEmbedding(PackedWeight(weight, None), nn.Embedding(100, 32))
     assert torch.equal(embedding(tokens), weight[tokens])
     for wrong in (100, -1):
         with pytest.raises(IndexError, match="the weight has 100"):
             embedding(torch.tensor([wrong]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+def test_an_embedding_that_multiplies_and_shares_the_head_s_weight(family: str) -> None:
+    """With heads of 256, and norms that are not all the same."""
+    model = models.new_model(family, torch.float32, head_dim=256, num_attention_heads=2, tie_word_embeddings=True)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.uniform_(parameter, -0.5, 0.5)
+    plain, tokens = copy.deepcopy(model), torch.tensor([[3, 5, models.VOCAB - 1]])
+    target = TransformersTarget(model, execution="native", owned=True)
+    assert isinstance(target.model.get_input_embeddings(), TiedEmbedding)
+    again = target.plain_model().get_input_embeddings()
+    assert type(again) is type(plain.get_input_embeddings())
+    expected = plain.get_input_embeddings()(tokens)
+    for embedding in (target.model.get_input_embeddings(), again):
+        assert torch.equal(embedding(tokens), expected)
+    prompt = models.prompt_of(11)
+    assert Engine(target, drafter="lookahead").generate(prompt, 40).token_ids == models.reference(plain, prompt, 40)
 
 
 @needs_compiler
@@ -160,6 +185,50 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int) -> None
             with torch.no_grad():
                 entered = target.forward(block, entry=Entry(target.num_layers, hidden), rows=(2,))
             assert entered.peaks[0].of(0, 1) == [found], value
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_s_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
+    """Of any width, with ties, infinities and NaN, which torch sorts before all numbers too."""
+    torch.manual_seed(0)
+    for size in (1, 5, 16, 63, 64, 65, 200, 1003, 4096):
+        scores = torch.randn(6, size).to(dtype)
+        scores[1].round_()  # ties
+        scores[2, ::2] = -torch.inf
+        scores[3] = -torch.inf
+        scores[4, ::3], scores[4, ::5] = torch.nan, torch.inf
+        scores[5] = torch.linspace(-1, 1, size)  # each one larger than all before it
+        expected = scores.sort(descending=True, stable=True).indices
+        for count in (1, 8, 20):
+            assert largest(scores, None, count) == expected[:, :count].tolist(), (size, count)
+            assert largest(scores, (5, 1, 1), count) == expected[[5, 1, 1], :count].tolist(), (size, count)
+    assert largest(scores.double(), None, 1) is None
+    assert largest(scores[:, ::2], None, 1) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draw_is_that_of_torch_s_numbers(dtype: torch.dtype) -> None:
+    """Of any width, steep or flat; where scores are no distribution, or two sums are even, nobody is drawn."""
+    for size, seed in itertools.product((1, 7, 16, 63, 65, 200, 20_011), range(8)):
+        noise = Noise(seed, size, torch.device("cpu"))
+        scores = (0.0, 0.5, 4.0, 30.0)[seed % 4] * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        scores[1::7] = -torch.inf
+        scores = scores.to(dtype)
+        for temperature in (1.0, 0.8, 0.01, 3.0):
+            expected = int((noise.gumbel(3) + scores.float() / temperature).argmax())
+            assert noise.drawn(scores, 3, temperature) == expected, (size, seed, temperature)
+        for odd in (torch.nan, torch.inf):
+            assert draw(scores.index_fill(0, torch.tensor([size // 2]), odd), 5) is None
+    assert draw(torch.full((100,), -torch.inf), 5) is None
+    assert draw(torch.zeros(100).double(), 5) is None
+    noise = Noise(0, 2, torch.device("cpu"))
+    found = ((position, *noise.gumbel(position).tolist()) for position in itertools.count())
+    position, first, second = next(near for near in found if 0 < near[1] - near[2] < 0.005)
+    even = torch.tensor([0.0, first - second])  # float32 is exact enough to make their sums even
+    assert noise.drawn(even, position) is None
+    assert noise.drawn(even + torch.tensor([0.0, 1e-6]), position) == 1
 
 
 def plain(target: TransformersTarget, cache: Any, token: int) -> Any:

@@ -288,10 +288,10 @@ def test_time_is_shared_and_others_time_not_counted(monkeypatch: pytest.MonkeyPa
     takes(100)
     with pytest.raises(StopIteration) as done:
         made.send(answers[0])
-    assert done.value.value == ("got 5", 1 + 8 / 4 + 2)
+    assert done.value.value == ("got 5", 1 + 8 / 4 + 2, 8 / 4)
     with pytest.raises(StopIteration) as done:
         next(timed(drafting(False), together=False))  # runs it here and now
-    assert done.value.value == ("got 5", 1 + 8 + 2)
+    assert done.value.value == ("got 5", 1 + 8 + 2, 8)
     assert next(timed(drafting(True), together=False)).brought == 5
 
 

@@ -127,8 +127,13 @@ def test_greedy_reads_no_nan() -> None:
         {"temperature": 1.0, "min_p": 0.05, "top_p": 0.5},
     ],
 )
-def test_a_draw_that_looks_at_few_tokens_is_that_of_all(params: dict[str, float]) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_a_draw_that_looks_at_few_tokens_is_that_of_all(
+    params: dict[str, float], native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From flat logits, where top-p itself has to be asked, to steep ones."""
+    if not native:
+        monkeypatch.setattr("specdec.sampling.draw", lambda *_: None)
     for size, seed, spread in itertools.product((300, 20_000), range(6), (0.0, 0.5, 4.0)):
         logits = spread * torch.randn(1, size, generator=torch.Generator().manual_seed(seed))
         sampler = Sampler(SamplingParams(seed=seed, **params), [1, 2, 3], size, CPU)  # type: ignore[arg-type]

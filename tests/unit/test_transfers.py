@@ -16,15 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from specdec import Draft, Engine, SamplingParams, copies
-from specdec.cost import roofline
+from specdec.cost import CostCurve, roofline
 from specdec.draft import ancestors
 from specdec.errors import NumericalError
 from specdec.results import Step
 from specdec.sampling import Sampler, Scores
 from specdec.verify import last_row, match, walk_arrays
-from tests.models import prompt_of, settings_of, target_of
+from tests.models import prompt_of, random_adapter, settings_of, target_of
 from tests.property.trees import parent_lists
 
 READS = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy", "cpu", "nonzero", "equal")
@@ -32,6 +33,8 @@ MAKES = ("tensor", "as_tensor", "from_numpy", "asarray")
 PROMPT, NEW = prompt_of(20), 30
 ONCE = ("none", "prompt_lookup", "lookahead", "token_recycling", "medusa", "suffix_automaton", "auto", "union")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=12, seed=4)
+PENALTY = {"repetition_penalty": 1.3}  # which looks at each row's own text
+SAMPLINGS = [None, SAMPLED, SamplingParams(**PENALTY), SamplingParams(temperature=0.8, seed=4, **PENALTY)]
 
 
 class Transfers(TorchFunctionMode):
@@ -99,7 +102,7 @@ def steps_of(engine: Engine, sampling: SamplingParams | None, mode: Transfers | 
     return decoding.result().token_ids, found
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalised", "both"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("drafter", ONCE)
 def test_one_copy_in_and_one_out(
@@ -162,30 +165,102 @@ class Alternating:
 
 
 def test_a_grammar_is_asked_row_by_row(request: pytest.FixtureRequest) -> None:
-    """No row is decided without its state."""
-    engine = Engine(target_of("llama"), None, "token_recycling", max_rows=24)
-    expected = engine.generate(PROMPT, 12, logits_processor=[Alternating()]).token_ids
+    """No row is decided without its state; and a penalty for what is new alone looks at a row's own text."""
+    drafter = {"name": "token_recycling", "rows": 24, "persistent": True}
+    engine = Engine(target_of("llama"), None, drafter, max_rows=24, policy="off")
+    others = [Alternating(), RepetitionPenaltyLogitsProcessor(0.01, prompt_ignore_length=len(PROMPT))]
+    expected = [engine.generate(PROMPT, 12, logits_processor=[one]).token_ids for one in others]
     request.getfixturevalue("transfers")
-    assert engine.generate(PROMPT, 12, logits_processor=[Alternating()]).token_ids == expected
-    assert all(token % 2 == place % 2 for place, token in enumerate(expected))
+    assert [engine.generate(PROMPT, 12, logits_processor=[one]).token_ids for one in others] == expected
+    assert all(token % 2 == place % 2 for place, token in enumerate(expected[0]))
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED])
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, SamplingParams(temperature=0.8, seed=4, acceptance="match")])
 @pytest.mark.parametrize("drafter", ["kangaroo", "draft_model"])
 def test_models_that_draft_copy_a_bounded_number_of_times(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Per row of the draft one copy in and one out at T = 0; rejection twice more in all."""
+    """One copy in per pass, and one out per guess or level that has to be read; block verification twice more."""
     target = target_of("llama")
-    engines = [Engine(target, None, options, max_rows=24) for options in settings_of(drafter, target, tmp_path)]
-    expected = [steps_of(engine, sampling, None)[0] for engine in engines]
+    settings = settings_of(drafter, target, tmp_path)
+    engines = [Engine(target, None, options, max_rows=24, policy="off") for options in settings]
+    expected = [steps_of(engine, sampling, None) for engine in engines]
     mode = request.getfixturevalue("transfers")
-    for engine, text in zip(engines, expected, strict=True):
+    rejects = sampling is not None and sampling.temperature > 0 and sampling.acceptance == "auto"
+    penalised = sampling is not None and sampling.repetition_penalty != 1
+    for engine, options, (text, drafted) in zip(engines, settings, expected, strict=True):
         got, steps = steps_of(engine, sampling, mode)
         assert got == text
+        chain = max(options.get("widths", [1])) == 1
+        # Nothing stops it, and if it draws, the one child of each row has a probability.
+        stays = drafter == "draft_model" and not options["min_confidence"] and (chain or not rejects)
+        if chain or not stays:  # else no child is dropped for having none
+            assert [(step.tokens, step.rows) for step, _ in steps] == [(step.tokens, step.rows) for step in drafted]
         for step, counts in steps[1:]:
-            assert counts["in"] <= 1 + step.rows
-            assert counts["out"] <= (1 + 2 * step.rows if sampling is None else 3 + 2 * step.rows), counts
+            if drafter == "kangaroo":  # one that was dropped has no row; alternatives are read by themselves
+                reads = step.rows + ("branch" in options)
+            else:  # block verification reads the tokens
+                reads = rejects if stays else options.get("tokens", 4)
+            assert counts["out"] <= reads + 1 + rejects, (options, step.rows, counts)
+            assert counts["in"] <= 2 + step.rows * (1 + penalised), (options, step.rows, counts)
+
+
+@pytest.mark.parametrize("second", [1.02, 3.0])
+@pytest.mark.parametrize("sampling", [None, SAMPLED])
+def test_a_guess_is_read_while_its_pass_runs(
+    sampling: SamplingParams | None, second: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the device is never without work in a round. Where a second row costs two plain steps every guess is dropped;
+    what was run for it leaves nothing."""
+    target, done = target_of("llama"), list[str]()
+    random_adapter(target, tmp_path, eta=None)
+    options = {"name": "kangaroo", "adapter": str(tmp_path), "gamma": 3}
+    costs = CostCurve(machine={}, rows=(1, 2, 9), lengths=(1,), seconds=((1.0, second, 9.0),))
+    expected = Engine(target, None, options, costs=costs, policy="off").generate(PROMPT, NEW, sampling)
+    forward = target.forward
+
+    def reading(tensor: torch.Tensor) -> Callable[[], list[float]]:
+        done.append("guessed")
+
+        def numbers() -> list[float]:
+            done.append("read")
+            return tensor.tolist()  # type: ignore[no-any-return]
+
+        return numbers
+
+    def noted(block: Any, **options: Any) -> Any:
+        done.append("verified" if options.get("entry") is not None else "run")
+        return forward(block, **options)
+
+    monkeypatch.setattr(copies, "is_apart", lambda device: True)
+    monkeypatch.setattr(copies, "reading", reading)
+    monkeypatch.setattr(target, "forward", noted)
+    found = Engine(target, None, options, costs=costs, policy="off").generate(PROMPT, NEW, sampling)
+    assert (found.token_ids, found.stats.rows) == (expected.token_ids, expected.stats.rows)
+    rounds = [one.split() for one in " ".join(done).split("verified")][1:-2]  # all but the prompt's and the last
+    guesses = [one.count("read") for one in rounds]
+    assert rounds == [["run", *["guessed", "run", "read"] * count] for count in guesses]
+    dropped = [count + 1 - rows for count, rows in zip(guesses, found.stats.rows[1:], strict=False)]
+    assert set(dropped) == {1} if second == 3 else set(dropped) <= {0, 1}
+    assert len(guesses) > 5
+
+
+def test_tokens_that_come_later_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = list[int]()
+    copy_out = copies.copy_out
+
+    def counted(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+        copied.append(len(tensors))
+        return copy_out(tensors)
+
+    monkeypatch.setattr(copies, "copy_out", counted)
+    late, told = (copies.Later(torch.tensor([5, 6, 7])) for _ in range(2))
+    draft = Draft(late, (-1, 0, 0))
+    assert (len(draft), draft.depths, copied) == (3, [0, 1, 1], [])
+    assert [*draft.tokens] == [*draft.tokens[:2], 7] == [5, 6, 7]
+    assert copied == [1]
+    told.known([5, 6, 7])
+    assert (told[-1], copied) == (7, [1])
 
 
 @given(parents=parent_lists(12), data=st.data())
@@ -202,7 +277,6 @@ def test_the_device_walks_as_the_host_does(parents: list[int], data: st.DataObje
     scores = Scores(logits if rows is None else logits[rows], rows)
     sampler = Sampler(SamplingParams(), [1], 3, torch.device("cpu"))
     decided = sampler.decide(scores, [0] * len(scores.logits))
-    assert decided is not None
     arrays = {name: torch.from_numpy(array) for name, array in walk_arrays(draft, scores.place).items()}
     closure = torch.from_numpy(ancestors(parents))
     last = last_row(decided[1], torch.tensor(tokens), arrays["parent_places"], arrays["eligible"], closure)
@@ -229,9 +303,8 @@ def test_a_number_that_is_none_is_refused(request: pytest.FixtureRequest) -> Non
     for sampling in (SamplingParams(), SAMPLED):
         sampler = Sampler(sampling, [1, 2], 3, target.device)
         scores = Scores(torch.tensor([[0.0, torch.nan, 1.0], [1.0, 2.0, 3.0]]))
-        decided = sampler.decide(scores, [0, 1])
-        assert decided is not None
-        scores.decided(*copies.copy_out(decided))
+        scores.processed = sampler.together(scores.logits, torch.empty(0))
+        scores.decided(*copies.copy_out(sampler.decide(scores, [0, 1])))
         assert sampler.token(scores, 1, [0]) in (0, 1, 2)
         with pytest.raises(NumericalError, match="logits are no distribution"):
             sampler.token(scores, 0, [])
