@@ -2,14 +2,15 @@
 
 A round runs the newest token through layers [0, l), keeps its feature, and lets the adapter guess the next token from
 it; in the paper it ends after gamma guesses, or after one that the adapter does not trust (confidence <= eta), which is
-kept. Without an eta what pays is drafted: a guess is kept if its chance is worth its own shallow pass and its row of
-verification, and followed by another one if that one's chance is worth adapter and head, too. Verification enters at
-layer l with the kept features, so no layer runs twice for a token, and draft and verification share one cache.
+kept. Without an eta what pays is drafted: of a guess those tokens whose chances are worth their rows of verification
+and a shallow pass for all of them, and another guess behind the likeliest one if that one's chance is worth adapter and
+head, too. Verification enters at layer l with the kept features, so no layer runs twice for a token, and draft and
+verification share one cache. When sampling, tokens are ranked with the noise with which the target will draw.
 
-On a device the shallow pass of a guess is launched before its confidence is read, so that the device has work while the
-host waits and decides. What the host learns thus costs nothing but a pass in vain where a guess is dropped, which is
-rare, as rows cost little there; with a number of guesses that is settled beforehand nothing would be read, but
-confidence, the best thing there is to go by, would not be used (docs/gpu.md has the sums).
+On a device the shallow pass of a guess is launched before its chances are read, so that the device has work while the
+host waits and decides. What the host learns thus costs nothing but rows in vain where tokens are dropped, which cost
+little there; with a number of guesses that is settled beforehand nothing would be read, but the chances, the best thing
+there is to go by, would not be used (docs/gpu.md has the sums).
 
 The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows beyond its last one wait
 in ``_pending`` and go in with the next root. So full acceptance is no special case.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from operator import eq
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 
 from drafters.adapter import Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
-from drafters.vocabulary import DraftVocabulary
+from drafters.vocabulary import DraftVocabulary, coupled, processed
 from drafters.weights import check_fit, weights_folder
 from specdec import copies
 from specdec.block import Block
@@ -42,7 +43,9 @@ from specdec.target import Target
 
 __all__ = ["Kangaroo", "KangarooConfig", "check_adapter"]
 
-_PRIOR, _PRIOR_WEIGHT = 0.6, 4.0  # share of accepted drafts before any was seen, and the drafts that it counts as
+_BRANCH = 4  # most tokens of a guess that are verified because they pay
+_ACCEPTED, _GUESSES = 0.6, 4.0  # share of guesses that were accepted before any was made, and those it counts as
+_RIGHT, _PROMISED = 0.9, 8.0  # likeliest tokens that are right for one that is promised, and the promises it counts as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +58,13 @@ class KangarooConfig:
             models that were trained for it (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710). The head is then run
             for every draft.
         eta: confidence at or below which a round ends; None takes the adapter's own, and where that is None, too, a
-            round goes on while it pays: a draft is kept if its chance to be accepted is worth more than its shallow
-            pass and row of verification cost, and the next one is made if its chance is worth adapter and head, too.
-        gamma: most drafts of a round; None takes the adapter's own.
+            round goes on while it pays: of a guess as many tokens are verified as have a chance that is worth more than
+            their rows, if together they are worth a shallow pass, too; and the next guess is made behind the likeliest
+            one if its chance is worth adapter and head, too.
+        gamma: most guesses of a round; None takes the adapter's own.
         branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
-            paper's chain; None takes the adapter's own.
+            paper's chain; None takes the adapter's own. Without an eta the most tokens of any guess, 4 for None; under
+            ``reject`` it is 1.
         check_target: refuse a model that is not the one the adapter was trained for.
     """
 
@@ -85,6 +90,7 @@ class Kangaroo(DrafterBase):
     """A trained adapter and when to stop."""
 
     name = "kangaroo"
+    draws = False
     Config = KangarooConfig
 
     def __init__(self, config: KangarooConfig, adapter: Adapter, target: Target) -> None:
@@ -95,7 +101,8 @@ class Kangaroo(DrafterBase):
         self.exit_layer = adapter.config.exit_layer
         self.eta = adapter.config.eta if config.eta is None else config.eta
         self.gamma = adapter.config.gamma if config.gamma is None else config.gamma
-        self.branch = adapter.config.branch if config.branch is None else config.branch
+        own = adapter.config.branch if self.eta is not None else _BRANCH
+        self.branch = own if config.branch is None else config.branch
         self.taps = frozenset({self.exit_layer})
         # What is read by a shallow pass, and by adapter and head for a guess.
         self.shallow_weights = target.layer_weights * self.exit_layer / target.num_layers
@@ -149,79 +156,102 @@ class KangarooSession(BatchedSession):
         self._pending: list[torch.Tensor] = []  # [T, D] features of committed tokens that the adapter has not seen
         self._drafted: list[int] = []  # the tokens, from the root on, that it has seen in this round
         params = context.sampling
-        self._processors = params.processors()
+        self._temperature, self._processors = params.temperature, params.processors()
         self._reads_prefix = params.repetition_penalty != 1
-        self._no_ids = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)
-        self._sampled = params.temperature > 0 and params.acceptance != "typical"
-        self._coupled = self._sampled and params.acceptance == "match"
+        self._no_ids: Any = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)
+        sampled = params.temperature > 0 and params.acceptance != "typical"
+        self._draws = sampled and params.acceptance == "reject"  # from q, or else with the target's own noise
+        self._noise = drafter.vocabulary.noise(context.noise) if sampled and not self._draws else None
         target = context.target
         apart = copies.is_apart(target.device) and copies.is_apart(target.head_device)
-        self._ahead = apart and drafter.branch == 1  # alternatives are in the same pass as the guess
-        # In plain steps: a shallow pass, a guess, and keeping draft number 1, 2, ...: such a pass and a deep row.
+        # With an eta the number of tokens hangs on what is read.
+        self._ahead = apart and (drafter.eta is None or drafter.branch == 1)
+        # In plain steps: a shallow pass of one row, a guess, and a step by its rows.
         costs, length = context.costs, context.prompt_length
         self._shallow_price, self._guess_price = (
             pass_price(weights, context.target, costs, length)
             for weights in (drafter.shallow_weights, drafter.guess_weights)
         )
-        steps, deep = costs.steps(length, self._gamma + 2)[1:], 1 - drafter.exit_layer / context.target.num_layers
-        self._row_prices = [self._shallow_price + deep * (after - before) for before, after in pairwise(steps)]
-        self._accepted, self._reached = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._steps = costs.steps(length, min(self._gamma * drafter.branch, context.max_rows) + 2)
+        self._deep = 1 - drafter.exit_layer / context.target.num_layers
+        self._guessed: list[tuple[float, list[int]]] = []  # chance of the likeliest token and those kept, of this round
+        self._accepted, self._guesses = _ACCEPTED * _GUESSES, _GUESSES  # where all above was right
+        self._right, self._promised = _RIGHT * _PROMISED, _PROMISED
 
     def passes(self, room: int) -> Passes[Draft]:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
         drafter, context = self._drafter, self._context
         most = min(self._gamma, room - 1, context.remaining - 1)
-        tokens, parents, self._drafted = [context.root], [-1], []
+        tokens, parents, depths, self._drafted, self._guessed = [context.root], [-1], [0], [], []
         if most < 1:
             return Draft(tokens, parents)
-        features = [(yield self._shallow(tokens, 0)).hidden]
+        features = [(yield self._shallow(tokens, parents, depths)).hidden]
         q: dict[int, torch.Tensor] = {}
         confident, last, reached = True, 0, 1.0
-        while confident and last < most:
-            logits = yield self._guess(tokens[last], features[-1])
-            probabilities = self._probabilities(logits, tokens[1:])
-            confidence, best = probabilities.max(-1)
-            first_choice = self._choice(probabilities, best, len(tokens) - 1)
+        while confident and depths[last] < most and len(tokens) < room:
+            scores = self._scores((yield self._guess(tokens[last], features[-1][:1])))
+            shares, places, drawn_from = self._draw(scores) if self._draws else self._rank(scores)
             # In one copy from the device; a number is exact in float64, too.
-            numbers_of = copies.reading(torch.stack((confidence.double(), first_choice.double())))
+            read = copies.reading(torch.cat((shares.double(), places.double())))
+            first, left = len(tokens), min(drafter.branch, room - len(tokens))
             if self._ahead:
-                guess = copies.Later(drafter.vocabulary.tokens_at(first_choice.clamp(min=0)[None]))
-                features.append((yield self._shallow(guess, last + 1)).hidden)
-            trust, number = numbers_of()
-            # How probable the likeliest token is says less of a draw.
-            reached *= (trust + self._chance) / 2 if self._sampled else trust
-            if drafter.eta is None and reached <= self._row_prices[last]:
+                guess = copies.Later(drafter.vocabulary.tokens_at(places[:left].clamp(min=0)))
+                below = parents + [last] * len(guess), depths + [depths[last] + 1] * len(guess)
+                features.append((yield self._shallow(guess, *below)).hidden)
+            found = read()
+            chances = [chance for chance in found[: len(places)] if chance > 0]
+            numbers = [int(number) for number in found[len(places) :][: len(chances)] if number >= 0]
+            if not numbers:  # weights so large that the adapter says NaN
                 break
-            confident = self._goes_on(trust, reached, last)
-            branch = 1 if confident else min(drafter.branch, room - len(tokens))
-            numbers = [int(number)] if number >= 0 else []
-            if branch > 1:
-                numbers = self._alternatives(probabilities, branch, len(tokens) - 1)
-            chosen = [drafter.vocabulary.token(number) for number in numbers]
-            if not chosen:  # weights so large that the adapter says NaN
+            if drafter.eta is None:
+                kept, reached, confident = self._paying(reached, chances[:left], len(tokens))
+            else:
+                confident = chances[0] > drafter.eta
+                kept = 1 if confident else left
+            if drawn_from is not None and kept > 1:
+                numbers = self._alternatives(drawn_from, kept)
+            chosen = [drafter.vocabulary.token(number) for number in numbers[: max(kept, 1)]]
+            self._guessed.append((chances[0], chosen))
+            if not kept:
                 break
-            if self._sampled and not self._coupled:
-                q[last] = drafter.vocabulary.spread(probabilities, 0.0)
-            first = len(tokens)
+            if drawn_from is not None:
+                q[last] = drafter.vocabulary.spread(drawn_from, 0.0)
             tokens += chosen
             parents += [last] * len(chosen)
-            if not self._ahead:
-                features.append((yield self._shallow(chosen, first, parents)).hidden)
+            depths += [depths[last] + 1] * len(chosen)
+            if self._ahead:
+                features[-1] = features[-1][: len(chosen)]  # the slots of the others are the next rows'
+            else:
+                features.append((yield self._shallow(chosen, parents, depths)).hidden)
             last = first
         cost = len(self._drafted) * self._guess_price + (len(features) - 1) * self._shallow_price
         hidden = torch.cat(features)[: len(tokens)]  # without what was run ahead in vain
         return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, hidden), cost=cost)
 
-    def _goes_on(self, confidence: float, reached: float, drafts: int) -> bool:
-        """Whether to draft behind one that ``drafts`` others precede; ``reached``: the chance that all are right."""
-        if self._drafter.eta is not None:
-            return confidence > self._drafter.eta
-        return reached * self._chance > self._guess_price + self._row_prices[drafts + 1]
+    def _paying(self, reached: float, chances: Sequence[float], rows: int) -> tuple[int, float, bool]:
+        """How many of a guess's tokens bring most over what they cost; and of what follows the first, if it pays.
 
-    @property
-    def _chance(self) -> float:
-        """Share of this text's drafts that were accepted, of those behind accepted ones."""
-        return self._accepted / self._reached
+        Args:
+            reached: the chance that all tokens above are right.
+            chances: the tokens', behind those.
+            rows: of the draft, so far.
+
+        Returns:
+            The number; the chance that the first is right with all above it; and whether a guess behind it pays.
+        """
+        steps, nets, sure = self._steps, [0.0], self._right / self._promised
+        for row, chance in enumerate(chances, rows):
+            # The first one pays for a shallow pass, in which the others are but rows.
+            price = self._first_price(rows) if row == rows else steps[row + 1] - steps[row]
+            nets.append(nets[-1] + reached * min(1.0, sure * chance) - price)
+        kept = nets.index(max(nets))
+        reached *= min(1.0, sure * chances[0])
+        accepted = self._accepted / self._guesses
+        return kept, reached, reached * accepted > self._guess_price + self._first_price(rows + kept)
+
+    def _first_price(self, rows: int) -> float:
+        """Of a token behind ``rows`` others: a shallow pass and a deep row."""
+        return self._shallow_price + self._deep * (self._steps[rows + 1] - self._steps[rows])
 
     def observe(self, seen: Observation) -> None:
         features = seen.taps[self._drafter.exit_layer]
@@ -234,21 +264,24 @@ class KangarooSession(BatchedSession):
         known = sum(takewhile(bool, map(eq, self._drafted, committed)))
         if self._drafted:
             self._cache.length = self._committed + known
-            accepted = len(seen.path) - 1
-            self._accepted += accepted
-            self._reached += accepted + (accepted < max(seen.draft.depths))
+        for (chance, chosen), token in zip(self._guessed, seen.tokens[:known], strict=False):
+            self._guesses += 1
+            self._accepted += token in chosen
+            self._promised += chance
+            self._right += token == chosen[0]
         self._committed += len(committed)
         if known < len(committed):
             self._pending += [features[row : row + 1] for row in seen.path[known:]]
-        self._drafted = []
+        self._drafted, self._guessed = [], []
 
-    def _shallow(self, rows: Sequence[int], first: int, parents: Sequence[int] = ()) -> Pass:
-        """These tokens, the draft's rows from ``first`` on, through layers [0, l), into their slots."""
+    def _shallow(self, rows: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Pass:
+        """These tokens, the draft's last rows, through layers [0, l), into their slots."""
         context, target = self._context, self._context.target
-        siblings: dict[str, Any] = {}
-        if len(rows) > 1:  # under the last row of the chain
-            siblings = {"parents": parents, "depths": [*range(first), *([first] * len(rows))]}
-        block = Block(context.cache, rows, first=first, device=target.device, backend=target.backend, **siblings)
+        chain = depths[-1] == len(depths) - 1
+        block = Block(
+            context.cache, rows, parents=None if chain else parents, depths=None if chain else depths,
+            first=len(depths) - len(rows), device=target.device, backend=target.backend,
+        )  # fmt: skip
         return self._forward.of(block)
 
     def _guess(self, token: int, feature: torch.Tensor) -> Pass:
@@ -258,46 +291,51 @@ class KangarooSession(BatchedSession):
         self._drafted.append(token)
         return Pass(self._drafter.guess, (rows.to(self._adapter.norm.device), self._cache), self._drafter.alike)
 
-    def _probabilities(self, logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
-        """[d] the draft's distribution of the token after ``path``, under the processors that the target's is under."""
-        if self._processors:
-            vocabulary = self._drafter.vocabulary
-            prefix = [*self._context.tokens, *path] if self._reads_prefix else []
-            ids: Any = torch.tensor([prefix], dtype=torch.long, device=logits.device) if prefix else self._no_ids
-            scores: Any = vocabulary.spread(logits.float(), -torch.inf)[None]  # processors know tokens by their ids
-            logits = vocabulary.gather(self._processors(ids, scores)[0])
-        return torch.softmax(logits, -1, dtype=torch.float64 if self._sampled else torch.float32)
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """[d] the guess, under the processors that the target's logits are under."""
+        vocabulary, scores, ids = self._drafter.vocabulary, logits.float(), self._no_ids
+        if self._reads_prefix:  # by the tokens' ids
+            ids = torch.tensor([[*self._context.tokens, *self._drafted[1:]]], device=logits.device)
+            scores = vocabulary.spread(scores, -torch.inf)
+        scores = processed(scores[None], ids, self._processors)[0]
+        return vocabulary.gather(scores) if self._reads_prefix else scores
 
-    def _choice(self, probabilities: torch.Tensor, best: torch.Tensor, depth: int) -> torch.Tensor:
-        """A token's number, int64 [], ``depth`` below the root: the likeliest, or a draw; -1 where there is none.
+    def _rank(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Of the likeliest tokens, likeliest first, the chance to be the target's choice, and the number."""
+        if self._noise is not None:
+            scores = coupled(scores, self._noise.gumbel(self._position), self._temperature)
+        found = torch.softmax(scores, -1, dtype=torch.float32).topk(min(self._drafter.branch, len(scores)))
+        return found.values, found.indices, None
 
-        In ``match`` the noise is the one that the target's own draw will use, so that the two tend to agree (Daliri et
-        al. 2024). In ``reject`` a draw inverts the distribution function, for which one number does.
+    def _draw(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As ``_rank``, of one token drawn from q, which is the third.
+
+        Its chance rests on q and on what became of other draws, never on the token itself.
         """
-        if self._coupled:
-            return (probabilities.log() + self._noises(depth)).argmax()
-        if not self._sampled:
-            return best
-        sums = probabilities.cumsum(-1)
+        q = torch.softmax(scores, -1, dtype=torch.float64)
+        return (q.max()[None] + self._accepted / self._guesses) / 2, self._choice(q)[None], q
+
+    @property
+    def _position(self) -> int:
+        """Of the token that is guessed."""
+        return len(self._context.tokens) + len(self._drafted) - 1
+
+    def _choice(self, q: torch.Tensor, before: int = 0) -> torch.Tensor:
+        """A draw's number, int64 [], behind ``before`` siblings; -1 where there is none.
+
+        It inverts the distribution function, for which one number does.
+        """
+        sums = q.cumsum(-1)
+        drafted = len(self._drafted) - 1 + before
         # The first sum that is not below a positive number ends a step up: its token has probability.
-        drawn = sums[-1:] * self._context.noise.uniform(len(self._context.tokens), Noise.DRAFT, depth)
+        drawn = sums[-1:] * self._context.noise.uniform(len(self._context.tokens), Noise.DRAFT, drafted)
         return torch.where(sums[-1] > 0, torch.searchsorted(sums, drawn)[0], -1)
 
-    def _noises(self, depth: int) -> torch.Tensor:
-        """[d] the target's own noise where it draws the token."""
-        return self._drafter.vocabulary.gather(self._context.noise.gumbel(len(self._context.tokens) + depth))
-
-    def _alternatives(self, probabilities: torch.Tensor, count: int, depth: int) -> list[int]:
-        """Numbers of up to ``count`` tokens, the first being ``_choice``'s; draws are without replacement."""
-        if self._sampled and not self._coupled:
-            chosen = list[torch.Tensor]()
-            for after in range(count):
-                chosen.append(self._choice(probabilities, probabilities, depth + after))
-                probabilities = probabilities.scatter(0, chosen[-1].clamp(min=0)[None], 0)
-            numbers = torch.stack(chosen)
-        else:
-            scores = probabilities.log() + self._noises(depth) if self._coupled else probabilities.log()
-            values, numbers = scores.topk(min(count, len(scores)))
-            numbers = numbers.where(torch.isfinite(values), -1)
-        found: list[int] = numbers.tolist()
+    def _alternatives(self, q: torch.Tensor, count: int) -> list[int]:
+        """Numbers of up to ``count`` tokens drawn without replacement, the first being ``_choice``'s."""
+        chosen = list[torch.Tensor]()
+        for before in range(count):
+            chosen.append(self._choice(q, before))
+            q = q.scatter(0, chosen[-1].clamp(min=0)[None], 0)
+        found: list[int] = torch.stack(chosen).tolist()
         return [number for number in found if number >= 0]

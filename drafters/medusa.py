@@ -5,12 +5,14 @@ chose the root. Head k reads that state and guesses position n + k, knowing of n
 of *rank paths*: path (0, 2) is the first head's best token and behind it the second head's third best. In the paper it
 is the same in every step. Here, where none is given, it grows anew by how probable the heads find their guesses, as far
 as its rows pay; where the heads are not sure, that is not at all. Ranks are chosen, not drawn, so a draft carries no q.
+When sampling, tokens are ranked with the noise with which the target will draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import yaml
 
 from drafters.medusa_heads import MedusaHeads
 from drafters.tree import Grown, grow
-from drafters.vocabulary import DraftVocabulary
+from drafters.vocabulary import DraftVocabulary, coupled, processed
 from drafters.weights import check_fit, weights_folder
 from specdec.config import read_value
 from specdec.cost import pass_price
@@ -47,6 +49,7 @@ TREES = {
 """Named trees: a rank path per word, a digit per rank, likeliest first."""
 
 Path_ = Sequence[int]
+Rule = Callable[[torch.Tensor], torch.Tensor]
 Guesses = list[tuple[list[float], list[float]]]  # per head, of its likeliest tokens: numbers, and chances
 _MOST, _RANKS = 63, 10  # nodes of a tree, and ranks in it, as the authors' has
 _FAINT = 0.01  # a node of a smaller chance is not looked at, even where rows are free
@@ -193,8 +196,11 @@ class Medusa(DrafterBase):
         return MedusaSession(self, context)
 
     @torch.no_grad()
-    def guesses(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, heads, 2, ranks] float64, from hidden states [N, D]: numbers and chances of heads' likeliest tokens."""
+    def guesses(self, hidden: torch.Tensor, rules: Sequence[Rule | None] = ()) -> torch.Tensor:
+        """[N, heads, 2, ranks] float64, from hidden states [N, D]: numbers and chances of heads' likeliest tokens.
+
+        ``rules``: by which each of the N sequences samples, if it does.
+        """
         states = hidden.to(self._blocks[0][1].device, self._blocks[0][1].dtype)[:, None]  # [N, 1, D], later [N, K, D]
         for products, biases in self._blocks:
             found = torch.cat([product(own) for product, own in zip(products, states.unbind(1), strict=True)], -1)
@@ -203,12 +209,16 @@ class Medusa(DrafterBase):
             logits = self.vocabulary.head(states)
         else:
             logits = torch.stack([head(own) for head, own in zip(self._matrices, states.unbind(1), strict=True)], 1)
+        if any(rules):
+            parts = zip(logits.float(), rules, strict=True)
+            logits = torch.stack([own if rule is None else rule(own) for own, rule in parts])
         best = torch.softmax(logits, -1, dtype=torch.float32).topk(self.ranks, -1)
         return torch.stack((best.indices.double(), best.values.double()), -2)
 
-    def lists(self, hidden: Sequence[torch.Tensor]) -> list[Guesses]:
-        """The same as lists, of the [1, D] that each sequence brought."""
-        found: list[Guesses] = self.guesses(torch.cat([*hidden])).tolist()
+    def lists(self, brought: Sequence[tuple[torch.Tensor, Rule | None]]) -> list[Guesses]:
+        """The same as lists, of the [1, D] that each sequence brought, and the rule by which it samples."""
+        hidden, rules = zip(*brought, strict=True)
+        found: list[Guesses] = self.guesses(torch.cat(hidden), rules).tolist()
         return found
 
 
@@ -223,6 +233,11 @@ class MedusaSession(BatchedSession):
         self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
         self._guesses: Guesses | None = None  # of the latest step, where they came with it or were asked for
+        params = context.sampling
+        self._temperature = params.temperature
+        self._samples = params.temperature > 0 and params.acceptance != "typical"
+        self._noise = drafter.vocabulary.noise(context.noise)
+        self._processors = replace(params, repetition_penalty=1.0).processors()  # those that read no prefix
 
     def passes(self, room: int) -> Passes[Draft]:
         """The tree, less what is deeper than the text may get or does not fit."""
@@ -233,7 +248,8 @@ class MedusaSession(BatchedSession):
             return Draft(tokens, parents)
         vocabulary = self._drafter.vocabulary
         if self._guesses is None:
-            self._guesses = yield Pass(self._drafter.lists, self._seen[self._last : self._last + 1])
+            rule = self._drawn if self._samples else None
+            self._guesses = yield Pass(self._drafter.lists, (self._seen[self._last : self._last + 1], rule))
         guesses = self._guesses
         rows = [0]
         for node in self._drafter.nodes or self._grown(guesses):
@@ -260,11 +276,25 @@ class MedusaSession(BatchedSession):
         """Guesses that were right in this text, for one that the heads promised."""
         return self._right / self._promised
 
+    def _drawn(self, logits: torch.Tensor, depth: torch.Tensor | None = None) -> torch.Tensor:
+        """Of the heads' logits [heads, d], those of the tokens that the target will draw.
+
+        ``depth``: of the row that ends a step which is not over, see :class:`specdec.drafter.Question`.
+        """
+        position, heads = len(self._context.tokens), range(len(logits))
+        if depth is None:
+            noise = torch.stack([self._noise.gumbel(position + head) for head in heads])
+        else:
+            noise = self._noise.gumbel_at(depth + torch.arange(1, 1 + len(heads), device=depth.device) + position)
+        ids = torch.empty(1, 0, dtype=torch.long, device=logits.device)
+        return coupled(processed(logits, ids, self._processors), noise, self._temperature)
+
     def ask(self, question: Question) -> torch.Tensor | None:
         hidden = question.taps[FINAL]
         if question.last is None:
             return None
-        found = self._drafter.guesses(hidden.index_select(0, question.last.to(hidden.device)))
+        rule = partial(self._drawn, depth=question.depth) if self._samples else None
+        found = self._drafter.guesses(hidden.index_select(0, question.last.to(hidden.device)), [rule])
         return found.flatten().view(torch.int64)  # the numbers' bits
 
     def observe(self, seen: Observation) -> None:

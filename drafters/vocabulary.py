@@ -10,13 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specdec.errors import CheckpointError
+from specdec.sampling import Noise
 from specdec.target import Target
 
-__all__ = ["DraftVocabulary", "check_draft_tokens", "most_frequent", "number_in", "ranks_of", "token_counts"]
+__all__ = [
+    "DraftVocabulary",
+    "check_draft_tokens",
+    "coupled",
+    "most_frequent",
+    "number_in",
+    "processed",
+    "ranks_of",
+    "token_counts",
+]
 
 
 class DraftVocabulary:
@@ -38,6 +49,10 @@ class DraftVocabulary:
         """The token that has this number."""
         return number if self._listed is None else self._listed[number]
 
+    def noise(self, whole: Noise) -> Noise:
+        """The noise of these tokens, by their numbers."""
+        return whole if self.tokens is None else whole.among(self.tokens)
+
     def tokens_at(self, numbers: torch.Tensor) -> torch.Tensor:
         """The tokens, int64 [N], that have these numbers."""
         return numbers if self.tokens is None else self.tokens[numbers]
@@ -51,6 +66,24 @@ class DraftVocabulary:
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """[V] values to those [d] of the vocabulary."""
         return values if self.tokens is None else values[self.tokens]
+
+
+def processed(scores: torch.Tensor, ids: torch.Tensor, processors: Iterable[Any]) -> torch.Tensor:
+    """[N, V] scores after each of transformers' processors; their list looks up each one's signature every time."""
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores
+
+
+def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of guessed ``scores``, which were divided by the temperature, logits of the tokens that the target will draw.
+
+    Where it draws with the same ``noise``, the largest sum of scores and noise is a guess at its draw (Daliri et al.
+    2024), and likelier to be right the further it is ahead of the others. How far the guess at the target's logits may
+    be off has nothing to do with the temperature, so the softmax is that of the logits with so much noise: without
+    noise it is the guess's own.
+    """
+    return (scores + noise) * temperature
 
 
 def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:

@@ -307,7 +307,8 @@ class Decoding:
                 block.seen(len(draft), device),
             )
             last = last_row(own, *(tensor.to(device) for tensor in rows))
-            asked = self._session.ask(Question(scores, output.taps, last))
+            depth = rows[-1].to(device).index_select(0, last).sum(1) - 1
+            asked = self._session.ask(Question(scores, output.taps, last, depth))
         greedy = best is own
         answer = [] if asked is None else [asked.to(device)]
         drafted = [tokens.tensor.to(device) for tokens in late]

@@ -112,11 +112,13 @@ class Question:
         scores: logits of the draft's scored rows.
         taps: the drafter's ``taps``.
         last: int64 [1] on the device, the accepted row with which the path will end; None where the host decides.
+        depth: int64 [1] on the device, its depth; None with ``last``.
     """
 
     scores: Scores
     taps: Mapping[int, torch.Tensor]
     last: torch.Tensor | None
+    depth: torch.Tensor | None
 
 
 @runtime_checkable
@@ -167,8 +169,8 @@ class Drafter(Protocol):
             rows, neither more than that many nor logits are there.
         proposes: False where drafts are the root alone, so that nothing has to be known of what rows cost.
         plans_rows: sessions choose their rows by ``context.policy.prices``; others' room is bounded by the policy.
-        draws: False where no draft comes with a q. Otherwise a text that is sampled depends on the rows proposed, and
-            in a batch these must not depend on the other sequences.
+        draws: False where no draft comes with a q, unless ``acceptance`` is ``reject``. Otherwise a text that is
+            sampled depends on the rows proposed, and in a batch these must not depend on the other sequences.
         fixed_cost_rows: what drafting costs besides the rows that are verified, in rows of a small model: a tenth of a
             millisecond each. A rough guess, for policies that read no clock.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -62,9 +63,19 @@ class Noise:
 
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         self._seed = _mix(seed & _MASK)
-        self._size, self._device = size, device
-        self._block = max(1, min(_AHEAD, _BLOCK // size))
-        self._first, self._ahead = 0, torch.empty(0, size, device=device)  # the target's draws from a position on
+        self._device = device
+        self._begin(size)
+
+    def _begin(self, size: int) -> None:
+        self._size, self._block = size, max(1, min(_AHEAD, _BLOCK // size))
+        self._ahead: dict[int, torch.Tensor] = {}  # the target's draws, by block of positions
+
+    def among(self, tokens: torch.Tensor) -> Noise:
+        """The same numbers, of ``tokens`` [d] alone."""
+        own = copy(self)
+        own._begin(len(tokens))
+        own._steps = self._steps[tokens]
+        return own
 
     @cached_property
     def _steps(self) -> torch.Tensor:
@@ -83,11 +94,20 @@ class Noise:
         """[V] float64, one standard Gumbel number per token; to be read only."""
         if stream != Noise.TARGET or index:
             return self._gumbel([self._key(position, stream, index)])[0]
-        if not 0 <= position - self._first < len(self._ahead):
-            # The target's draws are at one position after the other, and a few of them cost little more than one.
-            self._first = position
-            self._ahead = self._gumbel([self._key(position + after, stream, 0) for after in range(self._block)])
-        return self._ahead[position - self._first]
+        number, place = divmod(position, self._block)
+        if number not in self._ahead:
+            # The target's draws are at one position after the other, and a few of them cost little more than one. A
+            # draft looks ahead, so the block before is kept.
+            self._ahead = {known: block for known, block in self._ahead.items() if known == number - 1}
+            first = number * self._block
+            self._ahead[number] = self._gumbel([self._key(first + after, stream, 0) for after in range(self._block)])
+        return self._ahead[number][place]
+
+    def gumbel_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """[K, V] the target's draws at int64 [K] positions, which are on a device and not read."""
+        start = _mix((self._seed + Noise.TARGET * _GOLDEN) & _MASK)
+        keys = _hashed(_hashed(positions * _signed(_GOLDEN) + _signed(start)))
+        return _gumbel(_mixed(self._steps + keys[:, None]))
 
     def _gumbel(self, keys: Sequence[int]) -> torch.Tensor:
         """[K, V] float64 for K keys."""
@@ -136,15 +156,21 @@ class Noise:
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """int64 in [0, 2^53), SplitMix64's hash of 64-bit numbers, which are used up."""
+    """int64 in [0, 2^53), the upper bits of their hash, of 64-bit numbers that are used up."""
+    x = _hashed(x)
+    x >>= 11
+    x &= _MASK >> 11
+    return x
+
+
+def _hashed(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's hash of 64-bit numbers, which are used up."""
     shifted = torch.empty_like(x)
     for shift, factor in ((30, _MIX1), (27, _MIX2), (31, None)):
         torch.bitwise_right_shift(x, shift, out=shifted)  # keeps the sign; the mask makes it a shift of bits
         x ^= shifted.bitwise_and_(_MASK >> shift)
         if factor is not None:
             x *= _signed(factor)
-    x >>= 11
-    x &= _MASK >> 11
     return x
 
 

@@ -199,11 +199,11 @@ Options = Mapping[str, Any]
 
 
 def _kangaroo(target: Target, tmp: Path) -> list[Options]:
-    """Untrained adapters of every variant; ``branch`` verifies siblings, ``eta`` 1 ends rounds at their first guess."""
+    """Untrained adapters of every variant: no ``eta``, siblings (``branch``), rounds of one guess (``eta`` 1)."""
     made: list[Options] = []
     half = target.vocab_size // 2
     for layer, variant, sizes, options in (
-        (1, "attention", {}, {}),
+        (1, "attention", {"eta": None}, {}),
         (2, "layer", {"key_heads": 1, "draft_vocab": half}, {"branch": 3, "eta": 0.3}),
         (2, "mlp", {}, {"branch": 2, "eta": 1.0}),
         (1, "head", {"draft_vocab": half}, {"eta": 0.0, "gamma": 3}),

@@ -139,7 +139,7 @@ def test_medusa_proposes_the_best_of_its_vocabulary(target: TransformersTarget, 
     with torch.no_grad():
         logits = [state if own_head else target.head(state)[:, TOKENS] for state in heads(hidden)]
     best = [[TOKENS[number] for number in own[0].argsort(descending=True)] for own in logits]
-    (guesses,) = drafter.lists([hidden])
+    (guesses,) = drafter.lists([(hidden, None)])
     assert [[drafter.vocabulary.token(int(number)) for number in own] for own, _ in guesses] == best[:2]
     drafts = drafts_of(target, drafter)
     assert {token for draft in drafts for token in draft.tokens[1:]} <= set(TOKENS)
@@ -162,9 +162,11 @@ def test_reject_is_exact_whatever_is_left_out(tokens: list[int], shape: str) -> 
     assert max(abs(found[text] - expected[text]) for text in expected) < 1e-12
 
 
-def test_sampled_texts_have_the_models_distribution(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eta", [0.0, None])
+def test_sampled_texts_have_the_models_distribution(tmp_path: Path, eta: float | None) -> None:
     target, model = five_token_target()
     drafter = kangaroo(target, tmp_path, [0, 3], eta=0.0, gamma=2)
+    drafter.eta = eta
     engine = Engine(target, None, drafter)
     params = [SamplingParams(temperature=1.0, seed=seed, acceptance="reject") for seed in range(300)]
     texts = [engine.generate([1, 2, 3, 1, 2], 2, own).token_ids for own in params]

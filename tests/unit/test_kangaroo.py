@@ -24,6 +24,7 @@ from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
 from specdec.native.library import library
 from specdec.sampling import Noise
+from tests.fakes import Spy
 from tests.models import new_model, prompt_of, random_adapter
 from training.kangaroo import NewAdapter, new_adapter
 
@@ -159,6 +160,39 @@ def test_a_round_ends_where_drafts_do_not_pay(
         assert set(found.stats.rows[:-1]) == {rows}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_alternatives_are_verified_where_their_rows_pay(shallow_target: TransformersTarget, temperature: float) -> None:
+    """Without eta, at any guess of a round; the text and the adapter's cache stay plain decoding's."""
+    sampling, prompt, drafts = SamplingParams(temperature=temperature), prompt_of(9), list[Draft]()
+    drafter = Watched(KangarooConfig(gamma=3, branch=3), often_right(), shallow_target)
+    drafter.eta, drafter.guess_weights, drafter.shallow_weights = None, 0, 0
+    costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 2.0]])
+    accepted: set[int] = set()
+    spy = Spy(drafter, drafts.append, lambda _, seen: accepted.update(seen.path if seen.draft else ()))
+    decoding = Engine(shallow_target, None, spy, costs=costs).start(prompt, 80, sampling)
+    with shallow_target.active():
+        decoding.prefill()
+        for _ in range(20):
+            decoding.step()
+        drafter.session.propose(8)  # brings what waited
+    found = {
+        (list(draft.parents).count(0), list(draft.parents).count(1), list(draft.parents).count(2)) for draft in drafts
+    }
+    assert (3, 3, 0) in found  # a guess behind the likeliest of siblings, and no other
+    assert accepted & {2, 3}
+    text = [*prompt, *Engine(shallow_target).generate(prompt, 80, sampling).token_ids]
+    assert text[: len(decoding.tokens)] == decoding.tokens
+    check_cache(drafter.session, shallow_target, decoding.tokens)
+
+
+def often_right() -> Adapter:
+    """Of the target whose layers behind the exit add nothing: what it says is nearly what that says."""
+    adapter = adapter_of()
+    adapter.norm.fill_(1)
+    adapter.o_proj.weight.mul_(0.2)
+    return adapter
+
+
 def test_what_a_draft_costs(shallow_target: TransformersTarget, tmp_path: Path) -> None:
     """By the weights that are read: two of three layers, the adapter, and eight of the head's 32 rows."""
     adapter = random_adapter(shallow_target, tmp_path, exit_layer=2, draft_vocab=8)
@@ -176,12 +210,11 @@ def test_draws_without_replacement_follow_q(shallow_target: TransformersTarget, 
     counts: dict[tuple[int, ...], int] = {}
     size = 3000
     for seed in range(size):
-        params = SamplingParams(temperature=1.0, seed=seed)
         session = object.__new__(KangarooSession)
-        session._sampled, session._coupled = True, False
-        session._context = SimpleNamespace(tokens=[1] * 7, noise=Noise(seed, 5, q.device), sampling=params)  # type: ignore[assignment]
-        pair = tuple(session._alternatives(q, 2, depth))
-        assert int(session._choice(q, q.argmax(), depth)) == pair[0]
+        session._drafted = [1] * (depth + 1)
+        session._context = SimpleNamespace(tokens=[1] * 7, noise=Noise(seed, 5, q.device))  # type: ignore[assignment]
+        pair = tuple(session._alternatives(q, 2))
+        assert int(session._choice(q)) == pair[0]
         counts[pair] = counts.get(pair, 0) + 1
     expected = {(a, b): float(q[a] * q[b] / (1 - q[a])) * size for a in (1, 2, 4) for b in (1, 2, 4) if a != b}
     assert counts.keys() == expected.keys()
@@ -191,10 +224,10 @@ def test_draws_without_replacement_follow_q(shallow_target: TransformersTarget, 
 def test_draws_end_where_probability_ends() -> None:
     q = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     session = object.__new__(KangarooSession)
-    session._sampled, session._coupled = True, False
+    session._drafted = [1]
     session._context = SimpleNamespace(tokens=[1], noise=Noise(0, 3, q.device))  # type: ignore[assignment]
-    assert session._alternatives(q, 3, 0) == [1]
-    assert int(session._choice(q * 0, q.argmax(), 0)) == -1
+    assert session._alternatives(q, 3) == [1]
+    assert int(session._choice(q * 0)) == -1
 
 
 def test_alternatives_of_the_last_guess_are_siblings(
@@ -256,10 +289,7 @@ def test_the_adapters_cache_is_that_of_the_text(
 ) -> None:
     """After steps of full, partial and no acceptance, and the plain steps that a small room makes."""
     for target in (shallow_target, target_of("llama")):
-        adapter = adapter_of()
-        if target is shallow_target:
-            adapter.norm.fill_(1)
-            adapter.o_proj.weight.mul_(0.2)  # often right, not always
+        adapter = often_right() if target is shallow_target else adapter_of()
         drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter, target)
         decoding = Engine(target, None, drafter, prefill_chunk=4).start(prompt_of(9), 60)
         lengths = set()

@@ -20,6 +20,7 @@ from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
+from specdec.sampling import Noise
 from tests.fakes import Spy
 from tests.models import prompt_of, random_heads
 from training.acceptance import Written
@@ -82,24 +83,29 @@ def test_a_tree_beyond_heads_or_vocabulary_is_named(target: TransformersTarget, 
 # Drafts
 
 
-@pytest.mark.parametrize("own_head", [False, True])
+@pytest.mark.parametrize(("own_head", "temperature"), [(False, 0.0), (True, 0.0), (False, 0.7)])
 def test_draft_is_what_the_heads_say_of_the_position_before_the_root(
-    target: TransformersTarget, tmp_path: Path, own_head: bool
+    target: TransformersTarget, tmp_path: Path, own_head: bool, temperature: float
 ) -> None:
-    """Against the modules as trained and transformers' own hidden states, over steps that accept and that do not."""
+    """Against the modules as trained and transformers' own hidden states, over steps that accept and that do not.
+
+    When sampling it is what they would draw with the target's noise.
+    """
     tree = [[0], [0, 0], [1], [0, 1], [1, 0], [0, 0, 0]]
     drafter = drafter_of(target, tmp_path, tree, heads=3, layers=2, own_head=own_head)
     heads = MedusaHeads.from_pretrained(tmp_path).double()
     drafts: list[Draft] = []
-    found = Engine(target, None, Spy(drafter, drafts.append), prefill_chunk=5).generate(PROMPT, 30)
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    found = Engine(target, None, Spy(drafter, drafts.append), prefill_chunk=5).generate(PROMPT, 30, sampling)
     text = [*PROMPT, *found.token_ids]
     with torch.no_grad():
         hidden = target.decoder(torch.tensor([text])).last_hidden_state[0]
         logits = [guess if own_head else target.head(guess) for guess in heads(hidden)]
-    root = len(PROMPT) - 1
+    root, noise = len(PROMPT) - 1, Noise(5, 32, torch.device("cpu"))
     assert len(drafts) > 10
     for draft, length in zip(drafts, found.stats.acceptance_lengths, strict=False):  # a last token needs no draft
-        ranks = [guess[root - 1].topk(2).indices.tolist() for guess in logits]
+        noises = [temperature * noise.gumbel(root + ahead) for ahead in (1, 2, 3)]
+        ranks = [(guess[root - 1] + own).topk(2).indices.tolist() for guess, own in zip(logits, noises, strict=True)]
         fits = [path for path in tree if len(path) < len(text) - root - 1]
         expected = [ranks[len(path) - 1][path[-1]] for path in fits]
         assert list(draft.tokens) == [text[root], *expected]
@@ -145,7 +151,7 @@ def test_the_tree_grows_by_what_the_heads_promise_and_rows_cost(
     costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 1.0 + 100 * slope]])
     Engine(target, None, Spy(drafter, drafts.append), costs=costs).generate(PROMPT, 8)
     hidden = target.decoder(torch.tensor([PROMPT[:-1]])).last_hidden_state[0, -1:].detach()
-    first, second = (dict(zip(*own, strict=True)) for own in drafter.lists([hidden])[0])
+    first, second = (dict(zip(*own, strict=True)) for own in drafter.lists([(hidden, None)])[0])
     worth = {(token,): 0.8 * chance for token, chance in first.items()}
     worth |= {(token, after): worth[token,] * 0.8 * chance for (token,) in [*worth] for after, chance in second.items()}
     paths: list[tuple[int, ...]] = [()]

@@ -113,3 +113,15 @@ def test_draw_follows_the_probabilities() -> None:
         counts[Noise(seed, 4, CPU).draw(probabilities, 3, Noise.DRAFT)] += 1
     assert counts[0] == 0
     assert ((counts / 4000 - probabilities / 4).abs() < 4 * math.sqrt(0.25 / 4000)).all()
+
+
+def test_the_noise_of_some_tokens_is_theirs() -> None:
+    """By their numbers, at any position, whatever is made ahead."""
+    whole, tokens = Noise(7, 50_000, torch.device("cpu")), torch.tensor([0, 3, 41, 49_999])
+    some = whole.among(tokens)
+    for position in (5, 6, 30, 2):
+        assert torch.equal(some.gumbel(position), whole.gumbel(position)[tokens])
+        assert torch.equal(
+            some.gumbel_at(torch.tensor([position, 9])), torch.stack([some.gumbel(position), some.gumbel(9)])
+        )
+    assert some.uniform(5, Noise.DRAFT, 2) == whole.uniform(5, Noise.DRAFT, 2)

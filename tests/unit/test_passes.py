@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,12 @@ def test_what_is_drawn_from_waits_for_nobody_unless_rows_round_alike(
 ) -> None:
     """Under ``reject`` q decides the text, so where it would round with the batch, each sequence has it made alone."""
     for target, times in ((native_target(torch.float32), 1), (target_of("llama", torch.float32), 4)):
-        drafter = drafter_of(name, target, tmp_path / str(times))
+        drafter, drawn = drafter_of(name, target, tmp_path / str(times)), replace(HOT, acceptance="reject")
         engine = Engine(target, None, drafter, max_rows=24)
         with monkeypatch.context() as patch:
             calls = Calls(patch, drafter, target)
-            one = calls.of(lambda: engine.generate(prompt_of(9), 20, HOT))  # noqa: B023
-            four = calls.of(lambda: engine.generate_batch([prompt_of(9)] * 4, 20, HOT, batch=4))  # noqa: B023
+            one = calls.of(lambda: engine.generate(prompt_of(9), 20, drawn))  # noqa: B023
+            four = calls.of(lambda: engine.generate_batch([prompt_of(9)] * 4, 20, drawn, batch=4))  # noqa: B023
         if name == "draft_model" and times == 4:  # it is the target here, which verifies for all of them at once
             assert four["TransformersTarget.forward"] > 2 * one["TransformersTarget.forward"]
         else:
