@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import Draft, Engine, SamplingParams, TransformersTarget
+from specdec import Draft, Engine, SamplingParams, TransformersTarget, copies
 from specdec.attention import BACKENDS as ALL_BACKENDS
 from specdec.attention import attend
 from specdec.bench.shapes import random_model, random_prompt
@@ -138,6 +138,13 @@ def naive(
     k, v = (x.double().repeat_interleave(4, 1) for x in (keys, values))
     scores = (query.double() @ k.transpose(2, 3) * 64**-0.5).masked_fill(~mask, -torch.inf)
     return torch.softmax(scores, -1) @ v
+
+
+def test_numbers_are_read_as_they_were_when_asked_for() -> None:
+    numbers = torch.arange(3.0, device=DEVICE)
+    told, late = copies.reading(numbers), copies.Later(numbers.long())
+    numbers += 1
+    assert (told(), [*late]) == ([0, 1, 2], [0, 1, 2])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
