@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import cycle, pairwise
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -27,7 +28,8 @@ from specdec.block import Block
 from specdec.draft import Draft
 from specdec.errors import ConfigError, SpecdecWarning, shown
 from specdec.files import cache_folder, parse_json, write_json
-from specdec.machine import processor
+from specdec.machine import digest_of_code, processor
+from specdec.native.library import digest_of_library
 from specdec.target import Target
 
 __all__ = [
@@ -204,18 +206,25 @@ def pass_price(weights: float, target: Target, costs: CostCurve, length: int) ->
     return weights / plain + _PASS_SECONDS / costs.plain(length)
 
 
-def describe(target: Target) -> dict[str, Any]:
-    """What a measurement holds for: machine, versions, the model's shape and how it is run; never its weights."""
-    config = getattr(target, "config", None)
+def describe(target: Target, **options: Any) -> dict[str, Any]:
+    """What a measurement holds for: machine, code, the model's shape and how it is run; never its weights.
+
+    ``options`` go before the target's own.
+    """
+    config, options = getattr(target, "config", None), {**getattr(target, "options", {}), **options}
+    if options.get("runner") == "native":
+        options["library"] = digest_of_library()
     inner = [value for name in ("intermediate_size", "num_key_value_heads") if (value := getattr(config, name, None))]
     return {
         "device": processor(target.device),
         "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
         "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "code": digest_of_code(),
         "model": getattr(target, "name", type(target).__name__),
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, *inner],
         "dtype": str(target.dtype).removeprefix("torch."),
-        **getattr(target, "options", {}),
+        **options,
     }
 
 

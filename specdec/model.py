@@ -400,7 +400,7 @@ class TransformersTarget:
             return self._reference.differs()
 
     def _kept_seconds(self, name: str) -> list[float] | None:
-        curve = kept_curve({**describe(self), "runner": name})
+        curve = kept_curve(describe(self, runner=name))
         return None if curve is None else _timed(curve)
 
     def _seconds(self, progress: Callable[[float], None] | None, runner: LayerRunner) -> list[float] | None:
