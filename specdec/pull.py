@@ -21,7 +21,7 @@ from zipfile import BadZipFile, ZipFile
 import typer
 from filelock import FileLock, Timeout
 
-from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, unknown
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, check_choice, first_line
 from specdec.files import cache_folder, digest_of, read_text, replacing, write_json, writing
 from specdec.named import NamedModel, named_models
 
@@ -43,9 +43,7 @@ def pull(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    model = named_models().get(name)
-    if model is None:
-        raise ConfigError(unknown("model", name, named_models()))
+    model = named_models()[check_choice("model", name, named_models())]
     errors = Console(file=sys.stderr)  # the stream, and not its name, under which `load_model` puts another for a while
     errors.print(f"{name}: {model.about}. Licence of the weights: {model.licence}.", soft_wrap=True, highlight=False)
     columns = (TextColumn("{task.description:24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())

@@ -26,7 +26,7 @@ from specdec.decoding import Decoding
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterWrapper, DraftSession, Observation
 from specdec.engine import Engine
-from specdec.errors import CheckpointError, ConfigError, SpecdecError, unknown
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, check_choice
 from specdec.model import TransformersTarget
 from specdec.prefix import PrefixCache
 from specdec.pretrained import load_model
@@ -228,8 +228,7 @@ class Rival:
 
     def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
         for name in options:
-            if name not in self.Options:
-                raise ConfigError(unknown(f"option of {label}", name, self.Options))
+            check_choice(f"option of {label}", name, self.Options)
         self.label, self.options = label, {**self.Options, **options}
         self.target, self.plan = engine.target, plan
         self.comparable = plan.temperature == 0  # else its random numbers are its own
@@ -449,8 +448,7 @@ def _system_type(name: str) -> Any:
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    if name not in entries:
-        raise ConfigError(unknown("system", name, {*_BUILT_IN, *entries}))
+    check_choice("system", name, {*_BUILT_IN, *entries})
     try:
         return entries[name].load()
     except Exception as error:  # code of others: it may raise anything
