@@ -27,10 +27,11 @@ from specdec import copies
 from specdec.block import Block
 from specdec.draft import Draft
 from specdec.errors import ConfigError, SpecdecWarning, shown
-from specdec.files import cache_folder, parse_json, write_json
+from specdec.files import cache_folder, write_json
 from specdec.machine import digest_of_code, processor
 from specdec.native.library import digest_of_library
 from specdec.target import Target
+from specdec.values import read_json
 
 __all__ = [
     "LENGTHS",
@@ -173,16 +174,9 @@ class CostCurve:
             ConfigError: no such file, or no cost curve in it.
         """
         try:
-            found = parse_json(path.read_text(encoding="utf-8"))
-            if not isinstance(found["machine"], dict):
-                raise TypeError(f"machine is {shown(found['machine'])}")
-            return cls(
-                machine=found["machine"],
-                rows=[int(row) for row in found["rows"]],
-                lengths=[int(length) for length in found["lengths"]],
-                seconds=[[float(t) for t in row] for row in found["seconds"]],
-            )
-        except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
+            found: CostCurve = read_json(cls, path.read_bytes())
+            return found
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no cost curve ({shown(error, 300)}); make one with `specdec tune --out {path}`"
             ) from error

@@ -19,9 +19,9 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.batch import Request, Scheduler
-from specdec.bench.environment import synchronize
 from specdec.bench.plan import ALL, BASELINE, Plan, label_of, with_batch
 from specdec.bench.records import Output
+from specdec.copies import wait
 from specdec.decoding import Decoding
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterWrapper, DraftSession, Observation
@@ -139,17 +139,17 @@ class Drafted:
     def answer(self, prompt: list[int], budget: int) -> Output:
         target = self._engine.target
         times: list[float] = []
-        synchronize(target.device)
+        wait(target.device)
         began = perf_counter()
         decoding = self._engine.start(prompt, budget, self._plan.sampling(), prefix_cache=self._prefix)
         with target.active():
             decoding.prefill()
-            synchronize(target.device)
+            wait(target.device)
             filled = perf_counter()
             while decoding.finish_reason is None:
                 decoding.step()
                 times.append(perf_counter() - began)
-            synchronize(target.device)
+            wait(target.device)
         ended = perf_counter()
         output = _output(decoding, times)
         output.seconds.update(wall=ended - began, prefill=filled - began)
@@ -169,7 +169,7 @@ class Drafted:
                 taken.append(perf_counter())
                 yield Request(prompt, budget, {"sampling": sampling})
 
-        synchronize(target.device)
+        wait(target.device)
         began = perf_counter()
         with target.active():
             for event in chain.from_iterable(Scheduler(self._engine, requests(), batch=batch).run()):
@@ -178,7 +178,7 @@ class Drafted:
                     found[event.index] = event.error
                 elif event.last and event.decoding is not None:
                     found[event.index] = _output(event.decoding, times[event.index])
-            synchronize(target.device)
+            wait(target.device)
         wall = perf_counter() - began
         done = [output for output in found.values() if isinstance(output, Output)]
         spent = sum(sum(output.seconds.values()) for output in done)
@@ -282,10 +282,10 @@ class TransformersSystem(Rival):
         if plan.temperature > 0:
             arguments |= {"temperature": plan.temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(plan.seed)
-        synchronize(device)
+        wait(device)
         began = perf_counter()
         out = self._model.generate(ids, attention_mask=attention_mask, streamer=clock, **arguments, **self.arguments())
-        synchronize(device)
+        wait(device)
         ended = perf_counter()
         # All rows run to the end of the longest text, and so have the same share of the clock.
         seconds = {"wall": ended - began, "prefill": [*clock.times, ended][1] - began}
