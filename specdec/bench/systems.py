@@ -23,8 +23,6 @@ from specdec.bench.plan import ALL, BASELINE, Plan, label_of, with_batch
 from specdec.bench.records import Output
 from specdec.copies import wait
 from specdec.decoding import Decoding
-from specdec.draft import Draft
-from specdec.drafter import Context, DrafterWrapper, DraftSession, Observation
 from specdec.engine import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, check_choice
 from specdec.model import TransformersTarget
@@ -56,7 +54,7 @@ class System(Protocol):
         label: its name in tables and files.
         ours: a drafter in our engine, for whose exactness the audit vouches.
         lossy: it may change the output distribution, and says so.
-        comparable: its text must be plain decoding's, token for token (known once it has been warmed up).
+        comparable: its text must be plain decoding's, token for token.
         options: what it was made with, for the manifest.
     """
 
@@ -119,17 +117,15 @@ class Drafted:
         self._policy = "off" if spec["name"] == BASELINE else plan.policy
         self._engine = engine.with_drafter(self._spec, policy=self._policy)
         self.lossy = plan.sampling().lossy
-        self.comparable = not self.lossy and (plan.temperature == 0 or plan.acceptance != "reject")
+        # Tokens drawn from q are accepted by rejection, which keeps the distribution and not the tokens of a seed.
+        rejects = plan.acceptance == "reject" or (plan.acceptance == "auto" and self._engine.drafter.draws)
+        self.comparable = not self.lossy and (plan.temperature == 0 or not rejects)
         config = getattr(self._engine.drafter, "config", None)
         values = {name: getattr(config, name) for name in getattr(config, "__dataclass_fields__", {})}
         self.options: Mapping[str, Any] = {"name": self._spec["name"], **values}
 
     def warm_up(self, prompt: list[int], budget: int) -> None:
-        watched = _Watched(self._engine.drafter)
-        self._base.with_drafter(watched, policy=self._policy).generate(prompt, budget, self._plan.sampling())
-        # Tokens drawn from q are accepted by rejection, which keeps the distribution and not the tokens of a seed.
-        if watched.drew and self._plan.temperature > 0 and self._plan.acceptance != "match":
-            self.comparable = False
+        self._engine.generate(prompt, budget, self._plan.sampling())
 
     def reset(self) -> None:
         self._prefix = PrefixCache() if self._plan.keep_prefix else None
@@ -199,24 +195,6 @@ def _output(decoding: Decoding, times: list[float]) -> Output:
         stats.reused_tokens,
         times,
     )
-
-
-class _Watched(DrafterWrapper):
-    """A drafter, and its session, that notes whether it ever drew from a distribution."""
-
-    drew = False
-
-    def start(self, context: Context) -> DraftSession:
-        self._session = self.inner.start(context)
-        return self
-
-    def propose(self, room: int) -> Draft:
-        draft = self._session.propose(room)
-        self.drew |= bool(draft.q)
-        return draft
-
-    def observe(self, seen: Observation) -> None:
-        self._session.observe(seen)
 
 
 class Rival:
