@@ -20,19 +20,6 @@ from specdec.files import parse_json, replacing
 from specdec.pretrained import embedded_model
 from specdec.target import Target
 
-__all__ = [
-    "CONFIG",
-    "WeightsConfig",
-    "check_fit",
-    "embedded_weights",
-    "load_strictly",
-    "load_tensors",
-    "read_config",
-    "reading",
-    "save_weights",
-    "weights_folder",
-]
-
 CONFIG = "config.json"
 
 

@@ -17,8 +17,6 @@ from specdec.machine import processor
 from specdec.model import TransformersTarget
 from specdec.version import __version__
 
-__all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model"]
-
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
