@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from itertools import cycle, pairwise
+from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
@@ -134,18 +134,17 @@ class CostCurve:
         share = 1 if crowd is None else crowd.sequences
         return self.at(length, share)[share] / share
 
+    def paying(self, gains: Sequence[float], length: int) -> int:
+        """How many rows below the root bring the most expected tokens for their time; ``gains``: each one's chance."""
+        steps, tokens = self.steps(length, len(gains) + 1), [*accumulate(gains, initial=1.0)]
+        return max(range(1, len(tokens)), key=lambda rows: tokens[rows] / steps[1 + rows], default=1)
+
     def tree_rows(self, length: int, most: int) -> int:
         """How many rows below the root, up to ``most``, are a good size for a tree of which nothing more is known.
 
-        It is supposed that the k-th best row is right once in k + 1 times; the rows with the most expected tokens for
-        their time are taken.
+        It is supposed that the k-th best row is right once in k + 1 times.
         """
-        steps = self.steps(length, most + 1)
-        tokens, best = 1.0, (0.0, 1)
-        for rows in range(1, most + 1):
-            tokens += 1 / (rows + 1)
-            best = max(best, (tokens / steps[1 + rows], rows))
-        return best[1]
+        return self.paying([1 / (row + 1) for row in range(1, most + 1)], length)
 
     def save(self, path: Path) -> None:
         """Write it as JSON, whole or not at all."""
