@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+__all__ = ["address", "copy_in", "copy_out", "fill", "is_apart", "pack", "pick", "seconds_of", "views", "wait"]
+
 _ALIGN = 16  # bytes; every view may be read as any dtype
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool, np.dtype(np.uint8): torch.uint8}
 
