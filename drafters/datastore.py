@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -23,20 +23,16 @@ import numpy.typing as npt
 
 from drafters.fingerprint import known_tokenizer, tokenizer_fingerprint
 from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.config import check_positive, parse
 from specdec.conversations import is_text, read_records, turns_of
 from specdec.errors import CheckpointError, ConfigError, shown
-from specdec.files import parse_json, read_text, replacing, write_json
+from specdec.files import read_text, replacing, write_json
 from specdec.target import Target
-
-__all__ = ["SEPARATOR", "Datastore", "build_datastore", "opened", "read_documents", "suffix_array"]
+from specdec.values import AtLeast1, read_json
 
 SEPARATOR = 2**32 - 1
 """Stands after every document; no text holds it, so no match runs across."""
 
-_FORMAT = 1
 _TOKENS, _SUFFIXES, _META = "tokens.npy", "suffixes.npy", "meta.json"
-_SUFFIX_TYPES = tuple(np.dtype(kind).str for kind in (np.uint32, np.int64))
 
 Array = npt.NDArray[Any]
 
@@ -167,44 +163,29 @@ def opened(path: str | Path) -> Datastore:
     return store
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
-    try:
-        meta = parse_json((path / _META).read_text(encoding="utf-8"))
-        if not isinstance(meta, dict):
-            raise ValueError(f"{_META} holds {type(meta).__name__}, not a mapping")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"no datastore at {str(path)!r}: {error}; make one with `specdec datastore build SOURCE --out {path}`"
-        ) from error
-    if meta.get("format") != _FORMAT or meta.get("tokens") == 0:
-        raise CheckpointError(
-            f"the datastore {str(path)!r} is empty or of another format than {_FORMAT}; "
-            "run `specdec datastore build` again"
-        )
-    try:
-        return asdict(parse(_Meta, meta, where=_META))
-    except ConfigError as error:
-        raise CheckpointError(
-            f"the datastore {str(path)!r} is broken: {error}; run `specdec datastore build` again"
-        ) from error
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Meta:
     """What ``meta.json`` holds."""
 
-    format: int
-    tokens: int
+    __pydantic_config__: ClassVar = {"strict": True}
+
+    format: Literal[1]
+    tokens: AtLeast1
     documents: int
-    vocab_size: int
-    suffix_type: str
+    vocab_size: AtLeast1
+    suffix_type: Literal["<u4", "<i8"]
     sha256: str
     tokenizer: str | None = None
 
-    def __post_init__(self) -> None:
-        check_positive(f"{_META}.", tokens=self.tokens, vocab_size=self.vocab_size)
-        if self.suffix_type not in _SUFFIX_TYPES:
-            raise ConfigError(f"{_META}.suffix_type is {shown(self.suffix_type)}; known: {', '.join(_SUFFIX_TYPES)}")
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        return asdict(read_json(_Meta, (path / _META).read_bytes()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"no datastore at {str(path)!r}, as {_META} says: {error}; make one with `specdec datastore build SOURCE "
+            f"--out {path}`"
+        ) from error
 
 
 def build_datastore(sources: Iterable[str | Path], tokenizer: Any, out: str | Path) -> Datastore:
@@ -237,7 +218,7 @@ def build_datastore(sources: Iterable[str | Path], tokenizer: Any, out: str | Pa
     tokens = np.concatenate(pieces).astype(">u4")
     suffixes = suffix_array(tokens)
     meta = {
-        "format": _FORMAT,
+        "format": 1,
         "tokens": len(tokens),
         "documents": documents,
         "vocab_size": len(tokenizer),

@@ -13,8 +13,6 @@ from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 
-__all__ = ["Jacobi", "JacobiConfig", "guesses_for"]
-
 _RIGHT, _MOST = 0.1, 4  # the embedded model's guesses are right one time in twelve, however many there are
 
 
@@ -38,8 +36,7 @@ def guesses_for(costs: CostCurve, length: int) -> int:
     It is supposed that a guess is right one time in ten, if those before it are: g guesses give
     ``1 + .1 + ... + .1 ** g`` tokens in the time of 1 + g rows. So a second one is taken only where rows are free.
     """
-    steps = costs.steps(length, 1 + _MOST)
-    return max(range(1, _MOST + 1), key=lambda g: sum(_RIGHT**i for i in range(g + 1)) / steps[1 + g])
+    return costs.paying([_RIGHT**guess for guess in range(1, _MOST + 1)], length)
 
 
 class Jacobi(DrafterBase):

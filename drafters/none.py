@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 
-__all__ = ["Plain", "PlainConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainConfig:

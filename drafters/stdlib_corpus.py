@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["HELD_OUT_ONE_IN", "STDLIB", "is_held_out", "read_files"]
-
 STDLIB = "stdlib"
 """What the corpus is called where files are named."""
 
@@ -30,12 +28,12 @@ def is_held_out(relative_path: str) -> bool:
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
-def read_files(*, held_out: bool, root: Path | None = None) -> Iterator[tuple[str, str]]:
+def read_files(*, held_out: bool) -> Iterator[tuple[str, str]]:
     """Yield ``(relative path, text)`` of one side of the split, sorted by path.
 
     Files that are not UTF-8, very short or very long are left out, as are folders of tables and test data.
     """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         wanted = not _SKIPPED_FOLDERS.intersection(relative.parts[:-1]) and _SMALLEST <= path.stat().st_size <= _LARGEST

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from specdec.cost import CostCurve
 
-__all__ = ["Grown", "grow", "paying"]
-
 
 class Grown(NamedTuple):
     """A node: its parent (0 is the root, node i is i + 1), its rank, its depth, the chance that it is right."""
@@ -53,9 +51,4 @@ def grow(rates: Sequence[Sequence[float]], most: int, least: float = 0.0) -> lis
 
 def paying(nodes: Sequence[Grown], costs: CostCurve, length: int) -> int:
     """How many of the first nodes are expected to bring the most tokens for their time after ``length`` tokens."""
-    steps = costs.steps(length, len(nodes) + 1)
-    tokens, best = 1.0, (0.0, 1)
-    for size, node in enumerate(nodes, 1):
-        tokens += node.worth
-        best = max(best, (tokens / steps[1 + size], size))
-    return best[1]
+    return costs.paying([node.worth for node in nodes], length)

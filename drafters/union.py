@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from drafters.merge import Merged, MergedConfig
 
-__all__ = ["Union", "UnionConfig"]
-
 
 class UnionConfig(MergedConfig):
     drafter = "union"

@@ -16,22 +16,10 @@ from torch import nn
 
 from drafters.fingerprint import architecture, fingerprint
 from specdec.errors import CheckpointError, ConfigError, first_line, shown
-from specdec.files import parse_json, replacing
+from specdec.files import replacing
 from specdec.pretrained import embedded_model
 from specdec.target import Target
-
-__all__ = [
-    "CONFIG",
-    "WeightsConfig",
-    "check_fit",
-    "embedded_weights",
-    "load_strictly",
-    "load_tensors",
-    "read_config",
-    "reading",
-    "save_weights",
-    "weights_folder",
-]
+from specdec.values import read_json
 
 CONFIG = "config.json"
 
@@ -92,9 +80,7 @@ def reading(what: str, folder: Path, remedy: str) -> Iterator[None]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What ``config.json`` holds; to be called while ``reading``."""
-    values = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{CONFIG} holds {type(values).__name__}, not a mapping")
+    values: dict[str, Any] = read_json(dict[str, Any], (folder / CONFIG).read_bytes())
     return values
 
 

@@ -30,12 +30,13 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from drafters.stdlib_corpus import read_files
 from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.bench.environment import MemoryMeter, caption, describe_environment, synchronize
+from specdec.bench.environment import MemoryMeter, caption, describe_environment
 from specdec.bench.figures import new_figure, sign, tidy
 from specdec.bench.metrics import repeat_share
 from specdec.bench.oracle import OraclePoint, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.config import ModelOptions
+from specdec.copies import wait
 from specdec.cost import measure
 from specdec.load import load as load_model
 from specdec.runners import EXECUTIONS
@@ -113,7 +114,7 @@ def run(
             memory.reset()
             began = time.perf_counter()
             result.tokens = system(prompts[index], result)
-            synchronize(device)
+            wait(device)
             result.seconds.append(time.perf_counter() - began)
             result.memory = max(result.memory, memory.read() or 0)
     return results

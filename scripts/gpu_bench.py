@@ -35,9 +35,10 @@ import transformers
 from specdec import Engine, TransformersTarget
 from specdec.arguments import DTYPES
 from specdec.attention import BACKENDS
-from specdec.bench.environment import MemoryMeter, caption, describe_environment, synchronize
+from specdec.bench.environment import MemoryMeter, caption, describe_environment
 from specdec.bench.oracle import sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt, weight_bytes
+from specdec.copies import wait
 from specdec.cost import measure
 from specdec.files import write_text
 from specdec.runners import EXECUTIONS
@@ -93,10 +94,10 @@ def measure_bandwidth(device: torch.device, nbytes: int, repeats: int = 20) -> d
     for name, work, moved in works:
         times = []
         for _ in range(repeats + 2):
-            synchronize(device)
+            wait(device)
             began = time.perf_counter()
             work()
-            synchronize(device)
+            wait(device)
             times.append(time.perf_counter() - began)
         best[name] = moved / min(times[2:])
     return best
@@ -106,7 +107,7 @@ def warm_up(target: TransformersTarget, rows: int) -> Figures:
     """Seconds until a step of every bucket was compiled and recorded, so that nothing else is timed with it."""
     began = time.perf_counter()
     target.warm_up(rows)
-    synchronize(target.device)
+    wait(target.device)
     return {"seconds": time.perf_counter() - began, "graphs": target.runner.graphs(target.backend)}
 
 

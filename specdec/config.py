@@ -17,25 +17,12 @@ from typing import Any, TypeVar, get_type_hints
 import yaml
 
 from specdec.arguments import ARGUMENTS, DTYPES
-from specdec.errors import ConfigError, first_line, shown, unknown
+from specdec.errors import ConfigError, check_choice, first_line, shown, unknown
 from specdec.options import Given, option
 from specdec.parallel import PARALLEL
 from specdec.params import SamplingParams
 from specdec.runners import EXECUTIONS
 from specdec.values import AtLeast1, check_fields, fitting
-
-__all__ = [
-    "EngineOptions",
-    "ModelOptions",
-    "RunConfig",
-    "WeightsOptions",
-    "check_parallel",
-    "check_positive",
-    "load_yaml",
-    "override",
-    "parse",
-    "resolve",
-]
 
 T = TypeVar("T")
 Options = TypeVar("Options", bound="WeightsOptions")
@@ -43,17 +30,6 @@ Options = TypeVar("Options", bound="WeightsOptions")
 _DEEPEST, _LARGEST = 32, 1_000_000  # of a YAML value
 
 _model_option = functools.partial(option, panel="Model")
-
-
-def check_parallel(choice: str) -> str:
-    """The choice, if it is one.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if choice not in PARALLEL:
-        raise ConfigError(unknown("parallel", choice, PARALLEL))
-    return choice
 
 
 def check_positive(where: str = "", /, most: int | None = None, **values: int | None) -> None:
@@ -77,8 +53,7 @@ class WeightsOptions:
     dtype: str = _model_option("auto", "Of weights and computation: float32, bfloat16, ...; auto: the checkpoint's.")
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(unknown("dtype", self.dtype, DTYPES))
+        check_choice("dtype", self.dtype, DTYPES)
 
     @classmethod
     def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -105,8 +80,7 @@ class ModelOptions(WeightsOptions):
         if self.device is not None and self.device_map is not None:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
-        if self.execution not in EXECUTIONS:
-            raise ConfigError(unknown("execution", self.execution, EXECUTIONS))
+        check_choice("execution", self.execution, EXECUTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +105,7 @@ class EngineOptions(ModelOptions):
 
         ModelOptions.__post_init__(self)
         check_policy(self.policy)
-        check_parallel(self.parallel)
+        check_choice("parallel", self.parallel, PARALLEL)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import cycle, pairwise
+from importlib.metadata import version
+from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
@@ -26,24 +27,11 @@ from specdec import copies
 from specdec.block import Block
 from specdec.draft import Draft
 from specdec.errors import ConfigError, SpecdecWarning, shown
-from specdec.files import cache_folder, parse_json, write_json
-from specdec.machine import processor
+from specdec.files import cache_folder, write_json
+from specdec.machine import digest_of_code, processor
+from specdec.native.library import digest_of_library
 from specdec.target import Target
-
-__all__ = [
-    "LENGTHS",
-    "ROWS",
-    "CostCurve",
-    "Crowd",
-    "cost_curve",
-    "describe",
-    "kept_curve",
-    "measure",
-    "new_curve",
-    "pass_price",
-    "roofline",
-    "stored_at",
-]
+from specdec.values import read_json
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
@@ -151,18 +139,17 @@ class CostCurve:
         share = 1 if crowd is None else crowd.sequences
         return self.at(length, share)[share] / share
 
+    def paying(self, gains: Sequence[float], length: int) -> int:
+        """How many rows below the root bring the most expected tokens for their time; ``gains``: each one's chance."""
+        steps, tokens = self.steps(length, len(gains) + 1), [*accumulate(gains, initial=1.0)]
+        return max(range(1, len(tokens)), key=lambda rows: tokens[rows] / steps[1 + rows], default=1)
+
     def tree_rows(self, length: int, most: int) -> int:
         """How many rows below the root, up to ``most``, are a good size for a tree of which nothing more is known.
 
-        It is supposed that the k-th best row is right once in k + 1 times; the rows with the most expected tokens for
-        their time are taken.
+        It is supposed that the k-th best row is right once in k + 1 times.
         """
-        steps = self.steps(length, most + 1)
-        tokens, best = 1.0, (0.0, 1)
-        for rows in range(1, most + 1):
-            tokens += 1 / (rows + 1)
-            best = max(best, (tokens / steps[1 + rows], rows))
-        return best[1]
+        return self.paying([1 / (row + 1) for row in range(1, most + 1)], length)
 
     def save(self, path: Path) -> None:
         """Write it as JSON, whole or not at all."""
@@ -176,16 +163,9 @@ class CostCurve:
             ConfigError: no such file, or no cost curve in it.
         """
         try:
-            found = parse_json(path.read_text(encoding="utf-8"))
-            if not isinstance(found["machine"], dict):
-                raise TypeError(f"machine is {shown(found['machine'])}")
-            return cls(
-                machine=found["machine"],
-                rows=[int(row) for row in found["rows"]],
-                lengths=[int(length) for length in found["lengths"]],
-                seconds=[[float(t) for t in row] for row in found["seconds"]],
-            )
-        except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
+            found: CostCurve = read_json(cls, path.read_bytes())
+            return found
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no cost curve ({shown(error, 300)}); make one with `specdec tune --out {path}`"
             ) from error
@@ -209,18 +189,25 @@ def pass_price(weights: float, target: Target, costs: CostCurve, length: int) ->
     return weights / plain + _PASS_SECONDS / costs.plain(length)
 
 
-def describe(target: Target) -> dict[str, Any]:
-    """What a measurement holds for: machine, versions, the model's shape and how it is run; never its weights."""
-    config = getattr(target, "config", None)
+def describe(target: Target, **options: Any) -> dict[str, Any]:
+    """What a measurement holds for: machine, code, the model's shape and how it is run; never its weights.
+
+    ``options`` go before the target's own.
+    """
+    config, options = getattr(target, "config", None), {**getattr(target, "options", {}), **options}
+    if options.get("runner") == "native":
+        options["library"] = digest_of_library()
     inner = [value for name in ("intermediate_size", "num_key_value_heads") if (value := getattr(config, name, None))]
     return {
         "device": processor(target.device),
         "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
         "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "code": digest_of_code(),
         "model": getattr(target, "name", type(target).__name__),
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, *inner],
         "dtype": str(target.dtype).removeprefix("torch."),
-        **getattr(target, "options", {}),
+        **options,
     }
 
 

@@ -16,8 +16,6 @@ import torch
 
 from specdec.errors import DraftError, first_line, shown
 
-__all__ = ["Draft", "DraftBuilder", "Entry", "ancestors"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
@@ -161,9 +159,9 @@ class DraftBuilder:
             self._probes.discard(row)
         return row
 
-    def add_path(self, tokens: Iterable[int], *, parent: int = 0, room: int | None = None) -> list[int]:
-        """Add a path of candidates, stopping before the tree would have more than ``room`` rows."""
-        rows: list[int] = []
+    def add_path(self, tokens: Iterable[int], *, room: int | None = None) -> list[int]:
+        """Add a path of candidates below the root, stopping before the tree would have more than ``room`` rows."""
+        parent, rows = 0, list[int]()
         for token in tokens:
             if room is not None and len(self) >= room and (parent, token) not in self._rows:
                 break

@@ -14,12 +14,12 @@ from tqdm import tqdm
 
 from specdec.arguments import checked
 from specdec.batch import Event, Request, Scheduler, make_requests
-from specdec.config import check_parallel
 from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
-from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, first_line, shown
+from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
 from specdec.model import TransformersTarget
+from specdec.parallel import PARALLEL
 from specdec.parallel.load import load_parallel
 from specdec.parallel.rows import ShardedTarget
 from specdec.parallel.target import ParallelTarget
@@ -32,8 +32,6 @@ from specdec.results import Chunk, Generation, Step
 from specdec.sampling import SamplingParams
 from specdec.target import Target
 from specdec.text import TextStream, load_tokenizer, stop_strings
-
-__all__ = ["Decoding", "Engine", "Prompt"]
 
 DrafterSpec = str | Mapping[str, Any] | Drafter
 
@@ -139,7 +137,7 @@ class Engine:
         check_policy(policy)
         if isinstance(drafter, str | Mapping):
             parse_drafter(drafter)  # before a large model is loaded for nothing
-        several = check_parallel(parallel) != "off"
+        several = check_choice("parallel", parallel, PARALLEL) != "off"
         load: Callable[..., TransformersTarget] = TransformersTarget.from_pretrained
         target = (partial(load_parallel, parallel, max_rows=max_rows) if several else load)(
             path,

@@ -21,23 +21,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DraftError",
-    "NumericalError",
-    "ParallelError",
-    "PromptError",
-    "SpecdecError",
-    "SpecdecWarning",
-    "TargetError",
-    "first_line",
-    "pip_line",
-    "shown",
-    "told",
-    "unknown",
-]
-
 
 class SpecdecError(Exception):
     """Base of all errors of this package."""
@@ -81,6 +64,13 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name[:80], options, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     return f"unknown {what} {shown(name)}{hint} known: {', '.join(options) or 'none'}"
+
+
+def check_choice(what: str, choice: str, known: Iterable[str]) -> str:
+    """The choice; ConfigError, with ``unknown``'s message, where it is not among the known ones."""
+    if choice not in known:
+        raise ConfigError(unknown(what, choice, known))
+    return choice
 
 
 def pip_line(extra: str) -> str:

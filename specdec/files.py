@@ -15,24 +15,6 @@ import platformdirs
 
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown
 
-__all__ = [
-    "Unfinished",
-    "append_lines",
-    "cache_folder",
-    "digest_of",
-    "drop_unfinished",
-    "parse_json",
-    "read_lines",
-    "read_object",
-    "read_text",
-    "refuse_existing",
-    "replacing",
-    "unfinished",
-    "write_json",
-    "write_text",
-    "writing",
-]
-
 T = TypeVar("T")
 
 
@@ -186,6 +168,15 @@ def refuse_existing(out: Path) -> None:
         raise ConfigError(f"{str(out)!r} exists; delete it, or give another --out")
 
 
+def check_same_run(path: Path, former: Mapping[str, Any], now: Mapping[str, Any], remedy: str) -> None:
+    """Raises ConfigError, which names the first difference, where what lies at a path is of another run than this."""
+    for key in sorted({*former, *now}):
+        if former.get(key) != now.get(key):
+            raise ConfigError(
+                f"{str(path)!r} is of a run with {key} {former.get(key)!r}, this one has {now.get(key)!r}; {remedy}"
+            )
+
+
 class Unfinished:
     """The lines of a file that is not finished, each the answer to one of many prompts.
 
@@ -211,12 +202,7 @@ class Unfinished:
 
         remedy = "delete that line and all below it, and the same command goes on from there"
         former, *lines = read_lines(partial, read, "line of an unfinished run", remedy) or [dict(header)]
-        if former != header:
-            key = next(key for key in sorted({*former, *header}) if former.get(key) != header.get(key))
-            raise ConfigError(
-                f"{str(partial)!r} is of a run with {key} {former.get(key)!r}, this one has {header.get(key)!r}; give "
-                "the same options to go on with it, another --out, or delete it"
-            )
+        check_same_run(partial, former, header, "give the same options to go on with it, another --out, or delete it")
         if not lines:
             write_text(partial, json.dumps(header) + "\n")
         self._partial, self._prompts = partial, prompts

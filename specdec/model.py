@@ -29,7 +29,7 @@ from specdec.block import Block, Rows, bucket
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
 from specdec.draft import Draft, Entry
-from specdec.errors import ConfigError, SpecdecError, TargetError, first_line
+from specdec.errors import ConfigError, SpecdecError, TargetError, check_choice, first_line
 from specdec.files import cache_folder
 from specdec.joints import Joints, read_joints
 from specdec.machine import processor
@@ -47,14 +47,12 @@ from specdec.pretrained import (
 from specdec.runners import EXECUTIONS
 from specdec.runners.known import version_of, why_special
 from specdec.runners.linear import DenseLinear, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
-from specdec.runners.plan import TIMED_ROWS, RunnerMaker, check_execution, choose_runner
+from specdec.runners.plan import TIMED_ROWS, RunnerMaker, choose_runner
 from specdec.runners.runner import LayerRunner
 from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
 from specdec.target import TargetOutput
 from specdec.verify import Verdict, verify
-
-__all__ = ["TransformersTarget", "time_runners"]
 
 _ATTENTION, _PROBE = "specdec", "specdec_probe"
 
@@ -96,7 +94,7 @@ class TransformersTarget:
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self.backend = check_backend(attention)
-        check_execution(execution)
+        check_choice("execution", execution, EXECUTIONS)
         self.model = model
         self.name = type(model).__name__
         self.config = config = model.config.get_text_config()
@@ -169,7 +167,7 @@ class TransformersTarget:
             CheckpointError: no model there, a broken file, or tensors missing or left over.
             TargetError: a model that specdec cannot drive.
         """
-        check_execution(execution)
+        check_choice("execution", execution, EXECUTIONS)
         check_backend(attention)
         check_place(device, device_map)
         model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
@@ -400,7 +398,7 @@ class TransformersTarget:
             return self._reference.differs()
 
     def _kept_seconds(self, name: str) -> list[float] | None:
-        curve = kept_curve({**describe(self), "runner": name})
+        curve = kept_curve(describe(self, runner=name))
         return None if curve is None else _timed(curve)
 
     def _seconds(self, progress: Callable[[float], None] | None, runner: LayerRunner) -> list[float] | None:

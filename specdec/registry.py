@@ -13,11 +13,9 @@ from typing import Any, get_type_hints
 from specdec.arguments import checked
 from specdec.config import parse
 from specdec.drafter import Drafter
-from specdec.errors import ConfigError, shown, unknown
+from specdec.errors import ConfigError, check_choice, shown
 from specdec.target import FINAL, Target
 from specdec.values import fitting
-
-__all__ = ["GROUP", "drafter_names", "drafter_type", "make_drafter", "parse_drafter"]
 
 GROUP = "specdec.drafters"
 
@@ -38,8 +36,7 @@ def drafter_type(name: str) -> Any:
         ConfigError: no such name, or its package does not import.
     """
     entries = _entries()
-    if name not in entries:
-        raise ConfigError(unknown("drafter", name, entries))
+    check_choice("drafter", name, entries)
     registered = f"drafter {name!r} is registered as {entries[name].value!r}, which"
     try:
         kind = entries[name].load()

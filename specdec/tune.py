@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from specdec.cost import CostCurve
 
-__all__ = ["plot", "table", "tune"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(ModelOptions):

@@ -13,9 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specdec.errors import CheckpointError, ConfigError
-from specdec.files import parse_json, replacing
-
-__all__ = ["load_checkpoint", "save_checkpoint"]
+from specdec.files import check_same_run, parse_json, replacing
 
 
 def save_checkpoint(
@@ -74,7 +72,8 @@ def load_checkpoint(
         former, state = parse_json(metadata["run"]), parse_json(metadata["state"])
         if not isinstance(former, dict) or not isinstance(state, dict) or type(state.get("step")) is not int:
             raise ValueError("it does not say what run it is of, and how far that had come")
-        _check_same(path, former, json.loads(json.dumps(dict(run))))
+        remedy = "start the former command again to continue it, or choose another output folder"
+        check_same_run(path, former, json.loads(json.dumps(dict(run))), remedy)
         module.load_state_dict(weights)
         for optimizer, values in zip(optimizers, moments, strict=True):
             optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -85,12 +84,3 @@ def load_checkpoint(
             f"cannot resume from {str(path)!r}: {error}; delete it to start over, or choose another output folder"
         ) from error
     return dict(state)
-
-
-def _check_same(path: Path, former: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for key in sorted(former.keys() | now.keys()):
-        if former.get(key) != now.get(key):
-            raise ConfigError(
-                f"{str(path)!r} is of a run with {key}={former.get(key)!r}, this one has {now.get(key)!r}; "
-                "start the former command again to continue it, or choose another output folder"
-            )

@@ -16,10 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.config import RunConfig, WeightsOptions, check_positive, resolve
-from specdec.errors import ConfigError, unknown
+from specdec.errors import ConfigError, check_choice
 from specdec.options import Given, with_options
-
-__all__ = ["convert", "distill_data", "show_sample", "train", "tree_search"]
 
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 TRAINABLE = ("kangaroo", "medusa")
@@ -36,9 +34,7 @@ def train(
     wandb: Annotated[str | None, typer.Option(help="off, offline or online.")] = None,
 ) -> None:
     """Train a drafter; the same command again continues a run that was interrupted."""
-    if drafter not in TRAINABLE:
-        raise ConfigError(unknown("trainable drafter", drafter, TRAINABLE))
-    module: Any = importlib.import_module(f"training.{drafter}")
+    module: Any = importlib.import_module(f"training.{check_choice('trainable drafter', drafter, TRAINABLE)}")
     own = {"data": data, "out": out, "loop": wandb and {"wandb": wandb}}
     values = {**given.values, **{name: value for name, value in own.items() if value}}
     module.run(resolve(module.Config, replace(given, values=values), where=f"train {drafter}"))
@@ -52,8 +48,7 @@ def convert(
     model: str | None = typer.Option(None, help="Its target; checked, and remembered in the result."),
 ) -> None:
     """Convert a published drafter checkpoint to safetensors."""
-    if drafter != "kangaroo":
-        raise ConfigError(unknown("drafter to convert", drafter, ["kangaroo"]))
+    check_choice("drafter to convert", drafter, ["kangaroo"])
     from specdec.model import TransformersTarget
     from training.convert import convert as convert_kangaroo
 
@@ -114,8 +109,7 @@ def distill_data(
     from training.distill import SELF, distill, own_prompts, prompts_of
 
     config = resolve(RunConfig, given)
-    if form not in FORMATS:
-        raise ConfigError(unknown("format", form, FORMATS))
+    check_choice("format", form, FORMATS)
     check_positive(prompts=prompts, prompt_tokens=prompt_tokens, batch=batch)
     engine = load_run(config)
     if SELF in sources and (len(sources) > 1 or prompts is None):

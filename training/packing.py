@@ -12,8 +12,6 @@ import torch
 
 from training.data import Sample
 
-__all__ = ["Batch", "Windows", "pack"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:

@@ -27,8 +27,9 @@ from rich.table import Table
 from drafters.medusa import Medusa, MedusaConfig, nodes_of
 from drafters.medusa_heads import MedusaHeads
 from drafters.weights import check_fit, weights_folder
+from specdec.decoding import Decoding
 from specdec.drafter import Drafter
-from specdec.engine import Decoding, Engine
+from specdec.engine import Engine
 from specdec.errors import ConfigError, pip_line
 from specdec.files import write_text, writing
 from specdec.results import Statistics
@@ -38,24 +39,9 @@ from training.data import Skips, TextConfig, read_samples
 from training.log import draw_curves
 from training.medusa import MedusaTraining, roots_of
 
-__all__ = [
-    "Judged",
-    "Odds",
-    "Size",
-    "Speed",
-    "decode",
-    "expected",
-    "grow",
-    "judge",
-    "plot",
-    "report",
-    "search",
-    "step_seconds",
-    "write_tree",
-]
-
 RankPath = tuple[int, ...]
 
+_RANKS = 10  # that a tree may use
 _ROUNDS = 3  # of tree and positions; they agree after two
 _PRIOR = 30.0  # positions that the product of accuracies counts as, beside a path's own frequency
 
@@ -203,7 +189,6 @@ def search(
     *,
     most: int = 32,
     nodes: int | None = None,
-    ranks: int = 10,
     cost: Callable[[Engine, Mapping[int, Drafter], Sequence[int]], Mapping[int, float]] = step_seconds,
 ) -> tuple[list[list[int]], list[Size], Size]:
     """Find the tree.
@@ -212,7 +197,6 @@ def search(
         texts: calibration text.
         most: nodes of the largest tree that is considered.
         nodes: take this size instead of the fastest.
-        ranks: the deepest rank that a tree may use, counted from 1.
         cost: how steps are timed.
 
     Returns:
@@ -224,7 +208,7 @@ def search(
     if most < 1 or not 1 <= (nodes or 1) <= most:
         raise ConfigError(f"most nodes are {most} and nodes {nodes}; they must satisfy 1 <= nodes <= most")
     judged = judge(heads, engine, texts)
-    odds = Odds([path for own in judged for path in own.paths()], ranks)
+    odds = Odds([path for own in judged for path in own.paths()], _RANKS)
     tree = grow(odds, most)
     drafters = {
         size: Medusa(MedusaConfig(tree=[list(path) for path in tree[:size]]), heads, engine.target)
@@ -235,7 +219,7 @@ def search(
         sizes = expected(judged, tree, seconds)
         chosen = max(sizes, key=lambda size: size.speed) if nodes is None else sizes[min(nodes, len(tree)) - 1]
         best = [list(path) for path in tree[: chosen.nodes]]
-        odds = Odds([path for own in judged for path in own.paths(tree[: chosen.nodes])], ranks)
+        odds = Odds([path for own in judged for path in own.paths(tree[: chosen.nodes])], _RANKS)
         tree = grow(odds, len(tree))
     return best, sizes, chosen
 

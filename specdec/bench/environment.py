@@ -17,8 +17,6 @@ from specdec.machine import processor
 from specdec.model import TransformersTarget
 from specdec.version import __version__
 
-__all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model", "synchronize"]
-
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
@@ -71,12 +69,6 @@ def describe_model(name: str, target: TransformersTarget) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "fingerprint": digest.hexdigest()[:16],
     }
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that the clock that is read next tells the truth."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class MemoryMeter:

@@ -13,24 +13,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specdec.bench.plan import BASELINE, at_once, with_batch
 from specdec.bench.questions import QuestionId, group_of
 from specdec.bench.records import Record, Turn, repeats_of
-
-__all__ = [
-    "DEPTH",
-    "OVERALL",
-    "Interval",
-    "Metrics",
-    "Row",
-    "bootstrap",
-    "measure",
-    "ratio_interval",
-    "repeat_share",
-    "speed_of",
-]
 
 OVERALL = "overall"
 DEPTH = 8
@@ -113,23 +99,18 @@ class Metrics:
         return Metrics(self.groups, {label: rows for label, rows in self.rows.items() if at_once(label)[1] == 1})
 
 
-def bootstrap(count: int, seed: int = 0, samples: int = _SAMPLES) -> NDArray[np.intp]:
-    """[samples, count] question numbers, drawn with replacement."""
-    return np.random.default_rng(seed).integers(0, count, (samples, count))
-
-
 def ratio_interval(
-    tops: Sequence[Sequence[float]], bottoms: Sequence[Sequence[float]], level: float = 95.0, seed: int = 0
+    tops: Sequence[Sequence[float]], bottoms: Sequence[Sequence[float]], level: float = 95.0
 ) -> Interval | None:
     """Product of the sums of ``tops`` by that of ``bottoms``; each list has a figure per question.
 
-    The questions of all lists are drawn together. ``level`` is the interval's, in percent. None without questions, or
-    where a sum below is nothing.
+    The questions of all lists are drawn together, the same ones every time. ``level`` is the interval's, in percent.
+    None without questions, or where a sum below is nothing.
     """
     above, below = (np.asarray(lists, dtype=np.float64) for lists in (tops, bottoms))  # [lists, questions]
     if not above.size or not below.sum(1).all():
         return None
-    draw = bootstrap(above.shape[1], seed)
+    draw = np.random.default_rng(0).integers(0, above.shape[1], (_SAMPLES, above.shape[1]))
     top, bottom = (values[:, draw].sum(2).prod(0) for values in (above, below))  # [samples]
     low, high = np.percentile(top[bottom > 0] / bottom[bottom > 0], [50 - level / 2, 50 + level / 2])
     return Interval(float(above.sum(1).prod() / below.sum(1).prod()), float(low), float(high))
@@ -253,8 +234,9 @@ def _spec_bench(row: Row, first: Sequence[Record], plain: Sequence[Record]) -> d
     return found
 
 
-def repeat_share(tokens: Sequence[int], size: int = 8) -> float:
-    """Share of tokens that lie inside an n-gram seen before in the same output."""
+def repeat_share(tokens: Sequence[int]) -> float:
+    """Share of tokens that lie inside an 8-gram seen before in the same output."""
+    size = 8
     seen: set[tuple[int, ...]] = set()
     inside = [False] * len(tokens)
     for end in range(size, len(tokens) + 1):

@@ -11,12 +11,10 @@ from annotated_types import Ge
 
 from specdec.bench.questions import FORMATS
 from specdec.config import EngineOptions
-from specdec.errors import ConfigError, unknown
+from specdec.errors import ConfigError, check_choice
 from specdec.options import option
 from specdec.params import SamplingParams
 from specdec.values import AtLeast1, check_fields
-
-__all__ = ["ALL", "BASELINE", "Plan", "at_once", "label_of", "with_batch"]
 
 BASELINE = "none"
 ALL = "all"
@@ -68,8 +66,7 @@ class Plan(EngineOptions):
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
         check_fields(self)
-        if self.format not in FORMATS:
-            raise ConfigError(unknown("prompt format", self.format, FORMATS))
+        check_choice("prompt format", self.format, FORMATS)
         if self.parallel == "tensor":
             raise ConfigError("a bench takes parallel 'rows' or 'off': the audit and the rivals run on rank 0 alone")
         for what, given in (("parallel", self.parallel != "off"), ("keep-prefix", self.keep_prefix)):

@@ -12,22 +12,9 @@ from typing import Annotated, Any
 from annotated_types import MinLen, Predicate
 
 from specdec.conversations import is_text, vicuna
-from specdec.errors import ConfigError, PromptError, shown, unknown
+from specdec.errors import ConfigError, PromptError, check_choice, shown
 from specdec.files import cache_folder, parse_json, read_text
 from specdec.values import fitting
-
-__all__ = [
-    "FORMATS",
-    "MT_BENCH",
-    "Question",
-    "QuestionId",
-    "build_prompt",
-    "find_questions",
-    "group_of",
-    "read_questions",
-    "select",
-    "spec_bench_path",
-]
 
 FORMATS = ("auto", "plain", "chat", "vicuna")
 
@@ -124,8 +111,8 @@ def _question(line: Any, number: int) -> Question:
 
     if "turns" in line:
         form = line.get("format")
-        if form is not None and form not in FORMATS:
-            raise ValueError(unknown("prompt format", str(form), FORMATS))
+        if form is not None:
+            check_choice("prompt format", str(form), FORMATS)
         turns = tuple(read("turns", _Turns))
         return Question(id=read("question_id", _Id), category=read("category"), turns=turns, format=form)
     if "prompt" in line:  # HumanEval's code to be completed, or any other
@@ -149,8 +136,7 @@ def select(questions: Sequence[Question], categories: Sequence[str], limit: int 
     """
     known = {q.category for q in questions} | {group_of(q.category) for q in questions}
     for category in categories:
-        if category not in known:
-            raise ConfigError(unknown("category", category, known))
+        check_choice("category", category, known)
     chosen = [q for q in questions if not categories or {q.category, group_of(q.category)} & set(categories)]
     if limit is None or limit >= len(chosen):
         return chosen

@@ -19,17 +19,15 @@ from typing import Any
 from specdec.bench.environment import MemoryMeter, describe_environment, describe_model
 from specdec.bench.plan import Plan
 from specdec.bench.questions import Question, QuestionId, build_prompt, find_questions, group_of, read_questions, select
-from specdec.bench.records import Record, RunFolder, Turn
-from specdec.bench.systems import Contestant, Output, System, check_specs, make_systems
+from specdec.bench.records import Output, Record, RunFolder, Turn
+from specdec.bench.systems import Contestant, System, check_specs, make_systems
 from specdec.cost import measure
 from specdec.engine import Engine
 from specdec.errors import ConfigError, ParallelError
-from specdec.files import digest_of
+from specdec.files import check_same_run, digest_of
 from specdec.load import load
 from specdec.model import TransformersTarget
 from specdec.parallel.target import ParallelTarget
-
-__all__ = ["Runner"]
 
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -121,13 +119,8 @@ class Runner:
         pairs["model"] = (old["model"]["fingerprint"], new["model"]["fingerprint"])
         for label in old["systems"].keys() & new["systems"].keys():
             pairs[label] = (old["systems"][label]["options"], _plain(new["systems"][label]["options"]))
-        for name, (former, now) in pairs.items():
-            if former != now:
-                raise ConfigError(
-                    f"{str(self.folder.path)!r} holds a run with {name} {former!r}, and this one has {now!r}; "
-                    "choose another --out, or the same options"
-                )
-        # A system's comparability is found out in its warm-up; what an earlier part found stays.
+        former, now = ({name: pair[side] for name, pair in pairs.items()} for side in (0, 1))
+        check_same_run(self.folder.path, former, now, "choose another --out, or the same options")
         new["systems"] = {**new["systems"], **old["systems"]}
         new["runs"] = [*old["runs"], *new["runs"]]
         if "cost" in old:
@@ -178,14 +171,8 @@ class Runner:
         """One uncounted answer of each system; one that fails will do so again where it is recorded."""
         for system in self.systems:
             self._on_system(f"{system.label} (warm-up)", 0)
-            try:
+            with _failing({}):
                 system.warm_up(self._prompt(self.questions[0], ()), min(32, self.plan.max_new_tokens))
-            except ParallelError:
-                raise
-            except Exception:
-                continue
-            known = self.manifest["systems"][system.label]
-            known["comparable"] = known["comparable"] and system.system.comparable
 
     def _answer(self, repeat: int, asked: Sequence[Question], system: Contestant) -> list[Record]:
         """What a system answers: all first turns, then all second ones, each after the own answer to the first."""

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 
-from specdec.errors import ConfigError, unknown
-
-__all__ = ["BACK", "SHAPES", "random_model", "random_prompt", "weight_bytes", "write_rule"]
+from specdec.errors import check_choice
 
 SHAPES = {
     "toy": LlamaConfig(
@@ -46,8 +44,7 @@ def random_model(
     Raises:
         ConfigError: an unknown shape.
     """
-    if shape not in SHAPES:
-        raise ConfigError(unknown("shape", shape, SHAPES))
+    check_choice("shape", shape, SHAPES)
     torch.manual_seed(seed)
     with torch.device(device):
         model: Any = _from_config(copy.deepcopy(SHAPES[shape]), dtype=dtype)

@@ -19,31 +19,16 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.batch import Request, Scheduler
-from specdec.bench.environment import synchronize
 from specdec.bench.plan import ALL, BASELINE, Plan, label_of, with_batch
 from specdec.bench.records import Output
+from specdec.copies import wait
 from specdec.decoding import Decoding
-from specdec.draft import Draft
-from specdec.drafter import Context, DrafterWrapper, DraftSession, Observation
 from specdec.engine import Engine
-from specdec.errors import CheckpointError, ConfigError, SpecdecError, unknown
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, check_choice
 from specdec.model import TransformersTarget
 from specdec.prefix import PrefixCache
 from specdec.pretrained import load_model
 from specdec.registry import drafter_names, make_drafter, parse_drafter
-
-__all__ = [
-    "GROUP",
-    "Batching",
-    "Contestant",
-    "Drafted",
-    "Output",
-    "Rival",
-    "System",
-    "TransformersSystem",
-    "check_specs",
-    "make_systems",
-]
 
 GROUP = "specdec.bench_systems"
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -56,7 +41,7 @@ class System(Protocol):
         label: its name in tables and files.
         ours: a drafter in our engine, for whose exactness the audit vouches.
         lossy: it may change the output distribution, and says so.
-        comparable: its text must be plain decoding's, token for token (known once it has been warmed up).
+        comparable: its text must be plain decoding's, token for token.
         options: what it was made with, for the manifest.
     """
 
@@ -119,17 +104,15 @@ class Drafted:
         self._policy = "off" if spec["name"] == BASELINE else plan.policy
         self._engine = engine.with_drafter(self._spec, policy=self._policy)
         self.lossy = plan.sampling().lossy
-        self.comparable = not self.lossy and (plan.temperature == 0 or plan.acceptance != "reject")
+        # Tokens drawn from q are accepted by rejection, which keeps the distribution and not the tokens of a seed.
+        rejects = plan.acceptance == "reject" or (plan.acceptance == "auto" and self._engine.drafter.draws)
+        self.comparable = not self.lossy and (plan.temperature == 0 or not rejects)
         config = getattr(self._engine.drafter, "config", None)
         values = {name: getattr(config, name) for name in getattr(config, "__dataclass_fields__", {})}
         self.options: Mapping[str, Any] = {"name": self._spec["name"], **values}
 
     def warm_up(self, prompt: list[int], budget: int) -> None:
-        watched = _Watched(self._engine.drafter)
-        self._base.with_drafter(watched, policy=self._policy).generate(prompt, budget, self._plan.sampling())
-        # Tokens drawn from q are accepted by rejection, which keeps the distribution and not the tokens of a seed.
-        if watched.drew and self._plan.temperature > 0 and self._plan.acceptance != "match":
-            self.comparable = False
+        self._engine.generate(prompt, budget, self._plan.sampling())
 
     def reset(self) -> None:
         self._prefix = PrefixCache() if self._plan.keep_prefix else None
@@ -139,17 +122,17 @@ class Drafted:
     def answer(self, prompt: list[int], budget: int) -> Output:
         target = self._engine.target
         times: list[float] = []
-        synchronize(target.device)
+        wait(target.device)
         began = perf_counter()
         decoding = self._engine.start(prompt, budget, self._plan.sampling(), prefix_cache=self._prefix)
         with target.active():
             decoding.prefill()
-            synchronize(target.device)
+            wait(target.device)
             filled = perf_counter()
             while decoding.finish_reason is None:
                 decoding.step()
                 times.append(perf_counter() - began)
-            synchronize(target.device)
+            wait(target.device)
         ended = perf_counter()
         output = _output(decoding, times)
         output.seconds.update(wall=ended - began, prefill=filled - began)
@@ -169,7 +152,7 @@ class Drafted:
                 taken.append(perf_counter())
                 yield Request(prompt, budget, {"sampling": sampling})
 
-        synchronize(target.device)
+        wait(target.device)
         began = perf_counter()
         with target.active():
             for event in chain.from_iterable(Scheduler(self._engine, requests(), batch=batch).run()):
@@ -178,7 +161,7 @@ class Drafted:
                     found[event.index] = event.error
                 elif event.last and event.decoding is not None:
                     found[event.index] = _output(event.decoding, times[event.index])
-            synchronize(target.device)
+            wait(target.device)
         wall = perf_counter() - began
         done = [output for output in found.values() if isinstance(output, Output)]
         own = [sum(output.seconds.values()) - output.seconds["passes"] for output in done]  # which are part of "draft"
@@ -201,24 +184,6 @@ def _output(decoding: Decoding, times: list[float]) -> Output:
     )
 
 
-class _Watched(DrafterWrapper):
-    """A drafter, and its session, that notes whether it ever drew from a distribution."""
-
-    drew = False
-
-    def start(self, context: Context) -> DraftSession:
-        self._session = self.inner.start(context)
-        return self
-
-    def propose(self, room: int) -> Draft:
-        draft = self._session.propose(room)
-        self.drew |= bool(draft.q)
-        return draft
-
-    def observe(self, seen: Observation) -> None:
-        self._session.observe(seen)
-
-
 class Rival:
     """What rivals have in common; subclasses say what ``Options`` they take, and how they answer."""
 
@@ -228,8 +193,7 @@ class Rival:
 
     def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
         for name in options:
-            if name not in self.Options:
-                raise ConfigError(unknown(f"option of {label}", name, self.Options))
+            check_choice(f"option of {label}", name, self.Options)
         self.label, self.options = label, {**self.Options, **options}
         self.target, self.plan = engine.target, plan
         self.comparable = plan.temperature == 0  # else its random numbers are its own
@@ -283,10 +247,10 @@ class TransformersSystem(Rival):
         if plan.temperature > 0:
             arguments |= {"temperature": plan.temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(plan.seed)
-        synchronize(device)
+        wait(device)
         began = perf_counter()
         out = self._model.generate(ids, attention_mask=attention_mask, streamer=clock, **arguments, **self.arguments())
-        synchronize(device)
+        wait(device)
         ended = perf_counter()
         # All rows run to the end of the longest text, and so have the same share of the clock.
         seconds = {"wall": ended - began, "prefill": [*clock.times, ended][1] - began}
@@ -449,8 +413,7 @@ def _system_type(name: str) -> Any:
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    if name not in entries:
-        raise ConfigError(unknown("system", name, {*_BUILT_IN, *entries}))
+    check_choice("system", name, {*_BUILT_IN, *entries})
     try:
         return entries[name].load()
     except Exception as error:  # code of others: it may raise anything

@@ -37,6 +37,7 @@ __all__ = [
     "CTurns",
     "Kind",
     "compiler",
+    "digest_of_library",
     "install",
     "library",
 ]
@@ -168,6 +169,12 @@ def library() -> Any:
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(f"no native layers, so decoding is slower: {error}", SpecdecWarning, stacklevel=2)
         return None
+
+
+def digest_of_library() -> str | None:
+    """Of the library that is loaded: another compiler makes another one of the same source."""
+    loaded = library()
+    return None if loaded is None else Path(loaded._name).stem.rpartition("-")[2][:16]
 
 
 def install() -> Path:

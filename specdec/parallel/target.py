@@ -13,8 +13,6 @@ from specdec.model import TransformersTarget
 from specdec.parallel.ranks import Ranks, checksum
 from specdec.sampling import Sampler
 
-__all__ = ["ParallelTarget"]
-
 
 class ParallelTarget(TransformersTarget):
     """A target that several processes run together: all of them make it, and use it alike.
@@ -70,8 +68,9 @@ class ParallelTarget(TransformersTarget):
             ParallelError: they do not.
         """
         processors = " ".join(type(one).__name__ for one in sampler.processors)
+        model = [item for item in describe(self).items() if item[0] not in ("device", "library")]  # may be their own
         self.ranks.agree(
-            the_model=checksum(repr([(name, value) for name, value in describe(self).items() if name != "device"])),
+            the_model=checksum(repr(model)),
             the_prompt=checksum(sampler.tokens),
             the_sampling=checksum(repr(sampler.params), str(sampler.sample), processors),
             the_drafter=checksum([taps, likeliest]),

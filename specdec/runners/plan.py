@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line, unknown
+from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
 from specdec.pages import FilePages
 from specdec.rotary import Rotary
-from specdec.runners import EXECUTIONS
 from specdec.runners.cuda import CudaLayer, CudaRunner
 from specdec.runners.graphs import CudaRecorder
 from specdec.runners.known import KnownHead, KnownLayer, UnknownModule
@@ -34,7 +33,7 @@ from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
 from specdec.runners.native import NativeRunner, why_not
 from specdec.runners.runner import LayerRunner
 
-__all__ = ["TIMED_ROWS", "Plan", "RunnerMaker", "check_execution", "choose_runner"]
+__all__ = ["TIMED_ROWS", "Plan", "RunnerMaker", "choose_runner"]
 
 TIMED_ROWS = (1, 8)
 """Rows of the steps by which runners are compared: a plain one, and a small tree."""
@@ -46,17 +45,6 @@ _MARGIN = 1.25
 _SMALL, _LARGE = 1 << 20, 1 << 31
 
 Times = Mapping[str, list[float]]  # runner -> seconds of steps of TIMED_ROWS rows
-
-
-def check_execution(choice: str) -> str:
-    """The choice, if it is one.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if choice not in EXECUTIONS:
-        raise ConfigError(unknown("execution", choice, EXECUTIONS))
-    return choice
 
 
 @dataclass(frozen=True, slots=True)

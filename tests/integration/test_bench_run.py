@@ -15,9 +15,9 @@ from specdec import Engine
 from specdec.batch import forward_together
 from specdec.bench.audit import Audit, audit, rounding_bound
 from specdec.bench.plan import Plan
-from specdec.bench.records import Record, RunFolder, Turn
+from specdec.bench.records import Output, Record, RunFolder, Turn
 from specdec.bench.runner import Runner
-from specdec.bench.systems import Drafted, Output, TransformersSystem
+from specdec.bench.systems import Drafted, TransformersSystem, make_systems
 from specdec.errors import CheckpointError, ConfigError
 from specdec.load import load
 from specdec.model import TransformersTarget
@@ -171,9 +171,9 @@ def test_two_runs_in_one_folder_are_refused(make: Make) -> None:
 def test_a_finished_run_may_grow_but_not_change(make: Make) -> None:
     make(drafters=["none"]).run()
     assert len(make(repeats=2).run().records()) == 2 * 3 * 2
-    with pytest.raises(ConfigError, match=r"holds a run with plan\.max_new_tokens 12, and this one has 13"):
+    with pytest.raises(ConfigError, match=r"is of a run with plan\.max_new_tokens 12, this one has 13"):
         make(max_new_tokens=13)
-    with pytest.raises(ConfigError, match="holds a run with lookahead"):
+    with pytest.raises(ConfigError, match="is of a run with lookahead"):
         make(drafters=["none", {"name": "lookahead", "window": 7}])
 
 
@@ -183,7 +183,7 @@ def test_an_option_younger_than_the_run_stood_at_its_default(make: Make) -> None
     del manifest["plan"]["execution"]
     folder.write_manifest(manifest)
     assert not make(drafters=["none"]).todo
-    with pytest.raises(ConfigError, match=r"holds a run with plan\.execution 'auto', and this one has 'transformers'"):
+    with pytest.raises(ConfigError, match=r"is of a run with plan\.execution 'auto', this one has 'transformers'"):
         make(drafters=["none"], execution="transformers")
 
 
@@ -619,6 +619,20 @@ def test_lossy_answers_are_labelled_and_not_failed(make: Make, tiny_engine: Engi
     found = judge(tiny_engine, folder, folder.records(), **options)
     assert found.passed
     assert str(found.systems["lookahead"]).startswith("not compared: lossy")
+
+
+@pytest.mark.parametrize(
+    ("temperature", "acceptance", "compared"),
+    [(0.0, "auto", "both"), (1.0, "match", "both"), (1.0, "auto", "lookahead"), (1.0, "reject", "neither")],
+)
+def test_only_tokens_of_a_seed_are_compared(
+    tiny_engine: Engine, temperature: float, acceptance: str, compared: str
+) -> None:
+    """A drafter that draws from a q is verified by rejection, which keeps the distribution alone."""
+    plan = Plan(drafters=["lookahead", "kangaroo"], systems=[], temperature=temperature, acceptance=acceptance)
+    found = {entrant.label: entrant.system.comparable for entrant in make_systems(plan, tiny_engine)[0]}
+    assert found["lookahead"] is (compared != "neither")
+    assert found["kangaroo"] is (compared == "both")
 
 
 @pytest.mark.slow

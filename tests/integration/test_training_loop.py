@@ -163,9 +163,9 @@ def test_what_a_run_will_take(windows: Windows) -> None:
 
 def test_another_run_is_not_continued(windows: Windows, tmp_path: Path) -> None:
     trained(windows, tmp_path)
-    with pytest.raises(ConfigError, match="steps=12, this one has 13"):
+    with pytest.raises(ConfigError, match="with steps 12, this one has 13"):
         trained(windows, tmp_path, replace(CONFIG, steps=13))
-    with pytest.raises(ConfigError, match="data="):
+    with pytest.raises(ConfigError, match="with data "):
         trained(pack([Sample([1, 2] * 9, [True] * 18, False)], 8), tmp_path)
 
 

@@ -265,3 +265,24 @@ def test_drafters_of_a_checkout_that_is_not_installed_are_found(monkeypatch: pyt
     checkout.use_checkout()
     added = list(importlib.metadata.distributions(path=[sys.path[-1]]))
     assert sorted(e.name for e in added[0].entry_points if e.group == "specdec.drafters") == expected
+
+
+def test_whole_steps_are_a_line_for_each_way_to_run_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, threads = load("step_table"), torch.get_num_threads()
+    taken = {"transformers": 4e-3, "fused": 2e-3, "native": 1.234e-3}
+
+    def measure(target: Any, *, rows: Any, **_: Any) -> Any:
+        return SimpleNamespace(seconds=[[taken[target.name] * row for row in rows]])
+
+    monkeypatch.setattr(script, "measure", measure)
+    monkeypatch.setattr(script, "target_of", lambda model, dtype, execution: SimpleNamespace(name=execution))
+    try:
+        _, _, *lines = script.whole_steps("tiny", 0.0)
+        assert lines[0] == "| embedded, float32, 1 | 4.00 / 32.0 | 2.00 / 16.0 | 1.23 / 9.87 |"
+        assert [line[2:].partition(" |")[0] for line in lines[1:]] == [
+            *("embedded, float32, 2", "embedded, bfloat16, 1", "embedded, bfloat16, 2")
+        ]
+        many = "1.00, 4.00, 8.00, 16.00, 32.00, 64.00"
+        assert all(line.endswith(f"in steps of one row: {many}") for line in script.many_rows("tiny", 0.0))
+    finally:
+        torch.set_num_threads(threads)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import copies, cost
+from specdec import copies, cost, machine
 from specdec.block import Block
 from specdec.cache import KVCache
 from specdec.cost import CostCurve, cost_curve, describe, measure, roofline, stored_at
@@ -215,6 +215,25 @@ def test_a_busy_machine_s_curve_is_not_kept(counted: list[int], monkeypatch: pyt
     assert cost_curve(target()).steady
     assert stored_at(describe(target())).exists()
     assert len(counted) == 2
+
+
+@pytest.mark.parametrize("part", ["layers.c", "runners/new.py"])
+def test_other_code_is_measured_anew(
+    part: str, counted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an update a kept curve would hold for code that is not there any more."""
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "specdec" / "machine.py"))
+    (tmp_path / "specdec" / "runners").mkdir(parents=True)
+    try:
+        for _ in range(2):
+            cost_curve(target())
+            cost_curve(target())
+            (tmp_path / "specdec" / part).write_text("another one")
+            machine.digest_of_code.cache_clear()
+        assert len(counted) == 2
+        assert cost_curve(target()).machine["code"] == machine.digest_of_code()
+    finally:
+        machine.digest_of_code.cache_clear()
 
 
 def test_a_broken_file_is_measured_anew(counted: list[int]) -> None:

@@ -206,8 +206,8 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, name: str, left: int) -> No
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tokens": 0}, "is empty or of another format than 1"),
-        ({"format": 9}, "is empty or of another format than 1"),
+        ({"tokens": 0}, "meta.json says: tokens: Input should be greater than or equal to 1, and is 0; make one"),
+        ({"format": 9}, "meta.json says: format: Input should be 1, and is 9; make one"),
         ({"tokens": 7}, r"holds \[6\] of >u4, its meta.json says 7 tokens; the files are of two builds"),
         ({"suffix_type": "<i8"}, "the files are of two builds"),
     ],

@@ -480,6 +480,18 @@ def test_dtype_threads_and_shapes_are_timed_apart(folder: Path, monkeypatch: pyt
 
 
 @needs_compiler
+def test_another_library_is_timed_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = timed(monkeypatch, fused=[1.0, 1.0], native=[2.0, 2.0])
+    assert TransformersTarget(native_model(), owned=True).runner.name == "fused"
+    (kept,) = (machine for path in folder.iterdir() if (machine := CostCurve.load(path).machine)["runner"] == "native")
+    assert kept["library"] in library()._name
+    monkeypatch.setattr(cost, "digest_of_library", lambda: "of another compiler")
+    again = timed(monkeypatch, fused=[1.0, 1.0], native=[1.0, 1.0])
+    assert TransformersTarget(native_model(), owned=True).runner.name == "native"
+    assert (asked, again) == (["fused", "native"], ["native"])
+
+
+@needs_compiler
 def test_a_broken_file_of_times_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = timed(monkeypatch, fused=[1.0, 1.0], native=[2.0, 2.0])
     TransformersTarget(native_model(), owned=True)

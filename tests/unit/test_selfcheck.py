@@ -1,0 +1,32 @@
+"""The self-check: a model that does with its layers what specdec would not do is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from specdec import TransformersTarget
+from specdec.errors import TargetError
+from tests.models import new_model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_model_that_runs_its_layers_otherwise_is_refused(dtype: torch.dtype) -> None:
+    """All but the first one are run in the reverse order, so that nothing but the logits can tell."""
+    model: Any = new_model("llama", dtype)
+    decoder, layers, forward = model.model, model.model.layers, model.model.forward
+
+    def otherwise(*arguments: Any, **options: Any) -> Any:
+        decoder.layers = nn.ModuleList([layers[0], *reversed(layers[1:])])
+        try:
+            return forward(*arguments, **options)
+        finally:
+            decoder.layers = layers
+
+    TransformersTarget(model)
+    decoder.forward = otherwise
+    with pytest.raises(TargetError, match=r"the layer walk differs from the model's own forward by .* is rounding"):
+        TransformersTarget(model)
