@@ -14,6 +14,8 @@ from specdec.errors import CheckpointError
 from specdec.registry import make_drafter
 from specdec.target import Target
 
+__all__ = ["Auto", "AutoConfig"]
+
 
 class AutoConfig(MergedConfig):
     drafter = "auto"

@@ -29,6 +29,8 @@ from specdec.files import read_text, replacing, write_json
 from specdec.target import Target
 from specdec.values import AtLeast1, read_json
 
+__all__ = ["SEPARATOR", "Datastore", "build_datastore", "opened", "read_documents", "suffix_array"]
+
 SEPARATOR = 2**32 - 1
 """Stands after every document; no text holds it, so no match runs across."""
 

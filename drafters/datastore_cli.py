@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from drafters.datastore import Datastore
 
+__all__ = ["app"]
+
 app = typer.Typer(help="Corpora to draft from: for the drafters rest and suffix_automaton.", no_args_is_help=True)
 
 

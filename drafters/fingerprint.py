@@ -13,6 +13,8 @@ from specdec.model import TransformersTarget
 from specdec.target import Target
 from specdec.text import load_tokenizer
 
+__all__ = ["architecture", "fingerprint", "known_tokenizer", "tokenizer_fingerprint"]
+
 
 def architecture(target: Target) -> str:
     """Class and sizes of a target, with which its fingerprint begins: known at once, where weights take a second."""

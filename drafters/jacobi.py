@@ -13,6 +13,8 @@ from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 
+__all__ = ["Jacobi", "JacobiConfig", "guesses_for"]
+
 _RIGHT, _MOST = 0.1, 4  # the embedded model's guesses are right one time in twelve, however many there are
 
 

@@ -20,6 +20,8 @@ from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
 
+__all__ = ["Lookahead", "LookaheadConfig", "NgramPool", "Window", "rows_of", "sizes_for", "tokens_of"]
+
 SIZES = ((1, 4, 1), (5, 4, 5), (7, 5, 7), (10, 5, 10), (15, 5, 15))
 """(W, N, G) to choose from: no window, a small one, and the paper's (its table 4) for 34 B, 13 B and 7 B models."""
 

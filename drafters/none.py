@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
 
+__all__ = ["Plain", "PlainConfig"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainConfig:

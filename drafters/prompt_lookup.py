@@ -15,6 +15,8 @@ from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
 
+__all__ = ["PromptLookup", "PromptLookupConfig"]
+
 _LONGEST = 128  # n-gram: every token of the text adds one of each length to the index
 
 

@@ -20,6 +20,8 @@ from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
 from specdec.target import Target
 
+__all__ = ["Rest", "RestConfig", "frequent_prefixes"]
+
 _MOST = 65_536  # occurrences that are read in a step
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+__all__ = ["HELD_OUT_ONE_IN", "STDLIB", "is_held_out", "read_files"]
+
 STDLIB = "stdlib"
 """What the corpus is called where files are named."""
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from specdec.cost import CostCurve
 
+__all__ = ["Grown", "grow", "paying"]
+
 
 class Grown(NamedTuple):
     """A node: its parent (0 is the root, node i is i + 1), its rank, its depth, the chance that it is right."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from drafters.merge import Merged, MergedConfig
 
+__all__ = ["Union", "UnionConfig"]
+
 
 class UnionConfig(MergedConfig):
     drafter = "union"

@@ -21,6 +21,19 @@ from specdec.pretrained import embedded_model
 from specdec.target import Target
 from specdec.values import read_json
 
+__all__ = [
+    "CONFIG",
+    "WeightsConfig",
+    "check_fit",
+    "embedded_weights",
+    "load_strictly",
+    "load_tensors",
+    "read_config",
+    "reading",
+    "save_weights",
+    "weights_folder",
+]
+
 CONFIG = "config.json"
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from specdec.config import RunConfig
 from specdec.conversations import read_records
-from specdec.engine import Engine
+from specdec.engine import Engine, Prompt
 from specdec.errors import ConfigError
 from specdec.files import unfinished, write_text
-from specdec.prompt import Prompt
 from specdec.show import to_json
+
+__all__ = ["answer", "read_prompts"]
 
 
 def read_prompts(path: Path) -> list[Prompt]:

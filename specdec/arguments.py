@@ -16,6 +16,8 @@ from annotated_types import Ge, Le, MinLen, Predicate
 from specdec.params import SamplingParams
 from specdec.values import fitting, having
 
+__all__ = ["ARGUMENTS", "DTYPES", "MAX_ROWS", "checked"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -26,6 +26,8 @@ from specdec.cache import KVCache, Slices, Slots
 from specdec.draft import Draft, ancestors
 from specdec.errors import TargetError
 
+__all__ = ["Batch", "Block", "Layout", "Rows", "bucket", "rows_of"]
+
 _REPLAYED = 128  # rows, at most; with more of them a device is busy for longer than they take to launch
 
 

@@ -22,6 +22,9 @@ import torch
 from specdec import copies
 from specdec.errors import DraftError
 
+__all__ = ["KVCache", "LayerSpec", "Slots"]
+
+
 Slices = tuple[torch.Tensor, ...]
 
 _START = 1024  # slots at first; then as many again and again, so that a slot is copied once, on average

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from specdec.prefix import PrefixCache
     from specdec.results import Generation
 
+__all__ = ["ChatConfig", "chat"]
+
 Messages = list[dict[str, str]]
 
 

@@ -29,6 +29,8 @@ from specdec.options import Given, with_options
 from specdec.pull import pull
 from specdec.version import __version__
 
+__all__ = ["COMMANDS", "build", "main"]
+
 COMMANDS = "specdec.commands"
 """Entry point group of further commands."""
 

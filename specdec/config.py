@@ -24,6 +24,18 @@ from specdec.params import SamplingParams
 from specdec.runners import EXECUTIONS
 from specdec.values import AtLeast1, check_fields, fitting
 
+__all__ = [
+    "EngineOptions",
+    "ModelOptions",
+    "RunConfig",
+    "WeightsOptions",
+    "check_positive",
+    "load_yaml",
+    "override",
+    "parse",
+    "resolve",
+]
+
 T = TypeVar("T")
 Options = TypeVar("Options", bound="WeightsOptions")
 

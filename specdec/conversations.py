@@ -14,6 +14,8 @@ from typing import Any
 from specdec.errors import ConfigError
 from specdec.files import parse_json, read_text
 
+__all__ = ["VICUNA", "Turn", "is_text", "read_records", "turns_of", "vicuna"]
+
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."

@@ -33,6 +33,21 @@ from specdec.native.library import digest_of_library
 from specdec.target import Target
 from specdec.values import read_json
 
+__all__ = [
+    "LENGTHS",
+    "ROWS",
+    "CostCurve",
+    "Crowd",
+    "cost_curve",
+    "describe",
+    "kept_curve",
+    "measure",
+    "new_curve",
+    "pass_price",
+    "roofline",
+    "stored_at",
+]
+
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
 _QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 4, 8, 16, 32, 64), (256,)

@@ -12,13 +12,14 @@ from itertools import zip_longest
 
 from specdec.bench.questions import Question, find_questions, read_questions
 from specdec.decoding import Decoding
-from specdec.engine import Engine
+from specdec.engine import Engine, Prompt
 from specdec.errors import CheckpointError
 from specdec.named import named_models
 from specdec.prefix import PrefixCache
-from specdec.prompt import Prompt
 from specdec.results import Chunk, Generation
 from specdec.sampling import SamplingParams
+
+__all__ = ["Race", "Result", "model_at_hand", "question_for"]
 
 
 def model_at_hand() -> tuple[str, str | None]:

@@ -16,6 +16,8 @@ import torch
 
 from specdec.errors import DraftError, first_line, shown
 
+__all__ = ["Draft", "DraftBuilder", "Entry", "ancestors"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:

@@ -25,6 +25,20 @@ from specdec.policy import RowPolicy
 from specdec.sampling import Noise, SamplingParams, Scores
 from specdec.target import Target
 
+__all__ = [
+    "AskingSession",
+    "BatchedSession",
+    "Context",
+    "DraftSession",
+    "Drafter",
+    "DrafterBase",
+    "DrafterWrapper",
+    "Observation",
+    "Question",
+    "proposing",
+    "session_of",
+]
+
 
 @dataclass(slots=True, eq=False)
 class Context:

@@ -33,6 +33,8 @@ from specdec.sampling import SamplingParams
 from specdec.target import Target
 from specdec.text import TextStream, load_tokenizer, stop_strings
 
+__all__ = ["Decoding", "Engine", "Prompt"]
+
 DrafterSpec = str | Mapping[str, Any] | Drafter
 
 

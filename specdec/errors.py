@@ -21,6 +21,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DraftError",
+    "NumericalError",
+    "ParallelError",
+    "PromptError",
+    "SpecdecError",
+    "SpecdecWarning",
+    "TargetError",
+    "check_choice",
+    "first_line",
+    "pip_line",
+    "shown",
+    "told",
+    "unknown",
+]
+
 
 class SpecdecError(Exception):
     """Base of all errors of this package."""

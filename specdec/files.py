@@ -15,6 +15,25 @@ import platformdirs
 
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown
 
+__all__ = [
+    "Unfinished",
+    "append_lines",
+    "cache_folder",
+    "check_same_run",
+    "digest_of",
+    "drop_unfinished",
+    "parse_json",
+    "read_lines",
+    "read_object",
+    "read_text",
+    "refuse_existing",
+    "replacing",
+    "unfinished",
+    "write_json",
+    "write_text",
+    "writing",
+]
+
 T = TypeVar("T")
 
 

@@ -26,6 +26,8 @@ from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
 from specdec.errors import CheckpointError, ConfigError, SpecdecWarning, first_line, pip_line
 
+__all__ = ["GgufFile", "is_gguf", "require_gguf"]
+
 # How llama.cpp calls the splitting of a text before byte pairs are merged: every digit alone, then GPT-2's rule; and
 # that rule alone. Transformers knows some others, and splits by GPT-2's rule what it does not know.
 _DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")

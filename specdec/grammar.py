@@ -16,6 +16,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+__all__ = ["Grammar", "Matcher", "States"]
+
 
 class Matcher(Protocol):
     """A state: what may follow."""

@@ -14,6 +14,8 @@ from specdec.options import Given, with_options
 if TYPE_CHECKING:
     from rich.table import Table
 
+__all__ = ["info", "sections_table", "times_table"]
+
 Times = Mapping[str, "Mapping[str, float] | str"]
 """Runner -> seconds of a step by its rows, or why it cannot run."""
 

@@ -19,6 +19,8 @@ from torch import nn
 
 from specdec.errors import TargetError
 
+__all__ = ["Joint", "Joints", "read_joints"]
+
 _SAMPLE = 64  # values on which a constant is tried before it is held against all of them
 _GIVEN = {"attention_mask", "position_ids", "position_embeddings", "cache_position"}  # tensors that layers get
 _SIGNS = {"multiply": "*", "divide": "/", "cap": "soft-capped at"}

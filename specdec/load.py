@@ -15,6 +15,8 @@ from specdec.engine import Engine
 from specdec.parallel.ranks import join, silence
 from specdec.pretrained import check_place
 
+__all__ = ["load", "load_run", "model_arguments", "prepare"]
+
 
 def load(
     options: ModelOptions,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+__all__ = ["digest_of_code", "processor"]
+
 
 def processor(device: torch.device) -> str:
     """Name of a device's chip, such as ``AMD EPYC 9005``."""

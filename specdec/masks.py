@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from specdec.errors import TargetError
 
+__all__ = ["MASKS", "layer_masks", "named_limits", "register_masks", "window_of"]
+
 MASKS = "specdec_masks"
 """The attention function with which a model's own forward computes nothing, and describes its masks."""
 

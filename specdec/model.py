@@ -54,6 +54,8 @@ from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, ow
 from specdec.target import TargetOutput
 from specdec.verify import Verdict, verify
 
+__all__ = ["TransformersTarget", "time_runners"]
+
 _ATTENTION, _PROBE = "specdec", "specdec_probe"
 
 

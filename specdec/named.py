@@ -12,6 +12,8 @@ import yaml
 from specdec.errors import CheckpointError
 from specdec.files import cache_folder
 
+__all__ = ["NamedModel", "named_models"]
+
 _ASSETS = Path(__file__).parent / "assets"
 
 

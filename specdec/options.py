@@ -13,6 +13,8 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+__all__ = ["Given", "option", "with_options"]
+
 
 def option(
     default: Any, help: str, *, panel: str | None = None, metavar: str | None = None, commas: bool = False

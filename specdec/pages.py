@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+__all__ = ["FilePages", "trim_heap"]
+
 Span = tuple[int, int]  # addresses [first, last)
 
 

@@ -19,6 +19,8 @@ from specdec.show import COLOURS, PICTURES
 if TYPE_CHECKING:
     from specdec.results import Chunk
 
+__all__ = ["Panes"]
+
 _REFRESH = 0.08  # seconds
 _NARROWEST = 36  # columns of a pane
 

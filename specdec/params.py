@@ -13,6 +13,8 @@ from specdec.errors import ConfigError
 from specdec.options import option
 from specdec.values import check_fields
 
+__all__ = ["ACCEPTANCES", "SamplingParams"]
+
 ACCEPTANCES = ("auto", "match", "reject", "typical")
 
 _option = functools.partial(option, panel="Sampling")

@@ -19,6 +19,8 @@ from specdec.errors import DraftError, shown
 from specdec.sampling import Peaks
 from specdec.target import Target, TargetOutput
 
+__all__ = ["Forward", "Part", "Pass", "Passes", "alone", "forward_together", "resume", "run_together", "timed"]
+
 T = TypeVar("T")
 
 

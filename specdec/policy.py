@@ -25,6 +25,8 @@ from specdec.cost import CostCurve, Crowd
 from specdec.draft import Draft
 from specdec.errors import ConfigError, shown
 
+__all__ = ["AcceptancePolicy", "CostPolicy", "Patience", "Prices", "RowPolicy", "check_policy"]
+
 _BUCKET = 256  # tokens of context for which one reading of the curve serves
 _PRIOR_STEPS = 10.0  # plain steps that the first belief about tokens per step counts as
 _OUTLIER = 3.0  # a step that took longer than this many times what was due met another process, not a dearer forward

@@ -19,6 +19,8 @@ import torch
 from specdec.cache import KVCache
 from specdec.target import Target
 
+__all__ = ["KeptText", "PrefixCache"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptText:

@@ -24,6 +24,21 @@ from specdec.gguf import GgufFile, is_gguf
 from specdec.named import named_models
 from specdec.values import fitting
 
+__all__ = [
+    "check_place",
+    "context_length_of",
+    "decoder_parts",
+    "device_of",
+    "embedded_model",
+    "eos_ids_of",
+    "load_model",
+    "model_source",
+    "refuse_unfit",
+    "rope_depends_on_length",
+    "rope_kinds",
+    "unused_generation_options",
+]
+
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
 _CHOOSING = ("index_topk", "index_topk_blocks", "keep_window_size")  # of attention over so many keys, chosen by scores

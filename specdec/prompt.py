@@ -11,6 +11,8 @@ import torch
 
 from specdec.errors import PromptError, first_line, shown
 
+__all__ = ["Prompt", "token_ids"]
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | torch.Tensor
 
 

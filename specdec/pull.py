@@ -26,6 +26,8 @@ from specdec.errors import CheckpointError, ConfigError, SpecdecError, check_cho
 from specdec.files import cache_folder, digest_of, read_text, replacing, write_json, writing
 from specdec.named import NamedModel, named_models
 
+__all__ = ["pull", "pull_model"]
+
 Told = Callable[[str, float | None], None]
 """Told what is being done, and its share that is done, where that is known."""
 

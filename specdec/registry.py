@@ -17,6 +17,8 @@ from specdec.errors import ConfigError, check_choice, shown
 from specdec.target import FINAL, Target
 from specdec.values import fitting
 
+__all__ = ["GROUP", "drafter_names", "drafter_type", "make_drafter", "parse_drafter"]
+
 GROUP = "specdec.drafters"
 
 

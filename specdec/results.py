@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+__all__ = ["Chunk", "Generation", "Seconds", "Statistics", "Step", "TokenLogprobs"]
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -14,6 +14,8 @@ from specdec.block import Rows
 from specdec.errors import TargetError
 from specdec.pretrained import rope_depends_on_length, rope_kinds
 
+__all__ = ["Angles", "Rotary", "rotate", "signed"]
+
 Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, sines with their first half negated
 
 

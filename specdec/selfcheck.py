@@ -23,6 +23,8 @@ from specdec.errors import NumericalError, TargetError, first_line
 from specdec.runners.layers import ModuleLayer
 from specdec.target import Target
 
+__all__ = ["ProbeLayer", "Reference", "ShadowLayer", "note_layer", "own_logits", "shadow_call", "tokens_for"]
+
 # Relative; transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
 _WITHOUT_SHADOW = 0.1

@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from specdec.demo import Result
     from specdec.results import Chunk, Generation
 
+__all__ = [
+    "COLOURS",
+    "PICTURES",
+    "StepPainter",
+    "describe",
+    "drafter_list",
+    "print_error",
+    "print_line",
+    "race_table",
+    "statistics",
+    "to_json",
+]
+
 # Of middling brightness, so that they read on a dark and on a light ground; neighbours are far apart in hue.
 COLOURS = ("dodger_blue1", "dark_orange3", "green4", "medium_orchid3")
 

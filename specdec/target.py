@@ -12,9 +12,11 @@ import torch
 from specdec.block import Rows
 from specdec.cache import KVCache
 from specdec.draft import Draft, Entry
-from specdec.runners.runner import FINAL as FINAL
+from specdec.runners.runner import FINAL
 from specdec.sampling import Peaks, Sampler, Scores
 from specdec.verify import Verdict
+
+__all__ = ["FINAL", "Target", "TargetOutput"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from specdec.errors import CheckpointError, shown, told
 from specdec.gguf import GgufFile, is_gguf
 from specdec.pretrained import model_source
 
+__all__ = ["TextStream", "load_tokenizer", "stop_strings"]
+
 
 def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
     """The tokenizer of a named model, a folder, a GGUF file, or a hub id.

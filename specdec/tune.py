@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from specdec.cost import CostCurve
 
+__all__ = ["plot", "table", "tune"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(ModelOptions):

@@ -15,6 +15,8 @@ from annotated_types import Ge, Predicate
 
 from specdec.errors import ConfigError, shown
 
+__all__ = ["AtLeast1", "check_fields", "fitting", "having", "read_json"]
+
 AtLeast1 = Annotated[int, Ge(1), "an integer >= 1"]
 
 # Pydantic's names for a value of the right type that is out of bounds.

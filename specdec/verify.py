@@ -30,6 +30,8 @@ from specdec.draft import Draft
 from specdec.errors import DraftError
 from specdec.sampling import Noise, Sampler, SamplingParams, Scores
 
+__all__ = ["Verdict", "Verifier", "last_row", "match", "reject", "typical", "verifier_for", "verify", "walk_arrays"]
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

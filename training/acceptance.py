@@ -15,6 +15,8 @@ from specdec.sampling import SamplingParams
 from specdec.values import AtLeast1, check_fields
 from training.data import Sample
 
+__all__ = ["EvalConfig", "Tally", "Written", "continued_texts"]
+
 _DEEPEST = 6  # CTAR(1) .. CTAR(6)
 
 

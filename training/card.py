@@ -17,6 +17,8 @@ import yaml
 from specdec.files import write_text, writing
 from training.packing import Windows
 
+__all__ = ["CardText", "among", "command_line", "identity", "model_card", "write_card"]
+
 _PLACES = ("model", "data", "eval_data", "out", "text")  # the data's hash and the target's fingerprint say it better
 
 

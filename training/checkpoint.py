@@ -15,6 +15,8 @@ from torch import nn
 from specdec.errors import CheckpointError, ConfigError
 from specdec.files import check_same_run, parse_json, replacing
 
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
 
 def save_checkpoint(
     path: Path,

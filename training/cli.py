@@ -19,6 +19,8 @@ from specdec.config import RunConfig, WeightsOptions, check_positive, resolve
 from specdec.errors import ConfigError, check_choice
 from specdec.options import Given, with_options
 
+__all__ = ["convert", "distill_data", "show_sample", "train", "tree_search"]
+
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 TRAINABLE = ("kangaroo", "medusa")
 

@@ -16,6 +16,8 @@ from drafters.weights import load_strictly, load_tensors, read_config, reading
 from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
 
+__all__ = ["convert"]
+
 _NAMES = {
     "layers.0.input_layernorm.weight": "input_norm",
     **{f"layers.0.self_attn.{p}.weight": f"{p}.weight" for p in ("q_proj", "k_proj", "v_proj", "o_proj")},

@@ -21,6 +21,8 @@ from specdec.errors import ConfigError, shown
 from specdec.files import read_text
 from specdec.values import check_fields
 
+__all__ = ["Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
+
 _SPEAKERS = ("user", "assistant", "system")
 
 

@@ -28,6 +28,8 @@ from specdec.results import Generation
 from specdec.sampling import SamplingParams
 from specdec.text import stop_strings
 
+__all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of", "talk"]
+
 TURNS = ("first", "all")
 SELF = "self"
 """The source whose questions the target writes itself, where its chat template lets a user begin (Xu et al. 2024,

@@ -15,6 +15,8 @@ from specdec.model import TransformersTarget
 from specdec.target import FINAL
 from training.packing import Batch
 
+__all__ = ["FrozenTarget"]
+
 
 class FrozenTarget:
     """A target's early features and last hidden states for whole batches, and its head.

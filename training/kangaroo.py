@@ -23,6 +23,8 @@ from training.features import FrozenTarget
 from training.packing import Batch
 from training.run import DTYPES, TrainConfig, parameters_of, run_training, started
 
+__all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewAdapter:

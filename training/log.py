@@ -12,6 +12,8 @@ from specdec.errors import ConfigError, pip_line
 from specdec.files import append_lines, read_lines, replacing, write_text, writing
 from specdec.values import read_json
 
+__all__ = ["TrainingLog", "draw_curves", "plot", "read_log"]
+
 
 class TrainingLog:
     """Lines of ``log.jsonl``; lines after ``step``, of a run that was killed, are dropped.

@@ -30,6 +30,8 @@ from training.checkpoint import load_checkpoint, save_checkpoint
 from training.log import TrainingLog
 from training.packing import Batch, Windows
 
+__all__ = ["LoopConfig", "Trainable", "expected_seconds", "half_is_fast", "new_accelerator", "rows_of", "train"]
+
 Count = Annotated[int, Ge(1), Le(65_536), "an integer from 1 to 65536"]  # windows of a forward, forwards of a step
 Share = Annotated[float, Ge(0), Le(1), "a number in [0, 1]"]
 

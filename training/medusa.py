@@ -23,6 +23,8 @@ from training.features import FrozenTarget
 from training.packing import Batch
 from training.run import DTYPES, TrainConfig, parameters_of, run_training, started
 
+__all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
+
 _RANKS, _KEPT = 3, 10  # whose accuracy is logged, and kept with the heads
 
 

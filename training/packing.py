@@ -12,6 +12,8 @@ import torch
 
 from training.data import Sample
 
+__all__ = ["Batch", "Windows", "pack"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:

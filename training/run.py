@@ -27,6 +27,8 @@ from training.log import read_log
 from training.loop import LoopConfig, Trainable, half_is_fast, new_accelerator, train
 from training.packing import pack
 
+__all__ = ["DTYPES", "TrainConfig", "frozen_target", "parameters_of", "run_training", "started"]
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

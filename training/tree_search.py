@@ -27,9 +27,8 @@ from rich.table import Table
 from drafters.medusa import Medusa, MedusaConfig, nodes_of
 from drafters.medusa_heads import MedusaHeads
 from drafters.weights import check_fit, weights_folder
-from specdec.decoding import Decoding
 from specdec.drafter import Drafter
-from specdec.engine import Engine
+from specdec.engine import Decoding, Engine
 from specdec.errors import ConfigError, pip_line
 from specdec.files import write_text, writing
 from specdec.results import Statistics
@@ -38,6 +37,22 @@ from training.acceptance import EvalConfig, Written, continued_texts
 from training.data import Skips, TextConfig, read_samples
 from training.log import draw_curves
 from training.medusa import MedusaTraining, roots_of
+
+__all__ = [
+    "Judged",
+    "Odds",
+    "Size",
+    "Speed",
+    "decode",
+    "expected",
+    "grow",
+    "judge",
+    "plot",
+    "report",
+    "search",
+    "step_seconds",
+    "write_tree",
+]
 
 RankPath = tuple[int, ...]
 

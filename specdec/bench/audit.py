@@ -21,6 +21,8 @@ from specdec.errors import ConfigError, shown
 from specdec.model import TransformersTarget
 from specdec.sampling import Sampler, SamplingParams, Scores
 
+__all__ = ["Audit", "Divergence", "audit", "rounding_bound"]
+
 # Logits of two kernels differ by a few units in the last place of the largest; measured, and with room. Transformers
 # computes some softmaxes and norms in float32 whatever the dtype, so float64 is held to float32's rounding.
 _UNITS = {torch.float64: 64.0, torch.float32: 64.0, torch.float16: 8.0, torch.bfloat16: 4.0}

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from specdec.bench.audit import Audit
     from specdec.bench.records import RunFolder
 
+__all__ = ["audit", "bench", "compare"]
+
 
 @with_options(Plan, file="configs/bench/tiny.yaml", setting="lookahead.window=5")
 def bench(

@@ -18,6 +18,8 @@ from specdec.bench.questions import QuestionId, group_of
 from specdec.bench.records import Record, RunFolder, repeats_of
 from specdec.errors import ConfigError
 
+__all__ = ["Change", "Comparison", "compare_runs"]
+
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -11,6 +11,8 @@ from specdec.bench.questions import group_of, read_questions, spec_bench_path
 from specdec.errors import ConfigError
 from specdec.files import digest_of, replacing, write_text
 
+__all__ = ["SPEC_BENCH_URL", "download_spec_bench"]
+
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 
 _GROUPS = dict.fromkeys(("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"), 80)

@@ -17,6 +17,8 @@ from specdec.machine import processor
 from specdec.model import TransformersTarget
 from specdec.version import __version__
 
+__all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model"]
+
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 

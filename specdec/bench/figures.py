@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["draw_figures", "new_figure", "require_bench_extra", "scale_to_rows", "sign", "tidy"]
+
 # Okabe and Ito's colours, told apart by most colour-blind eyes, and three more; then markers tell.
 _COLOURS = (
     "#0072B2",

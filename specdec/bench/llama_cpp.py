@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from specdec.bench.plan import Plan
-from specdec.bench.records import Output
-from specdec.bench.systems import Rival
+from specdec.bench.systems import Output, Rival
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
+
+__all__ = ["LlamaCpp"]
 
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _BATCH = 512  # tokens per forward of the prompt, which is ours too

@@ -18,6 +18,19 @@ from specdec.bench.plan import BASELINE, at_once, with_batch
 from specdec.bench.questions import QuestionId, group_of
 from specdec.bench.records import Record, Turn, repeats_of
 
+__all__ = [
+    "DEPTH",
+    "OVERALL",
+    "Interval",
+    "Metrics",
+    "Row",
+    "bootstrap",
+    "measure",
+    "ratio_interval",
+    "repeat_share",
+    "speed_of",
+]
+
 OVERALL = "overall"
 DEPTH = 8
 """How deep acceptance is reported: CTAR(1..8)."""

@@ -20,6 +20,8 @@ from specdec.errors import ConfigError
 from specdec.results import Generation
 from specdec.sampling import SamplingParams
 
+__all__ = ["Oracle", "OraclePoint", "sweep_oracle"]
+
 
 class Oracle(DrafterBase):
     """Proposes a chain of the known answer's next tokens, each of them right with probability ``accuracy``.

@@ -16,6 +16,8 @@ from specdec.options import option
 from specdec.params import SamplingParams
 from specdec.values import AtLeast1, check_fields
 
+__all__ = ["ALL", "BASELINE", "Plan", "at_once", "label_of", "with_batch"]
+
 BASELINE = "none"
 ALL = "all"
 

@@ -16,6 +16,19 @@ from specdec.errors import ConfigError, PromptError, check_choice, shown
 from specdec.files import cache_folder, parse_json, read_text
 from specdec.values import fitting
 
+__all__ = [
+    "FORMATS",
+    "MT_BENCH",
+    "Question",
+    "QuestionId",
+    "build_prompt",
+    "find_questions",
+    "group_of",
+    "read_questions",
+    "select",
+    "spec_bench_path",
+]
+
 FORMATS = ("auto", "plain", "chat", "vicuna")
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

@@ -18,6 +18,8 @@ from specdec.errors import ConfigError
 from specdec.files import append_lines, drop_unfinished, read_lines, write_json, writing
 from specdec.values import read_json
 
+__all__ = ["Key", "Output", "Record", "RunFolder", "Turn", "repeats_of"]
+
 Key = tuple[QuestionId, str, int]
 Seconds = Annotated[float, Ge(0), Lt(1e9)]
 

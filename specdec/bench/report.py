@@ -22,6 +22,8 @@ from specdec.bench.records import Record, RunFolder
 from specdec.bench.tables import batch_figures, figures_of
 from specdec.files import replacing, write_json, write_text
 
+__all__ = ["answer_of", "caption_of", "markdown", "write_answers", "write_report"]
+
 _SHADES = 4  # of a trace
 
 _FIGURES = {

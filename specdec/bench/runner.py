@@ -19,8 +19,8 @@ from typing import Any
 from specdec.bench.environment import MemoryMeter, describe_environment, describe_model
 from specdec.bench.plan import Plan
 from specdec.bench.questions import Question, QuestionId, build_prompt, find_questions, group_of, read_questions, select
-from specdec.bench.records import Output, Record, RunFolder, Turn
-from specdec.bench.systems import Contestant, System, check_specs, make_systems
+from specdec.bench.records import Record, RunFolder, Turn
+from specdec.bench.systems import Contestant, Output, System, check_specs, make_systems
 from specdec.cost import measure
 from specdec.engine import Engine
 from specdec.errors import ConfigError, ParallelError
@@ -28,6 +28,8 @@ from specdec.files import check_same_run, digest_of
 from specdec.load import load
 from specdec.model import TransformersTarget
 from specdec.parallel.target import ParallelTarget
+
+__all__ = ["Runner"]
 
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 

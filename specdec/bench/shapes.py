@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from specdec.errors import check_choice
 
+__all__ = ["BACK", "SHAPES", "random_model", "random_prompt", "weight_bytes", "write_rule"]
+
 SHAPES = {
     "toy": LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -30,6 +30,19 @@ from specdec.prefix import PrefixCache
 from specdec.pretrained import load_model
 from specdec.registry import drafter_names, make_drafter, parse_drafter
 
+__all__ = [
+    "GROUP",
+    "Batching",
+    "Contestant",
+    "Drafted",
+    "Output",
+    "Rival",
+    "System",
+    "TransformersSystem",
+    "check_specs",
+    "make_systems",
+]
+
 GROUP = "specdec.bench_systems"
 _PACKAGE = Path(__file__).resolve().parents[1]
 

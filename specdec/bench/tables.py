@@ -12,6 +12,8 @@ from specdec.bench.audit import Audit, Verdict
 from specdec.bench.compare import Comparison
 from specdec.bench.metrics import OVERALL, Interval, Metrics, Row
 
+__all__ = ["batch_figures", "batch_table", "comparison_table", "figures_of", "metrics_table", "print_verdicts"]
+
 
 def figures_of(row: Row) -> dict[str, str]:
     """A row's figures as text, with what a reader sees above them; empty where there is none."""

@@ -29,6 +29,8 @@ from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from specdec.sampling import SamplingParams
 
+__all__ = ["custom_generate"]
+
 
 @checked
 def custom_generate(

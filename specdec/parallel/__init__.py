@@ -9,4 +9,6 @@ All processes, *ranks*, run the same program: engine, drafter and verification a
 conducts. What they have to agree on is compared as they go, and a difference ends them all.
 """
 
+__all__ = ["PARALLEL"]
+
 PARALLEL = ("off", "rows", "tensor")

@@ -14,6 +14,8 @@ from specdec.parallel.target import ParallelTarget
 from specdec.parallel.tensor import TensorTarget
 from specdec.pretrained import load_model
 
+__all__ = ["load_parallel"]
+
 
 def load_parallel(
     kind: str,

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from specdec.errors import ConfigError, ParallelError, first_line
 
+__all__ = ["Ranks", "checksum", "join", "local_device", "silence"]
+
 _LATE = 30.0  # seconds after which a rank that does not come to a step is given up
 
 

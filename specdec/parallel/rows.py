@@ -37,6 +37,8 @@ from specdec.sampling import Sampler, Scores
 from specdec.target import FINAL, TargetOutput
 from specdec.verify import Verdict, match, verifier_for
 
+__all__ = ["GatheredScores", "ShardedTarget", "SharedCache"]
+
 _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 _ALLOWED = 4  # steps in which a rank may differ by rounding, and one in eight besides
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+__all__ = ["split"]
+
 
 def split(parents: Sequence[int], lags: Sequence[int]) -> list[list[int]]:
     """The rows of each rank, ascending; all have the root.

@@ -13,6 +13,8 @@ from specdec.model import TransformersTarget
 from specdec.parallel.ranks import Ranks, checksum
 from specdec.sampling import Sampler
 
+__all__ = ["ParallelTarget"]
+
 
 class ParallelTarget(TransformersTarget):
     """A target that several processes run together: all of them make it, and use it alike.

@@ -18,6 +18,8 @@ from specdec.parallel.ranks import checksum
 from specdec.parallel.target import ParallelTarget
 from specdec.target import TargetOutput
 
+__all__ = ["TensorTarget"]
+
 
 class TensorTarget(ParallelTarget):
     """A target whose weights are spread over ranks; every drafter and acceptance rule works."""

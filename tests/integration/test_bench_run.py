@@ -15,9 +15,9 @@ from specdec import Engine
 from specdec.batch import forward_together
 from specdec.bench.audit import Audit, audit, rounding_bound
 from specdec.bench.plan import Plan
-from specdec.bench.records import Output, Record, RunFolder, Turn
+from specdec.bench.records import Record, RunFolder, Turn
 from specdec.bench.runner import Runner
-from specdec.bench.systems import Drafted, TransformersSystem, make_systems
+from specdec.bench.systems import Drafted, Output, TransformersSystem, make_systems
 from specdec.errors import CheckpointError, ConfigError
 from specdec.load import load
 from specdec.model import TransformersTarget
