@@ -24,7 +24,6 @@ __all__ = [
     "Interval",
     "Metrics",
     "Row",
-    "bootstrap",
     "measure",
     "ratio_interval",
     "repeat_share",
