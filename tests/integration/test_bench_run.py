@@ -629,10 +629,10 @@ def test_only_tokens_of_a_seed_are_compared(
     tiny_engine: Engine, temperature: float, acceptance: str, compared: str
 ) -> None:
     """A drafter that draws from a q is verified by rejection, which keeps the distribution alone."""
-    plan = Plan(drafters=["lookahead", "kangaroo"], systems=[], temperature=temperature, acceptance=acceptance)
+    plan = Plan(drafters=["lookahead", "draft_model"], systems=[], temperature=temperature, acceptance=acceptance)
     found = {entrant.label: entrant.system.comparable for entrant in make_systems(plan, tiny_engine)[0]}
     assert found["lookahead"] is (compared != "neither")
-    assert found["kangaroo"] is (compared == "both")
+    assert found["draft_model"] is (compared == "both")
 
 
 @pytest.mark.slow
