@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,12 +33,17 @@ use_checkout()
 import torch
 import transformers
 
+from drafters.adapter import Adapter, AdapterConfig, fitting_heads
+from drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec import Engine, TransformersTarget
 from specdec.arguments import DTYPES
 from specdec.attention import BACKENDS
 from specdec.bench.environment import MemoryMeter, caption, describe_environment
 from specdec.bench.oracle import sweep_oracle
+from specdec.bench.plan import Plan
+from specdec.bench.records import Output
 from specdec.bench.shapes import SHAPES, random_model, random_prompt, weight_bytes
+from specdec.bench.systems import make_systems
 from specdec.copies import wait
 from specdec.cost import measure
 from specdec.files import write_text
@@ -164,25 +170,56 @@ def oracle(engine: Engine, prompt: list[int], new: int, repeats: int) -> Figures
     return {"points": [asdict(p) | {"kept": p.kept, "engine_share": p.engine_share} for p in points]}
 
 
-def lookahead(engine: Engine, prompt: list[int], new: int, repeats: int) -> Figures:
-    """(15, 5, 15) against plain decoding, in turn. Random weights have no n-grams: look at what a step costs."""
-    systems = {"none": engine.with_drafter("none"), "lookahead": engine.with_drafter(LOOKAHEAD, policy="off")}
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    outs = {}
-    for repeat in range(-1, repeats):
-        for name, system in systems.items():
-            out = outs[name] = system.generate(prompt, new)
-            if repeat >= 0:
-                seconds[name].append(out.stats.seconds.decode)
-    time_of, stats = {n: statistics.median(s) for n, s in seconds.items()}, outs["lookahead"].stats
-    steps = time_of["lookahead"] / stats.steps, time_of["none"] / outs["none"].stats.steps
+def untrained(target: TransformersTarget, folder: Path) -> list[Figures]:
+    """Kangaroo and Medusa with random weights. No confidence ends a round of Kangaroo, so that it has all its guesses."""
+    size, vocabulary = target.hidden_size, target.vocab_size
+    heads = fitting_heads(size, max(1, size // 128))
+    adapter = Adapter(
+        AdapterConfig(
+            hidden_size=size, vocab_size=vocabulary, heads=heads, exit_layer=min(2, target.num_layers - 1),
+            variant="attention",
+        )
+    )  # fmt: skip
+    adapter.start_from(target)
+    adapter.save_pretrained(folder / "adapter")
+    config = HeadsConfig(heads=4, layers=1, hidden_size=size, vocab_size=vocabulary)
+    MedusaHeads(config).save_pretrained(folder / "heads")
+    return [
+        {"name": "kangaroo", "adapter": str(folder / "adapter"), "eta": 0.0, "gamma": 4, "check_target": False},
+        {"name": "medusa", "heads": str(folder / "heads"), "check_target": False},
+    ]
+
+
+def head_to_head(engine: Engine, prompt: list[int], new: int, repeats: int, temperature: float) -> Figures:
+    """Drafters and transformers' own decoding, in turn. No drafter can guess random weights: look at what steps cost."""
+    outputs: dict[str, list[Output]] = {}
+    with TemporaryDirectory() as folder:
+        drafters = ["none", "prompt_lookup", LOOKAHEAD, *untrained(engine.target, Path(folder))]
+        rivals = ["transformers", "transformers_lookup"]
+        plan = Plan(drafters=drafters, systems=rivals, temperature=temperature, max_new_tokens=new, policy="off")
+        systems = [one.system for one in make_systems(plan, engine)[0]]
+        for system in systems:
+            system.warm_up(prompt, new)
+        for _ in range(repeats):
+            for system in systems:
+                system.reset()
+                outputs.setdefault(system.label, []).append(system.answer(prompt, new))
+    seconds = {
+        label: statistics.median(out.seconds["wall"] - out.seconds["prefill"] for out in outs)
+        for label, outs in outputs.items()
+    }
+    plain = outputs["none"][0].token_ids
     return {
-        "tokens_per_step": stats.tokens_per_step,
-        "rows_per_step": stats.rows_per_step,
-        "speedup": time_of["none"] / time_of["lookahead"],
-        "step_cost": steps[0] / steps[1],
-        "draft_share": stats.seconds.draft / stats.seconds.decode,
-        "same": outs["lookahead"].token_ids == outs["none"].token_ids,
+        label: {
+            "tokens_per_step": len(out.token_ids) / len(out.accept_lengths),
+            "rows_per_step": statistics.mean(out.rows) if out.rows else None,
+            "step_ms": 1e3 * seconds[label] / len(out.accept_lengths),
+            "tokens_per_second": (len(out.token_ids) - 1) / seconds[label],
+            "speedup": seconds["none"] / len(plain) * len(out.token_ids) / seconds[label],
+            "draft_share": out.seconds.get("draft", 0.0) / seconds[label],
+            "same": out.token_ids == plain,
+        }
+        for label, (out, *_) in outputs.items()
     }
 
 
@@ -225,7 +262,12 @@ def bench_shape(report: Report, shape: str, args: argparse.Namespace) -> None:
                     lambda t=target, c=context, b=backend, s=tree: cost(t, c, args.rows, b, s),
                 )
     report.run(found, "oracle", lambda: oracle(engine, prompt, args.max_new_tokens, args.repeats))
-    report.run(found, "lookahead", lambda: lookahead(engine, prompt, args.max_new_tokens, args.repeats))
+    for temperature in (0.0, 0.8):
+        report.run(
+            found,
+            f"head to head, T={temperature:g}",
+            lambda t=temperature: head_to_head(engine, prompt, args.max_new_tokens, args.repeats, t),
+        )
 
 
 # -- The page ----------------------------------------------------------------------------------------------------------
@@ -301,12 +343,27 @@ def shape_page(found: Figures) -> Iterable[str]:
         names = ("depth", "accuracy", "tokens_per_step", "speedup", "kept", "row_cost", "engine_share")
         titles = ["depth", "accuracy", "tokens/step", "speedup", "speedup / tokens", "T(rows) / T(1)", "engine"]
         yield from sheet(titles, [[f"{point[name]:.3g}" for name in names] for point in points])
-    if "speedup" in (part := found.get("lookahead", {})):
-        tokens, rows = part["tokens_per_step"], part["rows_per_step"]
-        yield f"Lookahead (15, 5, 15): {tokens:.2f} tokens and {rows:.0f} rows a step;"
-        yield f"a step takes {part['step_cost']:.2f} plain ones, {part['draft_share']:.0%} of it for drafting;"
-        yield f"{part['speedup']:.2f} x plain decoding, and the text is {'the same' if part['same'] else 'another'}."
-        yield ""
+    for name, part in found.items():
+        if name.startswith("head to head") and "none" in part:
+            yield f"Decoding alone, {name[14:]}, random weights:"
+            yield ""
+            titles = ["system", "tokens/step", "rows/step", "step, ms", "of it drafting", "tokens/s", "x plain", "text"]
+            yield from sheet(
+                titles,
+                [
+                    [
+                        label,
+                        f"{one['tokens_per_step']:.2f}",
+                        "" if one["rows_per_step"] is None else f"{one['rows_per_step']:.1f}",
+                        f"{one['step_ms']:.2f}",
+                        f"{one['draft_share']:.0%}",
+                        f"{one['tokens_per_second']:.1f}",
+                        f"{one['speedup']:.2f}",
+                        "the same" if one["same"] else "another",
+                    ]
+                    for label, one in part.items()
+                ],
+            )
     for name, part in found.items():
         if "error" in part:
             yield f"- {name} failed: {part['error']}"

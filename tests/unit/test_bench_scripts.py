@@ -148,13 +148,15 @@ def test_gpu_benchmark_runs_every_part(gpu_bench: ModuleType, tmp_path: Path) ->
     found = values["shapes"]["toy"]
     shapes = [f"{backend}, {shape}" for backend in ("auto", "sdpa", "split") for shape in ("chain", "tree")]
     rows = [f"rows, {context} tokens, {shape}" for context in (32, 64) for shape in shapes]
-    assert list(found) == ["model", "warm up", "plain", *rows, "oracle", "lookahead"]
+    assert list(found) == ["model", "warm up", "plain", *rows, "oracle", "head to head, T=0", "head to head, T=0.8"]
     assert not [name for name, part in found.items() if "error" in part]
     assert values["complete"]
     assert "not finished" not in page
     assert all(f"| {goal} |" in page for goal in gpu_bench.GOALS)
-    assert "Lookahead (15, 5, 15): " in page
-    assert "the text is the same" in page
+    for label in ("none", "prompt_lookup", "lookahead", "kangaroo", "medusa"):
+        assert all(found[f"head to head, T={t}"][label]["same"] for t in ("0", "0.8")), label
+        assert page.count(f"\n| {label} | ") == 2
+    assert found["head to head, T=0"]["transformers_lookup"]["same"]
     assert page.count("\n| 64 |") == 6
     assert values["command"].startswith("python scripts/gpu_bench.py --shapes=toy")
 
@@ -173,7 +175,7 @@ def test_gpu_benchmark_outlives_a_part_that_fails(
     values, page = run_quick(gpu_bench, tmp_path)
     assert values["shapes"]["toy"]["rows, 32 tokens, split, tree"] == {"error": "RuntimeError: no kernel for this"}
     assert "- rows, 32 tokens, split, tree failed: RuntimeError: no kernel for this" in page
-    assert "speedup" in values["shapes"]["toy"]["lookahead"]
+    assert "speedup" in values["shapes"]["toy"]["head to head, T=0"]["lookahead"]
     assert values["complete"]
 
 
