@@ -171,7 +171,7 @@ def oracle(engine: Engine, prompt: list[int], new: int, repeats: int) -> Figures
 
 
 def untrained(target: TransformersTarget, folder: Path) -> list[Figures]:
-    """Kangaroo and Medusa with random weights. No confidence ends a round of Kangaroo, so that it has all its guesses."""
+    """Kangaroo and Medusa with random weights. No confidence ends a round, so that Kangaroo makes all its guesses."""
     size, vocabulary = target.hidden_size, target.vocab_size
     heads = fitting_heads(size, max(1, size // 128))
     adapter = Adapter(
@@ -191,7 +191,7 @@ def untrained(target: TransformersTarget, folder: Path) -> list[Figures]:
 
 
 def head_to_head(engine: Engine, prompt: list[int], new: int, repeats: int, temperature: float) -> Figures:
-    """Drafters and transformers' own decoding, in turn. No drafter can guess random weights: look at what steps cost."""
+    """Drafters and transformers' own decoding, in turn. Random weights cannot be guessed: look at what steps cost."""
     outputs: dict[str, list[Output]] = {}
     with TemporaryDirectory() as folder:
         drafters = ["none", "prompt_lookup", LOOKAHEAD, *untrained(engine.target, Path(folder))]
