@@ -1,4 +1,4 @@
-"""Known layers: what a Llama-like decoder layer is made of, where nothing in it does more than its class says.
+"""Known layers: what one like Llama's or Gemma's is made of, where nothing in it does more than its class says.
 
 Only exact classes count, with plain parameters, no hooks and no ``forward`` of their own: whatever a user, peft,
 accelerate or a quantiser changed in a layer is run by the layer's own modules. What was read here is remembered, so
@@ -48,7 +48,7 @@ _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_at
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 # Norms that multiply by one more than their weight.
 _FROM_ONE = (gemma.GemmaRMSNorm, gemma2.Gemma2RMSNorm, gemma3.Gemma3RMSNorm)
-# Embeddings, and whether they multiply what they look up; the latter's names are not in every version.
+# Embeddings that multiply what they look up; not every version of transformers has all of these classes.
 _SCALED = tuple(
     getattr(module, f"{name}TextScaledWordEmbedding")
     for module, name in ((gemma, "Gemma"), (gemma2, "Gemma2"), (gemma3, "Gemma3"))
