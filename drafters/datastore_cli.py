@@ -21,7 +21,9 @@ def build(
         list[Path], typer.Argument(help="Folders, text files, ShareGPT .json, .jsonl files, or stdlib.")
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; an older datastore there is replaced.")],
-    tokenizer: Annotated[str, typer.Option(help="Model whose tokenizer to use: tiny, smollm2, a folder, or a hub id.")] = "tiny",
+    tokenizer: Annotated[
+        str, typer.Option(help="Model whose tokenizer to use: tiny, smollm2, a folder, or a hub id.")
+    ] = "tiny",
 ) -> None:
     """Tokenize SOURCES and sort their suffixes."""
     from drafters.datastore import build_datastore
