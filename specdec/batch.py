@@ -172,7 +172,8 @@ class Scheduler:
         self._step_rows = step_rows or max(_STEP_ROWS, engine.max_rows)
         self._cache_bytes = cache_bytes
         self._waiting = enumerate(requests)
-        self._next: tuple[int, Request, list[int], int] | None = None  # index, request, its tokens and its bytes
+        # Index, request, its tokens, its bytes, and the seconds that it took to find them.
+        self._next: tuple[int, Request, list[int], int, float] | None = None
         self._running: list[_Running] = []
         self._rows_each = 1.0  # of the drafts of the latest step
 
@@ -196,7 +197,7 @@ class Scheduler:
             if self._next is None and not self._look(failed):
                 break
             assert self._next is not None
-            index, request, tokens, size = self._next
+            index, request, tokens, size, seconds = self._next
             held = sum(one.bytes for one in self._running)
             if self._cache_bytes is not None and held + size > self._cache_bytes:
                 break
@@ -206,19 +207,21 @@ class Scheduler:
             except Exception as error:
                 failed.append(Event(index, None, None, error))
             else:
+                decoding.stats.seconds.prefill += seconds
                 self._running.append(_Running(index, decoding, size))
         return failed
 
     def _look(self, failed: list[Event]) -> bool:
         """Have the next request ready, passing over those that cannot be; False where there is none."""
         for index, request in self._waiting:
+            began = perf_counter()
             try:
                 tokens = self._engine.encode(request.prompt)
                 size = self._bytes(len(tokens), request.max_new_tokens)
             except Exception as error:
                 failed.append(Event(index, None, None, error))
             else:
-                self._next = index, request, tokens, size
+                self._next = index, request, tokens, size, perf_counter() - began
                 return True
         return False
 

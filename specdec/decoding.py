@@ -137,7 +137,6 @@ class Decoding:
 
     def _take(self, prefix_cache: PrefixCache) -> KeptText:
         """Have what is known of the prompt's beginning; the session is shown it as if it had just been run."""
-        began = perf_counter()
         with self._target.active():
             text, taps = prefix_cache.begin(self._target, self._cache, self.tokens, self._drafter.taps)
             self.stats.reused_tokens = known = self._cache.length
@@ -145,7 +144,6 @@ class Decoding:
                 part = slice(start, min(start + self._chunk, known))
                 chunk, seen = self.tokens[part], {layer: hidden[part] for layer, hidden in taps.items()}
                 self._session.observe(Observation(None, range(len(chunk)), chunk, taps=seen))
-        self.stats.seconds.prefill += perf_counter() - began
         return text
 
     @property
