@@ -364,23 +364,21 @@ class Decoding:
     def _check(self, draft: Draft, room: int) -> None:
         """Raises DraftError where a session broke the rules that exactness stands on."""
         check_draft(draft, self._drafter.name, self._target)
-        late = isinstance(
-            draft.tokens, copies.Later
-        )  # of the vocabulary, as a model drew them; nobody waits for them here
-        if not late and draft.tokens[0] != self.tokens[-1]:
+        tokens, last, size = draft.tokens, self.tokens[-1], self._target.vocab_size
+        if len(tokens) > room:
             raise DraftError(
-                f"the draft's root is token {draft.tokens[0]}, the last emitted token is {self.tokens[-1]}; "
-                f"row 0 must be context.root (drafter {self._drafter.name!r})"
-            )
-        if len(draft) > room:
-            raise DraftError(
-                f"draft has {len(draft)} rows but {room} slots are free; propose at most `room` rows "
+                f"draft has {len(tokens)} rows but {room} slots are free; propose at most `room` rows "
                 f"(drafter {self._drafter.name!r}), lower its sizes, or raise the engine's max_rows"
             )
-        if not late and not 0 <= min(draft.tokens) <= max(draft.tokens) < self._target.vocab_size:
+        if isinstance(tokens, copies.Later):
+            return  # of the vocabulary, as a model drew them; nobody waits for them here
+        if tokens[0] != last:
             raise DraftError(
-                f"drafter {self._drafter.name!r} proposed a token outside the vocabulary [0, {self._target.vocab_size})"
+                f"the draft's root is token {tokens[0]}, the last emitted token is {last}; "
+                f"row 0 must be context.root (drafter {self._drafter.name!r})"
             )
+        if not 0 <= min(tokens) <= max(tokens) < size:
+            raise DraftError(f"drafter {self._drafter.name!r} proposed a token outside the vocabulary [0, {size})")
 
     def _cut(self, tokens: Sequence[int]) -> int:
         """How many of the accepted tokens plain decoding would have emitted; sets the finish reason."""
