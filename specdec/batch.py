@@ -96,7 +96,7 @@ def make_requests(
     ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Event:
     """What came of a request: a step, or its end by an error.
 
@@ -172,7 +172,8 @@ class Scheduler:
         self._step_rows = step_rows or max(_STEP_ROWS, engine.max_rows)
         self._cache_bytes = cache_bytes
         self._waiting = enumerate(requests)
-        self._next: tuple[int, Request, list[int], int] | None = None  # index, request, its tokens and its bytes
+        # Index, request, its tokens, its bytes, and the seconds that it took to find them.
+        self._next: tuple[int, Request, list[int], int, float] | None = None
         self._running: list[_Running] = []
         self._rows_each = 1.0  # of the drafts of the latest step
 
@@ -196,7 +197,7 @@ class Scheduler:
             if self._next is None and not self._look(failed):
                 break
             assert self._next is not None
-            index, request, tokens, size = self._next
+            index, request, tokens, size, seconds = self._next
             held = sum(one.bytes for one in self._running)
             if self._cache_bytes is not None and held + size > self._cache_bytes:
                 break
@@ -206,19 +207,21 @@ class Scheduler:
             except Exception as error:
                 failed.append(Event(index, None, None, error))
             else:
+                decoding.stats.seconds.prefill += seconds
                 self._running.append(_Running(index, decoding, size))
         return failed
 
     def _look(self, failed: list[Event]) -> bool:
         """Have the next request ready, passing over those that cannot be; False where there is none."""
         for index, request in self._waiting:
+            began = perf_counter()
             try:
                 tokens = self._engine.encode(request.prompt)
                 size = self._bytes(len(tokens), request.max_new_tokens)
             except Exception as error:
                 failed.append(Event(index, None, None, error))
             else:
-                self._next = index, request, tokens, size
+                self._next = index, request, tokens, size, perf_counter() - began
                 return True
         return False
 
@@ -242,55 +245,57 @@ class Scheduler:
     def _step(self) -> list[Event]:
         """One forward of all that run; what came of it, sequence by sequence."""
         events: list[Event] = []
-        drafts, chunks = self._turns(events)
-        chosen = [one for one in (*drafts, *chunks) if one.turn is not None]
-        turns = [one.turn for one in chosen if one.turn is not None]
+        chosen, turns = self._turns(events)
         if not turns:
             return events
         began = perf_counter()
         parts = forward_together(self._engine.target, turns, self._engine.drafter.taps)
-        seconds = (perf_counter() - began) / sum(turn.block.rows for turn in turns)
-        for one, turn, part in zip(chosen, turns, parts, strict=True):
-            one.turn, share = None, seconds * turn.block.rows
+        ended, rows = perf_counter(), [turn.block.rows for turn in turns]
+        each, drafted = (ended - began) / sum(rows), list[int]()
+        for one, turn, part, count in zip(chosen, turns, parts, rows, strict=True):
+            decoding = one.decoding
             try:
                 if turn.draft is None:
-                    one.decoding.absorb(turn, part, share)
+                    decoding.absorb(turn, part, each * count)
                     continue
-                step = one.decoding.conclude(turn, part, share)
+                drafted.append(count)
+                step = decoding.conclude(turn, part, each * count)
             except Exception as error:
                 events.append(self._fail(one, error))
                 continue
-            events.append(Event(one.index, one.decoding, step))
-            if one.decoding.finish_reason is not None:
+            events.append(Event(one.index, decoding, step))
+            if decoding.finish_reason is not None:
                 self._running.remove(one)
-        if drafts:
-            self._rows_each = sum(len(turn.draft) for turn in turns if turn.draft is not None) / len(drafts)
+        if drafted:
+            self._rows_each = sum(drafted) / len(drafted)
         return events
 
-    def _turns(self, events: list[Event]) -> tuple[list[_Running], list[_Running]]:
-        """Who has a draft in the next forward, and who a chunk of its prompt; failures go to ``events``."""
-        order = sorted(self._running, key=lambda one: one.turn is None)  # who had to wait comes first
-        self._draft([one for one in order if one.turn is None and not one.decoding.prefilling], events)
-        left, drafts, chunks = self._step_rows, list[_Running](), list[_Running]()
-        for one in order:
-            if one.turn is not None and one.turn.block.rows <= left:
-                left -= one.turn.block.rows
-                drafts.append(one)
+    def _turns(self, events: list[Event]) -> tuple[list[_Running], list[Turn]]:
+        """Who takes part in the next forward, and with what: drafts, then chunks of prompts; failures to ``events``."""
+        left, chosen, turns = self._step_rows, list[_Running](), list[Turn]()
+        order = [one for one in self._running if one.turn is not None]  # who had to wait comes first
+        fresh = [one for one in self._running if one.turn is None and not one.decoding.prefilling]
+        self._draft(fresh, events)
+        for one in order + fresh:
+            turn = one.turn
+            if turn is not None and turn.block.rows <= left:
+                left -= turn.block.rows
+                one.turn = None
+                chosen.append(one)
+                turns.append(turn)
         for one in self._running:
             if left and one.decoding.prefilling:
-                one.turn = one.decoding.chunk(left)
-                left -= one.turn.block.rows
-                chunks.append(one)
-        return drafts, chunks
+                turn = one.decoding.chunk(left)
+                left -= turn.block.rows
+                chosen.append(one)
+                turns.append(turn)
+        return chosen, turns
 
     def _draft(self, those: Sequence[_Running], events: list[Event]) -> None:
         """Have each of them propose its draft; the passes that their sessions wait for are run together."""
         others = len(self._running) - 1
         crowd = Crowd(others + 1, round(others * self._rows_each)) if others else None
-        ready: list[tuple[_Running, Passes[Turn], Any]] = []
-        for one in those:
-            one.decoding.share(crowd)
-            ready.append((one, one.decoding.drafting(), None))
+        ready: list[tuple[_Running, Passes[Turn], Any]] = [(one, one.decoding.drafting(crowd), None) for one in those]
         while ready:
             waiting: list[tuple[_Running, Passes[Turn], Pass]] = []
             for one, drafting, answer in ready:

@@ -154,7 +154,7 @@ class Block(Rows):
         last = first + self.rows
         cache.reserve(self.length + last)
         self.depths = range(last) if depths is None else depths
-        self.deepest = max(self.depths[first:last])
+        self.deepest = last - 1 if depths is None else max(depths[first:last])
         self.start = self.length + first if parents is None else None
         self.end = self.length + self.deepest + 1
         self._device = device
@@ -189,9 +189,7 @@ class Block(Rows):
         more: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> Block:
         """The block of a whole draft."""
-        if draft.is_chain:
-            return cls(cache, draft.tokens, device=device, backend=backend, more=more)
-        parents, depths = draft.parents, draft.depths
+        parents, depths = (None, None) if draft.is_chain else (draft.parents, draft.depths)
         return cls(cache, draft.tokens, parents=parents, depths=depths, device=device, backend=backend, more=more)
 
     def _places(self) -> npt.NDArray[np.int64]:

@@ -22,7 +22,16 @@ from specdec import copies
 from specdec.block import Block
 from specdec.cost import CostCurve, Crowd
 from specdec.draft import Draft
-from specdec.drafter import AskingSession, Context, Drafter, Observation, Question, proposing, session_of
+from specdec.drafter import (
+    AskingSession,
+    BatchedSession,
+    Context,
+    Drafter,
+    Observation,
+    Question,
+    check_draft,
+    session_of,
+)
 from specdec.errors import DraftError
 from specdec.parallel.target import ParallelTarget
 from specdec.passes import Part, Passes, alone, timed
@@ -54,7 +63,7 @@ class Setup(Protocol):
         """What decides on the rows of a new sequence, if anything does."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Turn(Part):
     """What one sequence brings to a forward of the target.
 
@@ -64,9 +73,9 @@ class Turn(Part):
         made: when it was there, on the clock of ``perf_counter``.
     """
 
-    draft: Draft | None
-    drafting: float
-    made: float
+    draft: Draft | None = None
+    drafting: float = 0.0
+    made: float = 0.0
 
 
 class Decoding:
@@ -74,6 +83,11 @@ class Decoding:
 
     ``prefill`` and ``step`` drive it by itself. To drive several together, take each one's ``chunk`` or ``propose``,
     run the turns in one forward, and hand each its part of the output in ``absorb`` or ``conclude``.
+
+    Attributes:
+        tokens: prompt and text.
+        prefilling: whether the prompt, but its last token, has still to be run.
+        finish_reason: why it ended; None while it goes on.
     """
 
     def __init__(
@@ -134,10 +148,10 @@ class Decoding:
         self._top = logprobs
         self._logprobs: list[TokenLogprobs] = []
         self._kept = None if prefix_cache is None else self._take(prefix_cache)
+        self.prefilling = self._cache.length < len(prompt) - 1
 
     def _take(self, prefix_cache: PrefixCache) -> KeptText:
         """Have what is known of the prompt's beginning; the session is shown it as if it had just been run."""
-        began = perf_counter()
         with self._target.active():
             text, taps = prefix_cache.begin(self._target, self._cache, self.tokens, self._drafter.taps)
             self.stats.reused_tokens = known = self._cache.length
@@ -145,22 +159,12 @@ class Decoding:
                 part = slice(start, min(start + self._chunk, known))
                 chunk, seen = self.tokens[part], {layer: hidden[part] for layer, hidden in taps.items()}
                 self._session.observe(Observation(None, range(len(chunk)), chunk, taps=seen))
-        self.stats.seconds.prefill += perf_counter() - began
         return text
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the target's cache."""
         return self._cache.nbytes
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether the prompt, but its last token, has still to be run."""
-        return self._cache.length < self.stats.prompt_tokens - 1
-
-    def share(self, crowd: Crowd | None) -> None:
-        """Say which others share the next forward; None if there are none."""
-        self._crowd = None if self._by_rows else crowd
 
     def prefill(self) -> None:
         """Run the prompt but its last token, in chunks, with no logits."""
@@ -187,12 +191,13 @@ class Decoding:
         size = self._chunk if most is None else min(self._chunk, most)
         known = self.tokens[start : min(start + size, self.stats.prompt_tokens - 1)]
         block = Block(self._cache, known, device=self._target.device, backend=self._target.backend, again=False)
-        return Turn(block, (), draft=None, drafting=0.0, made=made)
+        return Turn(block, (), made=made)
 
     def absorb(self, turn: Turn, output: TargetOutput, seconds: float) -> None:
         """Commit a chunk of the prompt that was run, in so many seconds."""
         began, start, rows = perf_counter(), self._cache.length, range(turn.block.rows)
         self._cache.commit(rows)
+        self.prefilling = self._cache.length < self.stats.prompt_tokens - 1
         if self._kept is not None:
             self._kept.keep(output.taps, rows)
         if self._drafter.taps:
@@ -203,30 +208,40 @@ class Decoding:
         """The next draft, made by itself."""
         return alone(self.drafting())
 
-    def drafting(self) -> Passes[Turn]:
-        """The next draft, in the making: the passes that the session waits for, to be run beside others'."""
-        draft, seconds, passes = yield from timed(self._drafted(), together=not self._by_rows)
-        made = perf_counter()
-        self.stats.seconds.passes += passes
-        rows = draft.scored_rows()
+    def drafting(self, crowd: Crowd | None = None) -> Passes[Turn]:
+        """The next draft, in the making: the passes that the session waits for, to be run beside others'.
+
+        ``crowd``: those who share the next forward; None if there are none.
+        """
+        self._crowd = None if self._by_rows else crowd
+        began, session, room = perf_counter(), self._session, self._room()
+        try:
+            if self._context.remaining == 1:
+                draft = Draft.chain(self.tokens[-1:])
+            elif isinstance(session, BatchedSession):
+                draft, seconds, passes = yield from timed(session.passes(room), together=not self._by_rows)
+                self.stats.seconds.passes += passes
+                began = perf_counter() - seconds  # what others took meanwhile is left out
+            else:
+                draft = session.propose(room)
+        except DraftError as error:
+            raise DraftError(f"drafter {self._drafter.name!r}: {error}") from error
+        self._check(draft, room)
+        made, rows = perf_counter(), draft.scored_rows()
         sent = self._arrays(draft, rows) if self._apart else None
         block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
-        return Turn(block, rows, draft.entry, draft=draft, drafting=seconds, made=made)
+        return Turn(block, rows, draft.entry, draft, made - began, made)
 
-    def _drafted(self) -> Passes[Draft]:
-        """What the session proposes, checked."""
-        room = min(self._context.max_rows, self._cache.free)
-        self._context.remaining = remaining = self._end - len(self.tokens)
-        if self._policy is not None:
-            self._policy.prices.crowd = self._crowd
+    def _room(self) -> int:
+        """Rows that the next draft may have."""
+        cache, policy = self._cache, self._policy
+        room = min(self._context.max_rows, cache.free)
+        self._context.remaining = self._end - len(self.tokens)
+        if policy is not None:
+            policy.prices.crowd = self._crowd
             if not self._drafter.plans_rows:
-                room = self._policy.room(room, self._cache.length)
-        if remaining > 1:
-            draft = yield from proposing(self._session, room, self._drafter.name, self._target)
-        else:
-            draft = Draft.chain(self.tokens[-1:])
-        self._check(draft, room)
-        return draft
+                room = policy.room(room, cache.length)
+        return room
 
     def _arrays(self, draft: Draft, rows: Sequence[int] | None) -> dict[str, npt.NDArray[Any]]:
         """What a step on a device needs there beside its rows; it goes in the same copy."""
@@ -241,8 +256,9 @@ class Decoding:
 
     def conclude(self, turn: Turn, output: TargetOutput, seconds: float) -> Step:
         """Verify a draft that was run, in so many seconds, and commit what of it is the text."""
-        draft, began, length = turn.draft, perf_counter(), self._cache.length
+        draft, began, cache, stats = turn.draft, perf_counter(), self._cache, self.stats
         assert draft is not None
+        length, rows = cache.length, turn.block.rows
         known, answer = self._copy_out(turn.block, draft, output) if self._apart else (None, None)
         verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest, known)
         verdict = verdict.cut(self._cut(verdict.tokens))
@@ -250,26 +266,27 @@ class Decoding:
             self._logprobs += scores.logprobs(verdict.path, verdict.tokens, self._top)
         verified = perf_counter()
 
-        self._cache.commit(verdict.path)
-        self.tokens.extend(verdict.tokens)
+        path, tokens = verdict.path, verdict.tokens
+        cache.commit(path)
+        self.tokens += tokens
         if self._kept is not None:
-            self._kept.keep(output.taps, verdict.path)
+            self._kept.keep(output.taps, path)
         committed = perf_counter()
         if self._tells and self.finish_reason is None:
-            self._session.observe(Observation(draft, verdict.path, verdict.tokens, scores, output.taps, answer))
-        step = Step(len(self.steps), verdict.tokens, len(draft), self._drafter.name)
+            self._session.observe(Observation(draft, path, tokens, scores, output.taps, answer))
+        step = Step(len(self.steps), tokens, rows, self._drafter.name)
         self.steps.append(step)
-        self.stats.acceptance_lengths.append(len(verdict.tokens))
-        self.stats.rows.append(len(draft))
+        stats.acceptance_lengths.append(len(tokens))
+        stats.rows.append(rows)
         observed = perf_counter()
-        spent, drafting = self.stats.seconds, turn.drafting + observed - committed
+        spent, drafting = stats.seconds, turn.drafting + observed - committed
         spent.draft += drafting
         spent.target += seconds
         spent.verify += verified - began
         spent.other += committed - verified
         if self._policy is not None:
             self._policy.prices.crowd = self._crowd
-            self._policy.learn(draft, verdict.path, length, drafting, turn.drafting + seconds + observed - began)
+            self._policy.learn(draft, path, length, drafting, turn.drafting + seconds + observed - began)
         return step
 
     def _copy_out(self, block: Block, draft: Draft, output: TargetOutput) -> tuple[Scores | None, list[int] | None]:
@@ -346,26 +363,28 @@ class Decoding:
 
     def _check(self, draft: Draft, room: int) -> None:
         """Raises DraftError where a session broke the rules that exactness stands on."""
-        late = isinstance(
-            draft.tokens, copies.Later
-        )  # of the vocabulary, as a model drew them; nobody waits for them here
-        if not late and draft.tokens[0] != self.tokens[-1]:
+        check_draft(draft, self._drafter.name, self._target)
+        tokens, last, size = draft.tokens, self.tokens[-1], self._target.vocab_size
+        if len(tokens) > room:
             raise DraftError(
-                f"the draft's root is token {draft.tokens[0]}, the last emitted token is {self.tokens[-1]}; "
-                f"row 0 must be context.root (drafter {self._drafter.name!r})"
-            )
-        if len(draft) > room:
-            raise DraftError(
-                f"draft has {len(draft)} rows but {room} slots are free; propose at most `room` rows "
+                f"draft has {len(tokens)} rows but {room} slots are free; propose at most `room` rows "
                 f"(drafter {self._drafter.name!r}), lower its sizes, or raise the engine's max_rows"
             )
-        if not late and not 0 <= min(draft.tokens) <= max(draft.tokens) < self._target.vocab_size:
+        if isinstance(tokens, copies.Later):
+            return  # of the vocabulary, as a model drew them; nobody waits for them here
+        if tokens[0] != last:
             raise DraftError(
-                f"drafter {self._drafter.name!r} proposed a token outside the vocabulary [0, {self._target.vocab_size})"
+                f"the draft's root is token {tokens[0]}, the last emitted token is {last}; "
+                f"row 0 must be context.root (drafter {self._drafter.name!r})"
             )
+        if not 0 <= min(tokens) <= max(tokens) < size:
+            raise DraftError(f"drafter {self._drafter.name!r} proposed a token outside the vocabulary [0, {size})")
 
     def _cut(self, tokens: Sequence[int]) -> int:
         """How many of the accepted tokens plain decoding would have emitted; sets the finish reason."""
+        watched = self._text is not None or self._stop_when is not None or not self._eos_ids.isdisjoint(tokens)
+        if not watched and len(self.tokens) + len(tokens) < self._end:
+            return len(tokens)
         for count, token in enumerate(tokens, 1):
             stopped = self._text is not None and self._text.push(token)
             if token in self._eos_ids:

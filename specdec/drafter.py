@@ -35,6 +35,7 @@ __all__ = [
     "DrafterWrapper",
     "Observation",
     "Question",
+    "check_draft",
     "proposing",
     "session_of",
 ]
@@ -261,10 +262,15 @@ def proposing(session: DraftSession, room: int, name: str, target: Target) -> Pa
         draft = (yield from session.passes(room)) if isinstance(session, BatchedSession) else session.propose(room)
     except DraftError as error:
         raise DraftError(f"drafter {name!r}: {error}") from error
+    check_draft(draft, name, target)
+    return draft
+
+
+def check_draft(draft: Draft, name: str, target: Target) -> None:
+    """Raises DraftError where what a drafter of that name proposed is no draft, or holds what no draft holds."""
     wrong = _misfit(draft, target)
     if wrong is not None:
         raise DraftError(f"drafter {name!r} proposed {wrong}")
-    return draft
 
 
 def _misfit(draft: Draft, target: Target) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -392,6 +393,7 @@ class Engine:
 
         ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says.
         """
+        began = perf_counter()
         if eos_ids is None:  # a caller with its own has read the generation config
             self._warn_of_unused(sampling)
         if prefix_cache is not None and isinstance(self.target, ParallelTarget):
@@ -401,7 +403,7 @@ class Engine:
         stops = stop_strings(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
-        return Decoding(
+        decoding = Decoding(
             self,
             self.encode(prompt),
             max_new_tokens,
@@ -414,6 +416,8 @@ class Engine:
             logprobs=logprobs,
             prefix_cache=prefix_cache,
         )
+        decoding.stats.seconds.prefill += perf_counter() - began
+        return decoding
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:
         """Say what transformers' ``generate`` would take from the checkpoint, and an engine does not."""

@@ -114,7 +114,7 @@ def timed(passes: Passes[T], *, together: bool = True) -> Passes[tuple[T, float,
         run += asked.seconds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Part:
     """What one sequence brings to a forward.
 

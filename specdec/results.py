@@ -41,6 +41,10 @@ class TokenLogprobs:
 class Seconds:
     """Wall-clock seconds by phase.
 
+    ``prefill`` is what comes before the first step: the prompt's tokens are found, cache and drafting session are made,
+    and the prompt is run. ``draft``, ``target``, ``verify`` and ``other`` are those of the steps. In a batch, a forward
+    is counted to each sequence by its rows, and what the batch's own loop takes is counted to none.
+
     On a GPU the prefill is waited for. A step is waited for once, where its numbers are read: ``target`` is the time to
     launch the forward, and what the device still needs then is part of ``verify``. ``passes`` are part of ``draft``:
     what drafters had models compute, timed as the target's forwards are.

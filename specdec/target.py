@@ -19,7 +19,7 @@ from specdec.verify import Verdict
 __all__ = ["FINAL", "Target", "TargetOutput"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TargetOutput:
     """What one forward gave.
 

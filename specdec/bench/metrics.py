@@ -65,7 +65,8 @@ class Row:
         shares: of the wall clock: prefill, draft, target, verify, host.
         step_seconds: mean time of a decoding step.
         host_seconds: of it, what is outside of models' passes, the target's and drafters': drafting, verification,
-            commits and the loop. (On a GPU that includes waiting for the device.)
+            commits and the loop, a batch's too. (On a GPU that includes waiting for the device.) What a request begins
+            with is part of the prefill, as in :class:`specdec.results.Seconds`.
         first_seconds, between_seconds: median and 95th percentile of the time to a turn's first token, from when its
             prompt was taken, and of that between two tokens, a step's tokens sharing the time since the step before.
         peak_memory: bytes of a GPU, largest of all answers.
@@ -221,7 +222,7 @@ def _speedup(answers: Answers, system: str, base: str, ids: Sequence[QuestionId]
 
 
 def _shares(records: Sequence[Record]) -> dict[str, float]:
-    """Parts of the wall clock. ``host`` is the rest: commits, set-up and the loop itself."""
+    """Parts of the wall clock. ``host`` is the rest: commits and the loop itself."""
     wall = sum(record.seconds("wall") for record in records)
     if not wall:
         return {}

@@ -86,7 +86,7 @@ class SharedCache(KVCache):
         self.length += len(path)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShareOutput(TargetOutput):
     """What this rank's share gave; ``logits``, ``hidden`` and ``taps`` are of its own rows.
 

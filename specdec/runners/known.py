@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +83,7 @@ _LAYERS: dict[type[nn.Module], _Made] = {
     gemma3.Gemma3DecoderLayer: _Made(gemma3.Gemma3Attention, gemma3.Gemma3MLP, **_AROUND, heads=_HEAD_NORMS),
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks_of = itemgetter(*_HOOKS)
 
 
 class UnknownModule(Exception):
@@ -270,19 +273,20 @@ class Snapshot:
 
     def __init__(self, holders: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
         self._held = [(holder, [*map(id, holder._modules.values())]) for holder in holders]
-        self._seen = [(module, _state(module)) for module in modules]
+        self._modules, self._seen = modules, [_state([module]) for module in modules]
+        self._whole = _state(modules)
 
     def changed(self) -> str | None:
         """What was changed, or None."""
         for holder, children in self._held:
             if [*map(id, holder._modules.values())] != children:
                 return f"the modules of a {type(holder).__name__} are not those of before"
-        for module, state in self._seen:
-            if _state(module) != state:
-                if (special := why_special(module)) is not None:
-                    return f"a {type(module).__name__} {special}"
-                return f"the weights or modules of a {type(module).__name__} are not those that were read"
-        return None
+        if _state(self._modules) == self._whole:
+            return None
+        module = next(one for one, seen in zip(self._modules, self._seen, strict=True) if _state([one]) != seen)
+        if (special := why_special(module)) is not None:
+            return f"a {type(module).__name__} {special}"
+        return f"the weights or modules of a {type(module).__name__} are not those that were read"
 
 
 def version_of(model: nn.Module) -> list[object]:
@@ -302,14 +306,16 @@ def _is_plain(name: str, value: object) -> bool:
     return name not in held and isinstance(value, bool | int | float | str | tuple | list | dict | set | None)
 
 
-def _state(module: nn.Module) -> tuple[object, ...]:
-    """What shows a change: of all modules before every generation, so nothing is asked twice."""
-    own = module.__dict__
-    weights = [weight for weight in own["_parameters"].values() if weight is not None]
+def _state(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
+    """What shows a change. Asked of all modules before every generation, so no function is called for each of them."""
+    own = [module.__dict__ for module in modules]
+    weights, children = [one["_parameters"] for one in own], [one["_modules"] for one in own]
+    plain = [weight for weight in chain.from_iterable(map(dict.values, weights)) if weight is not None]
     return (
-        "forward" in own or "_hf_hook" in own or any(map(own.get, _HOOKS)),
-        *own["_modules"],
-        *map(id, own["_modules"].values()),
-        *map(id, weights),
-        *[0 if weight.is_inference() else weight._version for weight in weights],
+        ["forward" in one or "_hf_hook" in one for one in own],
+        [*map(any, map(_hooks_of, own))],
+        [*map(len, children), *chain.from_iterable(children), *map(len, weights)],
+        [*map(id, chain.from_iterable(map(dict.values, children)))],
+        [*map(id, plain)],
+        [0 if weight.is_inference() else weight._version for weight in plain],
     )

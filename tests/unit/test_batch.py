@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning, TransformersTarget
+from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning, TransformersTarget, decoding, passes
+from specdec import batch as batches
+from specdec import engine as engines
 from specdec.batch import Request, Scheduler
 from specdec.block import Batch, Block
 from specdec.cache import KVCache
@@ -78,6 +80,29 @@ class Several(Scripted):
     def start(self, context: Context) -> Scripted:
         self.sessions.append(Scripted(self.draft).start(context))
         return self.sessions[-1]
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+def test_a_beginning_is_the_prompt_s_time_and_a_draft_the_step_s(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which nothing takes time but tokenizing, a session's start and a proposal; 0: ``generate``."""
+    clock = [0.0]
+
+    def takes(seconds: float, result: Any) -> Any:
+        clock[0] += seconds
+        return result
+
+    for module in (batches, decoding, engines, passes):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    encode, start = Engine.encode, Several.start
+    monkeypatch.setattr(Engine, "encode", lambda self, prompt: takes(10, encode(self, prompt)))
+    monkeypatch.setattr(Several, "start", lambda self, context: takes(1000, start(self, context)))
+    engine = Engine(counting(), drafter=Several(lambda context, _: takes(1, Draft.chain([context.root]))))
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    found = engine.generate_batch(prompts, 4, batch=batch) if batch else [engine.generate([1, 2, 3], 4)]
+    times = 2 if batch else 1  # a batch asks for the size of what it admits, and a request's start reads it again
+    for one in found:
+        assert one.stats.seconds.prefill == 1000 + 10 * times
+        assert one.stats.seconds.draft == one.stats.seconds.decode == 3  # the last token needs none
 
 
 def test_caches_keep_within_their_bytes() -> None:

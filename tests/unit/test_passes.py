@@ -15,7 +15,19 @@ from drafters.draft_model import DraftModel, DraftModelConfig
 from drafters.kangaroo import Kangaroo, KangarooConfig, KangarooSession
 from drafters.medusa import Medusa, MedusaConfig
 from drafters.union import Union, UnionConfig
-from specdec import Draft, Engine, Generation, Observation, SamplingParams, SpecdecWarning, TransformersTarget, passes
+from specdec import (
+    Draft,
+    Engine,
+    Generation,
+    Observation,
+    SamplingParams,
+    SpecdecWarning,
+    TransformersTarget,
+    decoding,
+    passes,
+)
+from specdec import batch as batches
+from specdec import engine as engines
 from specdec.drafter import BatchedSession, Context, Drafter, DrafterBase
 from specdec.errors import DraftError
 from specdec.native import library as native
@@ -293,6 +305,23 @@ def test_time_is_shared_and_others_time_not_counted(monkeypatch: pytest.MonkeyPa
         next(timed(drafting(False), together=False))  # runs it here and now
     assert done.value.value == ("got 5", 1 + 8 + 2, 8)
     assert next(timed(drafting(True), together=False)).brought == 5
+
+
+def test_a_step_s_drafting_is_its_own_and_its_share_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which only passes take time, 8 each, and 1 between them."""
+    clock, double = [0.0], Doubling.double
+
+    def takes(seconds: float, result: Any = None) -> Any:
+        clock[0] += seconds
+        return result
+
+    for module in (batches, decoding, engines, passes):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Doubling, "double", lambda self, tokens: takes(8, double(self, tokens)))
+    engine = Engine(Reciter(lambda text: 50), None, Doubling(lambda _: takes(1)), max_rows=8)
+    for one in engine.generate_batch([[1], [3]], 3, batch=2):  # two drafts each, as the last token needs none
+        assert one.stats.seconds.draft == one.stats.seconds.decode == 2 * (1 + 2 * 8 / 2)
+        assert one.stats.seconds.passes == 2 * 2 * 8 / 2
 
 
 def test_a_session_of_two_methods_goes_on_as_before(tmp_path: Path) -> None:
