@@ -35,6 +35,7 @@ __all__ = [
     "DrafterWrapper",
     "Observation",
     "Question",
+    "proposed",
     "proposing",
     "session_of",
 ]
@@ -257,10 +258,25 @@ def proposing(session: DraftSession, room: int, name: str, target: Target) -> Pa
     Raises:
         DraftError: it is none, or holds what no draft holds; the message names the drafter.
     """
+    if not isinstance(session, BatchedSession):
+        return proposed(session, room, name, target)
     try:
-        draft = (yield from session.passes(room)) if isinstance(session, BatchedSession) else session.propose(room)
+        draft = yield from session.passes(room)
     except DraftError as error:
         raise DraftError(f"drafter {name!r}: {error}") from error
+    return _fit(draft, name, target)
+
+
+def proposed(session: DraftSession, room: int, name: str, target: Target) -> Draft:
+    """As :func:`proposing`, with each pass run by itself."""
+    try:
+        draft = session.propose(room)
+    except DraftError as error:
+        raise DraftError(f"drafter {name!r}: {error}") from error
+    return _fit(draft, name, target)
+
+
+def _fit(draft: Draft, name: str, target: Target) -> Draft:
     wrong = _misfit(draft, target)
     if wrong is not None:
         raise DraftError(f"drafter {name!r} proposed {wrong}")
