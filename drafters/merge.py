@@ -11,6 +11,7 @@ a change for the better is noticed without paying for it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -29,6 +30,7 @@ from specdec.drafter import (
     DrafterBase,
     Observation,
     Question,
+    proposed,
     proposing,
     session_of,
 )
@@ -38,7 +40,7 @@ from specdec.policy import Patience, Prices
 from specdec.registry import make_drafter
 from specdec.target import Target
 
-__all__ = ["PARTS", "Bandit", "Merged", "MergedConfig", "part_of"]
+__all__ = ["PARTS", "Bandit", "Merged", "MergedConfig", "Part", "Tree", "kind_of", "part_of"]
 
 PARTS: tuple[Any, ...] = (
     {"name": "suffix_automaton", "factor": 4.0, "max_tokens": 16},
@@ -50,8 +52,7 @@ Lookahead beside them brought one token in a hundred steps where rows are free, 
 """
 
 _DEPTHS, _RANKS, _MATCHES = 8, 4, 6
-
-Kind = tuple[int, int, int, bool]  # bits of the match length, depth, rank, dissent
+_KINDS = (_MATCHES + 1) * _RANKS * 2 * (_DEPTHS + 1)
 
 # What is supposed before any was seen. Of a first rank by its draft's match: of 0, 1, 2-3, 4-7, ... tokens; then of a
 # lower rank, and of a row that contradicts a part before it, beside a first rank.
@@ -105,27 +106,20 @@ class Bandit:
 
     def __init__(self, part: Drafter, memory: float) -> None:
         self._memory, self._fixed_rows = memory, part.fixed_cost_rows
-        self._rows: dict[Kind, list[float]] = {}  # hits, tries
+        self._hits, self._tries = array("d", bytes(8 * _KINDS)), array("d", bytes(8 * _KINDS))
         # A part that has nothing to compute is simply tried, one that has waits until it may pay.
         self._net: float | None = None if part.needs_observe else _GRACE
         self._patience = Patience(32, 256) if part.needs_observe else Patience(4, 32)
 
-    def chance(self, kind: Kind, above: float) -> float:
-        """That such a row is right where its parent is; ``above``: the parent's own such chance."""
-        match, depth, rank, dissents = kind
-        supposed = (max(above, _ONWARD) if depth > 1 else _BY_MATCH[match]) * _BY_RANK[rank]
-        if dissents:
-            supposed *= _DISSENT
-        seen = self._rows.get(kind)
-        if seen is None:
-            return supposed
-        return (seen[0] + _WEIGHT * supposed) / (seen[1] + _WEIGHT)
+    def chance(self, kind: int, supposed: float) -> float:
+        """That such a row is right where its parent is; ``supposed``: of a kind of which nothing is known."""
+        tries = self._tries[kind]
+        return (self._hits[kind] + _WEIGHT * supposed) / (tries + _WEIGHT) if tries else supposed
 
-    def note(self, kind: Kind, right: bool) -> None:
+    def note(self, kind: int, right: bool) -> None:
         """One more such row, whose parent was right."""
-        seen = self._rows.setdefault(kind, [0.0, 0.0])
-        seen[0] = self._memory * seen[0] + right
-        seen[1] = self._memory * seen[1] + 1
+        self._hits[kind] = self._memory * self._hits[kind] + right
+        self._tries[kind] = self._memory * self._tries[kind] + 1
 
     def awake(self, prices: Prices, length: int) -> bool:
         """Whether to ask the part for this step; before anything was seen the price of a tree decides."""
@@ -192,13 +186,27 @@ class Merged(DrafterBase):
 class Tree:
     """All that the parts propose, equal paths once: per row its token, parent and the chance that it is reached."""
 
+    __slots__ = ("_heirs", "_rows", "needed", "parents", "probes", "reach", "tokens")
+
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.reach = [root], [-1], [1.0]
-        self.candidates, self.needed = set[int](), set[int]()
+        self.probes, self.needed = set[int](), set[int]()
         self._rows: dict[tuple[int, int], int] = {}
         self._heirs: dict[int, int] = {}  # row -> its first child
 
-    def add(self, parent: int, token: int, reach: float) -> int:
+    def extend(self, tokens: Sequence[int], reach: Sequence[float]) -> None:
+        """Put a path of candidates below the root, where nothing else is yet."""
+        self.tokens += tokens
+        self.parents += range(len(tokens))
+        self.reach += reach
+
+    def find(self) -> None:
+        """Have all rows found by ``add`` and ``dissents``, those of ``extend`` too."""
+        if len(self._rows) + 1 < len(self.tokens):
+            self._rows = {(row - 1, self.tokens[row]): row for row in range(1, len(self.tokens))}
+            self._heirs = {row: row + 1 for row in range(len(self.tokens) - 1)}
+
+    def add(self, parent: int, token: int, reach: float, *, candidate: bool) -> int:
         """The row of ``token`` below ``parent``, new or existing; the better of two opinions counts."""
         row = self._rows.get((parent, token))
         if row is None:
@@ -207,8 +215,13 @@ class Tree:
             self.parents.append(parent)
             self.reach.append(reach)
             self._heirs.setdefault(parent, row)
-        elif reach > self.reach[row]:
-            self.reach[row] = reach
+            if not candidate:
+                self.probes.add(row)
+        else:
+            if reach > self.reach[row]:
+                self.reach[row] = reach
+            if candidate:
+                self.probes.discard(row)
         return row
 
     def dissents(self, parent: int, token: int, first: int) -> bool:
@@ -224,13 +237,17 @@ class Tree:
 
     def best(self, most: int) -> list[int]:
         """The rows that need not be there, the likeliest ones first, so that parents come before their children."""
-        rest = sorted(self.candidates - self.needed)
+        rest = [*range(1, len(self.tokens))]
+        if self.probes or self.needed:
+            rest = [row for row in rest if row not in self.probes and row not in self.needed]
         rest.sort(key=self.reach.__getitem__, reverse=True)
         return rest[:most]
 
 
 class Part:
     """A part in one sequence: its session, its latest draft and where that draft's rows went."""
+
+    __slots__ = ("added", "asked", "bandit", "draft", "kinds", "name", "rows", "seconds", "session", "taps", "told")
 
     def __init__(self, drafter: Drafter, bandit: Bandit, context: Context) -> None:
         self.name, self.taps = drafter.name, drafter.taps
@@ -240,17 +257,41 @@ class Part:
         self.asked = False
         self.draft = Draft.chain([context.root])
         self.rows = [0]  # own row -> row of the tree; -1: left out
-        self.kinds: list[Kind] = [(0, 0, 0, False)]  # of its own rows
+        self.kinds = [0]  # of its own rows; a row's kind is a number below _KINDS
         self.added = range(0)  # rows of the tree that no part before it proposed
         self.seconds = 0.0
 
     def place(self, tree: Tree, faint: float) -> None:
         """Put its rows into the tree, each with the chance that it is accepted, but no chain below a ``faint`` one."""
-        draft = self.draft
-        first, bandit, match = len(tree.tokens), self.bandit, min(draft.match_length.bit_length(), _MATCHES)
-        self.rows, self.kinds = [0], [(match, 0, 0, False)]
+        draft, first = self.draft, len(tree.tokens)
+        match = min(draft.match_length.bit_length(), _MATCHES)
+        if draft.is_chain and first == 1 and not (draft.read or draft.probes):
+            self._lay(tree, faint, match)
+        else:
+            self._merge(tree, faint, match)
+        self.added = range(first, len(tree.tokens))
+
+    def _lay(self, tree: Tree, faint: float, match: int) -> None:
+        """What ``_merge`` does, for a chain of candidates where nothing else is yet."""
+        draft, of = self.draft, self.bandit.chance
+        first = kind_of(match, 0, 0, False)
+        chance, reached, reach, kinds = _BY_MATCH[match], 1.0, list[float](), [first]
+        for own in range(1, len(draft)):
+            if reached < faint:
+                break
+            kinds.append(first + min(own, _DEPTHS))
+            chance = of(kinds[own], max(chance, _ONWARD) if own > 1 else chance)
+            reached *= chance
+            reach.append(reached)
+        tree.extend(draft.tokens[1 : len(kinds)], reach)
+        self.kinds, self.rows = kinds, [*range(len(kinds)), *[-1] * (len(draft) - len(kinds))]
+
+    def _merge(self, tree: Tree, faint: float, match: int) -> None:
+        draft, first, bandit = self.draft, len(tree.tokens), self.bandit
+        self.rows, self.kinds = [0], [0]
         chances, ranks = [1.0], [0] * len(draft)
         cuts = draft.is_chain and not draft.read
+        tree.find()
         for own in range(1, len(draft)):
             above = draft.parents[own]
             parent, token = self.rows[above], draft.tokens[own]
@@ -258,18 +299,17 @@ class Part:
                 self.rows += [-1] * (len(draft) - own)
                 break
             dissents = tree.dissents(parent, token, first)
-            kind = (match, min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1), dissents)
+            depth, rank = min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1)
             ranks[above] += 1
-            chance = bandit.chance(kind, chances[above])
-            row = tree.add(parent, token, tree.reach[parent] * chance)
-            if own not in draft.probes:
-                tree.candidates.add(row)
+            kind = kind_of(match, depth, rank, dissents)
+            supposed = (max(chances[above], _ONWARD) if depth > 1 else _BY_MATCH[match]) * _BY_RANK[rank]
+            chance = bandit.chance(kind, supposed * _DISSENT if dissents else supposed)
+            row = tree.add(parent, token, tree.reach[parent] * chance, candidate=own not in draft.probes)
             self.rows.append(row)
             self.kinds.append(kind)
             chances.append(chance)
         for own in draft.read:
             tree.need(self.rows[own])
-        self.added = range(first, len(tree.tokens))
 
     def judge(self, place: dict[int, int], tokens: Sequence[int]) -> None:
         """Note which of its rows were right; ``place``: accepted row of the tree -> its depth."""
@@ -278,6 +318,13 @@ class Part:
             depth = place.get(self.rows[draft.parents[own]])
             if depth is not None:
                 bandit.note(self.kinds[own], draft.tokens[own] == tokens[depth])
+            elif draft.is_chain:
+                break
+
+
+def kind_of(match: int, depth: int, rank: int, dissents: bool) -> int:
+    """Rows of one kind are judged alike; ``match``: the bits of its length. Kinds of a path follow one another."""
+    return ((match * _RANKS + rank) * 2 + dissents) * (_DEPTHS + 1) + depth
 
 
 class MergedSession(BatchedSession):
@@ -291,51 +338,67 @@ class MergedSession(BatchedSession):
         self._most = drafter.config.rows or context.max_rows
         self._length = 0
         self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
-        self._kept = {0: 0}  # row of the tree -> row of the draft
+        self._rows = [0]  # of the tree, that the draft took, ascending
         self._draft = Draft.chain([context.root])
-        self._taken = dict[int, float]()  # row of the tree that was taken for what it promised -> that
+        self._needed = set[int]()  # rows of the tree that were taken whatever they promised
+        self._promised = 0.0  # rows that were to be right of those that were taken for what they promised
 
     def passes(self, room: int) -> Passes[Draft]:
         context, prices, length = self._context, self._prices, self._context.cache.length
-        self._length, self._kept, self._taken = length, {0: 0}, {}
+        self._length, self._rows, self._promised = length, [0], 0.0
         room = min(room, self._most + 1)
-        tree = Tree(context.root)
+        tree, cost = Tree(context.root), 0.0
         for part in self._parts:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
-                proposed = proposing(part.session, room - len(tree.needed), part.name, context.target)
-                part.draft, part.seconds, _ = yield from timed(proposed)
-                if part.draft.entry is not None:
-                    raise ConfigError(
-                        f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
-                        f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of "
-                        f"{self._name}.parts"
-                    )
-                began = perf_counter()
-                part.place(tree, _FAINT if self._plans else 0.0)
-                part.seconds += perf_counter() - began
-        cost = sum(part.draft.cost for part in self._parts if part.asked)
+                yield from self._ask(part, tree, room - len(tree.needed))
+                cost += part.draft.cost
+        self._needed = needed = tree.needed
         if len(tree.tokens) == 1:
-            self._draft = Draft([context.root], [-1], cost=cost)
+            self._draft = Draft(tree.tokens, tree.parents, cost=cost)
             return self._draft
-        best = tree.best(room - 1 - len(tree.needed))
+        best = tree.best(room - 1 - len(needed))
         if self._plans:
             assert prices is not None
             sure = self._drafter.sure
             gains = [sure * tree.reach[row] for row in best]
-            del best[prices.keep(gains, length, base=1 + len(tree.needed)) :]
-            self._taken = {row: tree.reach[row] for row in best}
-        rows = [0, *sorted([*tree.needed, *best])]
-        kept = self._kept = {row: number for number, row in enumerate(rows)}
+            del best[prices.keep(gains, length, base=1 + len(needed)) :]
+            self._promised = sum(map(tree.reach.__getitem__, best))
+        rows = self._rows = [0, *sorted([*needed, *best])]
+        if rows[-1] + 1 == len(rows) and not needed:  # the first ones
+            self._draft = Draft(tree.tokens[: len(rows)], tree.parents[: len(rows)], cost=cost)
+        else:
+            self._draft = self._taken(tree, cost)
+        return self._draft
+
+    def _ask(self, part: Part, tree: Tree, room: int) -> Passes[None]:
+        """Have a part put its rows into the tree."""
+        context = self._context
+        if isinstance(part.session, BatchedSession):
+            part.draft, part.seconds, _ = yield from timed(proposing(part.session, room, part.name, context.target))
+            began = perf_counter()
+        else:
+            began, part.seconds = perf_counter(), 0.0
+            part.draft = proposed(part.session, room, part.name, context.target)
+        if part.draft.entry is not None:
+            raise ConfigError(
+                f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
+                f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of {self._name}.parts"
+            )
+        part.place(tree, _FAINT if self._plans else 0.0)
+        part.seconds += perf_counter() - began
+
+    def _taken(self, tree: Tree, cost: float) -> Draft:
+        """The rows that were taken."""
+        rows, kept = self._rows, {row: number for number, row in enumerate(self._rows)}
         read = {kept[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
-        self._draft = Draft(
+        return Draft(
             [tree.tokens[row] for row in rows],
             [-1, *(kept[tree.parents[row]] for row in rows[1:])],
-            probes=frozenset(kept[row] for row in tree.needed if row not in tree.candidates),
+            probes=frozenset(kept[row] for row in tree.needed & tree.probes),
             read=sorted(read),
             cost=cost,
         )
-        return self._draft
 
     def ask(self, question: Question) -> torch.Tensor | None:
         """What the parts ask of the whole step, one answer after the other."""
@@ -356,34 +419,34 @@ class MergedSession(BatchedSession):
         place = dict[int, int]()
         # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
         if seen.draft is not None and _begins_with(seen.draft, self._draft):
-            rows = [*self._kept]
-            place = {rows[row]: depth for depth, row in enumerate(seen.path) if row < len(rows)}
-            if self._taken:
-                self._drafter.learn(sum(self._taken.values()), len(place.keys() & self._taken))
+            rows, size = self._rows, len(self._rows)
+            place = {rows[row]: depth for depth, row in enumerate(seen.path) if row < size}
+            if self._promised:
+                self._drafter.learn(self._promised, len(place) - 1 - len(self._needed.intersection(place)))
         for part in self._parts:
-            answer = answers.get(part)
             if part.asked and place:
-                self._tell(part, seen if seen.answer is None else replace(seen, answer=answer), place)
+                self._tell(part, seen if seen.answer is None else replace(seen, answer=answers.get(part)), place)
             elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
-                taps = {layer: seen.taps[layer] for layer in part.taps}
-                part.session.observe(Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, answer))
+                if seen.answer is not None or len(seen.taps) > len(part.taps):
+                    taps, answer = {layer: seen.taps[layer] for layer in part.taps}, answers.get(part)
+                    part.session.observe(Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, answer))
+                else:
+                    part.session.observe(seen)
 
     def _tell(self, part: Part, seen: Observation, place: dict[int, int]) -> None:
         """Judge a part that was asked by what became of its rows, and let it learn; ``place`` as for ``judge``."""
-        began = perf_counter()
-        kept, prices = self._kept, self._prices
+        began, rows, prices = perf_counter(), self._rows, self._prices
         part.judge(place, seen.tokens)
         if part.told:
-            rows = [kept.get(row, -1) for row in part.rows]
-            part.session.observe(part_of(seen, part.draft, rows, part.taps))
+            kept = {row: number for number, row in enumerate(rows)}
+            part.session.observe(part_of(seen, part.draft, [kept.get(row, -1) for row in part.rows], part.taps))
         if prices is not None:
-            mine = part.added.__contains__
+            net, size = 0.0, len(rows)
+            if part.added:
+                mine = part.added.__contains__
+                net = sum(map(mine, place)) - prices.price(self._length, size, size - sum(map(mine, rows)))
             part.bandit.judge(
-                prices,
-                self._length,
-                net=sum(map(mine, place)) - prices.price(self._length, len(kept), len(kept) - sum(map(mine, kept))),
-                seconds=part.seconds + perf_counter() - began,
-                cost=part.draft.cost,
+                prices, self._length, net=net, seconds=part.seconds + perf_counter() - began, cost=part.draft.cost
             )
 
 

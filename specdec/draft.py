@@ -86,7 +86,9 @@ class Draft:
                 f"{list(parents[:8])}; build it with DraftBuilder"
             )
         depths, is_chain = [0], True
-        for row in range(1, len(parents)):
+        if type(parents) is range and parents.step == 1:  # from -1, so that each is the row before
+            depths = [*range(len(parents))]
+        for row in range(len(depths), len(parents)):
             parent = parents[row]
             if not 0 <= parent < row:
                 raise DraftError(f"row {row} names row {parent} as its parent; parents come first, in [0, {row})")

@@ -36,6 +36,7 @@ __all__ = [
     "Observation",
     "Question",
     "check_draft",
+    "proposed",
     "proposing",
     "session_of",
 ]
@@ -258,8 +259,20 @@ def proposing(session: DraftSession, room: int, name: str, target: Target) -> Pa
     Raises:
         DraftError: it is none, or holds what no draft holds; the message names the drafter.
     """
+    if not isinstance(session, BatchedSession):
+        return proposed(session, room, name, target)
     try:
-        draft = (yield from session.passes(room)) if isinstance(session, BatchedSession) else session.propose(room)
+        draft = yield from session.passes(room)
+    except DraftError as error:
+        raise DraftError(f"drafter {name!r}: {error}") from error
+    check_draft(draft, name, target)
+    return draft
+
+
+def proposed(session: DraftSession, room: int, name: str, target: Target) -> Draft:
+    """As :func:`proposing`, with each pass run by itself."""
+    try:
+        draft = session.propose(room)
     except DraftError as error:
         raise DraftError(f"drafter {name!r}: {error}") from error
     check_draft(draft, name, target)

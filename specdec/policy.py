@@ -101,18 +101,23 @@ class Prices:
         self.curve = curve
         self._clock, self._memory = clock, memory
         self.crowd: Crowd | None = None
+        self._near = -1  # where the curve was read last, beside whom, and what it said
+        self._near_crowd: Crowd | None = None
+        self._read: tuple[float, list[float]] = (0.0, [])
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
         self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
 
     def _curve(self, length: int, most: int) -> tuple[float, list[float]]:
         """Seconds of a plain step, and :meth:`steps`."""
-        most = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
-        key = (length // _BUCKET, most, self.crowd)
-        known = self.curve.known  # sequences share it
-        if key not in known:
-            near = length // _BUCKET * _BUCKET + _BUCKET // 2
-            known[key] = self.curve.plain(near, self.crowd), self.curve.steps(near, most, self.crowd)
-        return known[key]
+        near, crowd = length // _BUCKET, self.crowd
+        if near != self._near or crowd is not self._near_crowd or most >= len(self._read[1]):
+            most = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
+            known, key = self.curve.known, (near, most, crowd)  # sequences share it
+            if key not in known:
+                middle = near * _BUCKET + _BUCKET // 2
+                known[key] = self.curve.plain(middle, crowd), self.curve.steps(middle, most, crowd)
+            self._near, self._near_crowd, self._read = near, crowd, known[key]
+        return self._read
 
     def plain(self, length: int) -> float:
         """Seconds of a plain step after about ``length`` tokens."""

@@ -64,9 +64,10 @@ def test_draft_knows_its_shape(parents: list[int], probes: set[int], read: set[i
         ([1, 2, 3], [-1, 0, 2], r"row 2 names row 2 as its parent; parents come first, in \[0, 2\)"),
         ([1, 2, 3], [-1, 2, 0], "row 1 names row 2"),
         ([1, 2], [-1, -1], "row 1 names row -1"),
+        ([1, 2, 3], range(-1, 5, 2), "row 1 names row 1"),
     ],
 )
-def test_draft_that_is_no_tree(tokens: list[int], parents: list[int], message: str) -> None:
+def test_draft_that_is_no_tree(tokens: list[int], parents: Sequence[int], message: str) -> None:
     with pytest.raises(DraftError, match=message):
         Draft(tokens, parents)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from drafters.auto import Auto, AutoConfig
-from drafters.merge import Bandit
+from drafters.merge import Bandit, Part, Tree, kind_of
 from specdec import Draft, Engine, SamplingParams
 from specdec.draft import Entry
 from specdec.errors import ConfigError
 from tests.fakes import Oracle
 from tests.models import FAMILIES, greedy, prompt_of, target_of
 from tests.unit.test_policy import curve_of
+from tests.unit.test_token_recycling import context_of
 from tests.unit.test_union import Fixed
 
 PROMPT = prompt_of(9)
@@ -89,17 +91,38 @@ def test_rows_that_held_less_than_they_promised_are_trusted_less() -> None:
     assert engine.generate(PROMPT, 2).stats.rows[0] == 2
 
 
+def chain_of(size: int, match: int = 0) -> Draft:
+    return Draft.chain([9, *range(1, size + 1)], match_length=match)
+
+
+def reach_of(record: Bandit, draft: Draft, *before: Draft) -> list[float]:
+    """The chances of a draft's rows in a tree that holds those ``before`` it."""
+    tree, part = Tree(9), Part(Fixed(), record, context_of([9]))
+    for part.draft in (*before, draft):
+        part.place(tree, 0.0)
+    return tree.reach[part.added.start :]
+
+
 def test_chances_by_depth_rank_and_match() -> None:
     record = Bandit(Fixed(), 0.9)
-    first = record.chance((0, 1, 0, False), 1.0)
-    assert record.chance((0, 1, 3, False), 1.0) < record.chance((0, 1, 1, False), 1.0) < first
-    assert record.chance((0, 1, 0, True), 1.0) < first < record.chance((4, 1, 0, False), 1.0)
+    first, second, _, last = reach_of(record, Draft([9, 1, 2, 3, 4], [-1, 0, 0, 0, 0]))
+    assert last < second < first
+    (dissenting,) = reach_of(record, chain_of(1), Draft([9, 5], [-1, 0]))
+    (sure,) = reach_of(record, chain_of(1, match=8))
+    assert dissenting < first < sure
     for _ in range(40):
-        record.note((2, 1, 0, False), True)
-        record.note((0, 1, 0, False), False)
-    assert record.chance((2, 1, 0, False), 1.0) > 0.85
-    assert record.chance((0, 1, 0, False), 1.0) < 0.15
-    assert record.chance((2, 2, 0, False), 0.9) == 0.9  # not seen: as the row above it
+        record.note(kind_of(2, 1, 0, False), True)
+        record.note(kind_of(0, 1, 0, False), False)
+    right, onward = reach_of(record, chain_of(2, match=2))
+    assert right > 0.85
+    assert onward == right * right  # not seen: as the row above it
+    assert reach_of(record, chain_of(1))[0] < 0.15
+
+
+def test_kinds_are_told_apart() -> None:
+    kinds = [kind_of(*row) for row in product(range(7), range(1, 9), range(4), (False, True))]
+    assert len({*kinds, *(kind_of(match, 0, 0, False) for match in range(7))}) == len(kinds) + 7
+    Bandit(Fixed(), 0.9).note(max(kinds), True)
 
 
 def test_equal_rows_are_one_and_go_to_the_first() -> None:

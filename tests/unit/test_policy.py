@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
-from specdec.cost import CostCurve, describe, roofline
+from specdec.cost import CostCurve, Crowd, describe, roofline
 from specdec.errors import ConfigError
-from specdec.policy import AcceptancePolicy, CostPolicy, Patience, check_policy
+from specdec.policy import AcceptancePolicy, CostPolicy, Patience, Prices, check_policy
 from specdec.registry import drafter_names
 from tests.fakes import Oracle
 from tests.models import greedy, prompt_of, settings_of, target_of
@@ -22,6 +22,18 @@ def curve_of(*, row: float, plain: float = 1.0) -> CostCurve:
     """A plain step takes ``plain`` seconds, and every further row ``row`` plain steps."""
     rows = [1, 2, 4, 8, 16, 32, 64]
     return CostCurve(machine={}, rows=rows, lengths=[100], seconds=[[plain * (1 + row * (n - 1)) for n in rows]])
+
+
+def test_prices_are_the_curve_s_wherever_it_was_read_before() -> None:
+    curve = CostCurve(machine={}, rows=[1, 4, 64], lengths=[100, 900], seconds=[[1.0, 2.0, 9.0], [2.0, 2.5, 30.0]])
+    reads = [(length, most, crowd) for length in (10, 700) for crowd in (None, Crowd(3, 7)) for most in (40, 2)]
+    prices = Prices(curve, clock=False)
+    for before in reads:
+        for length, most, crowd in reads:
+            for place, rows, prices.crowd in (before, (length, most, crowd)):
+                found = prices.plain(place), prices.steps(place, rows)[: rows + 1]
+            near = length // 256 * 256 + 128
+            assert found == (curve.plain(near, crowd), curve.steps(near, most, crowd))
 
 
 def policy_of(*, row: float, memory: float = 0.95) -> CostPolicy:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafters.lookahead import Lookahead, LookaheadConfig
-from drafters.merge import part_of
+from drafters.merge import Bandit, Part, Tree, kind_of, part_of
 from drafters.token_recycling import TokenRecycling, TokenRecyclingConfig
 from drafters.union import Union, UnionConfig
 from specdec import FINAL, Context, Draft, Drafter, DrafterBase, DraftSession, Engine, Observation
@@ -110,6 +110,29 @@ def test_q_is_dropped_as_equal_rows_are_merged() -> None:
             return Draft.chain([self.context.root, 3], q={0: torch.full((32,), 1 / 32)})
 
     assert not union_of(Drawn()).start(context_of([1, 2])).propose(9).q
+
+
+@pytest.mark.parametrize("faint", [0.0, 0.03, 0.5])
+@pytest.mark.parametrize("match", [0, 1, 9])
+def test_a_chain_by_itself_is_placed_as_any_tree_is(match: int, faint: float) -> None:
+    """The short way for what nothing can meet, against the general one; and what a part after it finds there."""
+    first, second = Draft.chain([2, *range(3, 15)], match_length=match), Draft([2, 3, 5, 4], [-1, 0, 1, 1])
+    for seen in (0, 3, 40):
+        found = []
+        for general in (False, True):
+            bandit, tree = Bandit(Fixed(), 0.9), Tree(2)
+            for number in range(seen):
+                for depth in range(1, 9):
+                    bandit.note(kind_of(match.bit_length(), depth, 0, False), number % (depth + 1) > 0)
+            parts = [Part(Fixed(), bandit, context_of([2])) for _ in range(2)]
+            for part, part.draft in zip(parts, (first, second), strict=True):
+                if general:
+                    part._merge(tree, faint, min(part.draft.match_length.bit_length(), 6))
+                else:
+                    part.place(tree, faint)
+            kinds = [part.kinds[1:] for part in parts]
+            found.append((tree.tokens, tree.parents, tree.reach, tree.best(99), [part.rows for part in parts], kinds))
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("policy", ["acceptance", "cost", "off"])
