@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from specdec import Draft, Engine, SamplingParams, copies
+from specdec import Draft, Engine, SamplingParams, copies, decoding
 from specdec.cost import CostCurve, roofline
 from specdec.draft import ancestors
 from specdec.errors import NumericalError
@@ -243,6 +243,29 @@ def test_a_guess_is_read_while_its_pass_runs(
     dropped = [count + 1 - rows for count, rows in zip(guesses, found.stats.rows[1:], strict=False)]
     assert set(dropped) == {1} if second == 3 else set(dropped) <= {0, 1}
     assert len(guesses) > 5
+
+
+def test_prefill_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that does nothing before somebody waits, and takes a second per row, by a clock that shows no more."""
+    target = target_of("llama")
+    engine = Engine(target, None, "none", prefill_chunk=8)
+    forward, left, now = target.forward, [0], [0.0]
+
+    def launched(block: Any, **options: Any) -> Any:
+        left[0] += block.rows
+        return forward(block, **options)
+
+    def wait(device: torch.device) -> None:
+        now[0] += left[0]
+        left[0] = 0
+
+    monkeypatch.setattr(target, "forward", launched)
+    monkeypatch.setattr(copies, "wait", wait)
+    monkeypatch.setattr(decoding, "perf_counter", lambda: now[0])
+    begun = engine.start(PROMPT, NEW)
+    with target.active():
+        begun.prefill()
+    assert (begun.stats.seconds.prefill, left) == (len(PROMPT) - 1, [0])
 
 
 def test_tokens_that_come_later_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
