@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -225,6 +225,8 @@ class Decoding:
             draft = yield from proposing(self._session, room, self._drafter.name, self._target)
         else:
             draft = Draft.chain(self.tokens[-1:])
+        if isinstance(draft.tokens, copies.Later) and (self.sampler.reads_drafts or not self._apart):
+            draft = replace(draft, tokens=list(draft.tokens))  # now, before the device has the target's rows to run
         self._check(draft, room)
         return draft
 
@@ -286,28 +288,31 @@ class Decoding:
             return None, None
         scores = output.scores(draft.scored_rows())
         device = scores.logits.device
+        rows = range(len(draft)) if scores.rows is None else scores.rows
+        depths = [draft.depths[row] for row in rows]
         if sampler.processors:
             paths = unread = torch.empty(0, dtype=torch.long, device=device)
             if "paths" in block.sent:
                 sent = block.sent["paths"]
                 paths = block.tokens[0].index_select(0, sent.flatten()).view(sent.shape).to(device)
                 unread = block.sent["unread"].to(device)
-            scores.processed = sampler.together(scores.logits, paths, unread)
+            scores.processed = sampler.together(
+                scores.logits, paths, unread, depths, lambda place: draft.path_tokens(rows[place])
+            )
         if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
             return scores, None
-        depths = [draft.depths[row] for row in (range(len(draft)) if scores.rows is None else scores.rows)]
         decided = best, own = sampler.decide(scores, depths)
         wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
         asked: torch.Tensor | None = None
         if self._asks and isinstance(self._session, AskingSession):
-            rows = (
+            walked = (
                 block.tokens[0],
                 block.sent["parent_places"],
                 block.sent["eligible"],
                 block.seen(len(draft), device),
             )
-            last = last_row(own, *(tensor.to(device) for tensor in rows))
-            depth = rows[-1].to(device).index_select(0, last).sum(1) - 1
+            last = last_row(own, *(tensor.to(device) for tensor in walked))
+            depth = walked[-1].to(device).index_select(0, last).sum(1) - 1
             asked = self._session.ask(Question(scores, output.taps, last, depth))
         greedy = best is own
         answer = [] if asked is None else [asked.to(device)]
@@ -380,7 +385,7 @@ class Decoding:
 
 
 def _paths(draft: Draft, rows: Sequence[int]) -> npt.NDArray[np.int64]:
-    """[R, D] of some rows those that lie between the root and each of them, itself among them; filled with the root."""
+    """[R, D] of some rows those that lie between the root and each of them, itself last; filled up with the root."""
     found = np.zeros((len(rows), max(draft.depths)), dtype=np.int64)
     for own, row in zip(found, rows, strict=True):
         while row > 0:

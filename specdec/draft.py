@@ -125,6 +125,14 @@ class Draft:
                 below[self.parents[row]].append(row)
         return below
 
+    def path_tokens(self, row: int) -> list[int]:
+        """Tokens below the root, down to and with ``row``."""
+        path = list[int]()
+        while row:
+            path.append(self.tokens[row])
+            row = self.parents[row]
+        return path[::-1]
+
     def child(self, row: int, token: int) -> int | None:
         """The first candidate child of ``row`` that holds ``token``, or None."""
         for below in range(row + 1, len(self.tokens)):
