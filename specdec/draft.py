@@ -119,7 +119,7 @@ class Draft:
 
     def children(self) -> list[list[int]]:
         """For every row, its candidate children in row order."""
-        below: list[list[int]] = [[] for _ in self.tokens]
+        below: list[list[int]] = [[] for _ in self.parents]
         for row in range(1, len(self)):
             if row not in self.probes:
                 below[self.parents[row]].append(row)

@@ -147,7 +147,12 @@ class Noise:
 
     def draw(self, probabilities: torch.Tensor, position: int, stream: int, index: int = 0) -> int:
         """A token from ``probabilities`` [V] (unnormalised is fine)."""
-        return int((probabilities.double().log() + self.gumbel(position, stream, index)).argmax())
+        return int(self.draws(probabilities[None], position, stream, [index]))
+
+    def draws(self, probabilities: torch.Tensor, position: int, stream: int, indices: Sequence[int]) -> torch.Tensor:
+        """int64 [N], what ``draw`` takes from each row of ``probabilities`` [N, V] with its index, and nobody reads."""
+        noise = self._gumbel([self._key(position, stream, index) for index in indices])
+        return (probabilities.double().log() + noise).argmax(-1)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
@@ -420,10 +425,12 @@ class Sampler:
     def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
 
-        ``depths`` are the rows'; ``scores`` are ``processed`` where there are processors. A row whose logits are no
-        distribution has a number that is no token.
+        ``depths`` are the rows', empty where nobody asks for the latter; ``scores`` are ``processed`` where there are
+        processors. A row whose logits are no distribution has a number that is no token.
         """
         best = own = _tokens(scores.logits)
+        if not depths:
+            return best, best
         logits = scores.logits if scores.processed is None else scores.processed
         if self.sample:
             noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}

@@ -163,9 +163,9 @@ def copy_in(arrays: Mapping[str, Any], device: torch.device) -> dict[str, torch.
     return copies.views(torch.empty(copies.pack(arrays)[1], dtype=torch.uint8, device=device), arrays)
 
 
-def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     same(*tensors)
-    return [[0] * tensor.numel() for tensor in tensors]
+    return [[1.0 if tensor.is_floating_point() else 0] * tensor.numel() for tensor in tensors]
 
 
 @pytest.fixture
