@@ -148,52 +148,18 @@ def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
 
 def rejecting(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
     """What ``reject`` computes: no row's numbers depend on a coin. Its verdict needs the tokens, however late."""
-    below, late = draft.children(), isinstance(draft.tokens, Later)
-    left: dict[int, torch.Tensor] = {}  # row -> the residual target once all below it is rejected, in order of verdicts
-    alphas: list[torch.Tensor] = []  # of the same rows
-    children: list[int] = []
-    masses: list[torch.Tensor] = []  # of the children
-    paths: dict[int, list[int]] = {}
-    sums: list[torch.Tensor] = []  # of the paths' rows' probabilities
-
-    def visit(row: int, alpha: torch.Tensor | None, path: list[int]) -> None:
-        p = sampler.probabilities(scores, row, [] if late else [draft.tokens[above] for above in path[1:]])
-        alpha = torch.ones_like(p[:1]) if alpha is None else alpha
-        paths[row] = path
-        sums.append(p.sum()[None])
-        q = draft.q.get(row)
-        if q is not None:
-            q = q.to(p.device, p.dtype)
-        for child in below[row]:
-            token = _place(draft, child, p.device)
-            drawn = _with(torch.zeros_like(p), token, 1.0) if q is None else q
-            children.append(child)
-            masses.append(drawn[token])
-            visit(child, (alpha * p[token] / drawn[token]).clamp(max=1.0), [*path, child])
-            rest = (alpha * p - drawn).clamp_(min=0)
-            total = rest.sum()
-            p = torch.where(total > 0, rest / total, p)
-            mass = total + 1 - alpha
-            alpha = torch.where(mass > 0, total / mass, 0.0)
-            if q is not None:
-                q = _with(q, token, 0.0)
-                mass = q.sum()
-                q = torch.where(mass > 0, q / mass, q)
-        alphas.append(alpha)
-        left[row] = p
-
-    visit(0, None, [0])
-    position, order = len(sampler.tokens), [*left]
-    tensors = [torch.cat(alphas), torch.cat(sums), torch.cat([sums[0][:0], *masses])]
-    if apart := copies.is_apart(alphas[0].device):  # so that nothing is left to be read once a row is kept
-        rows = torch.stack([*left.values()])
+    found = _Traversal(draft, scores, sampler)
+    position, order, none = len(sampler.tokens), [*found.left], found.sums[0][:0]
+    tensors = [torch.cat([none, *numbers.values()]) for numbers in (found.alphas, found.sums, found.masses)]
+    if apart := copies.is_apart(none.device):  # so that nothing is left to be read once a row is kept
+        rows = torch.stack([*found.left.values()])
         tensors.append(sampler.noise.draws(rows, position, Noise.COIN, [len(draft) + row for row in order]))
 
     def judge(numbers: Sequence[list[Any]]) -> Verdict:
-        for row, total in zip(paths, numbers[1], strict=True):
+        for row, total in zip(found.sums, numbers[1], strict=True):
             if math.isnan(total):
                 sampler.distribution(scores, row, draft.path_tokens(row))  # which says what is wrong with it
-        for child, mass in zip(children, numbers[2], strict=True):
+        for child, mass in zip(found.masses, numbers[2], strict=True):
             if not mass > 0:
                 raise DraftError(
                     f"row {child} holds token {draft.tokens[child]}, to which the q of row {draft.parents[child]} "
@@ -205,10 +171,57 @@ def rejecting(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
         if apart:
             bonus = numbers[3][order.index(kept)]
         else:
-            bonus = sampler.noise.draw(left[kept], position, Noise.COIN, len(draft) + kept)
-        return Verdict(paths[kept], [*draft.path_tokens(kept), bonus])
+            bonus = sampler.noise.draw(found.left[kept], position, Noise.COIN, len(draft) + kept)
+        return Verdict(found.paths[kept], [*draft.path_tokens(kept), bonus])
 
     return tensors, judge
+
+
+class _Traversal:
+    """Tensors on the scores' device, by row.
+
+    Attributes:
+        left: [V] the residual target once all below the row is rejected, in the order in which rows are judged.
+        alphas: [1], in that order.
+        sums: [1] of the probabilities, in the order in which rows are visited.
+        masses: [1] what q gives a child, in the order of the children.
+        paths: the rows down to and with the row.
+    """
+
+    def __init__(self, draft: Draft, scores: Scores, sampler: Sampler) -> None:
+        self._draft, self._scores, self._sampler = draft, scores, sampler
+        self._below, self._late = draft.children(), isinstance(draft.tokens, Later)
+        self.left: dict[int, torch.Tensor] = {}
+        self.alphas: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, torch.Tensor] = {}
+        self.masses: dict[int, torch.Tensor] = {}
+        self.paths: dict[int, list[int]] = {}
+        self._visit(0, None, [0])
+
+    def _visit(self, row: int, alpha: torch.Tensor | None, path: list[int]) -> None:
+        tokens = [] if self._late else [self._draft.tokens[above] for above in path[1:]]
+        p = self._sampler.probabilities(self._scores, row, tokens)
+        alpha = torch.ones_like(p[:1]) if alpha is None else alpha
+        self.paths[row] = path
+        self.sums[row] = p.sum()[None]
+        q = self._draft.q.get(row)
+        if q is not None:
+            q = q.to(p.device, p.dtype)
+        for child in self._below[row]:
+            token = _place(self._draft, child, p.device)
+            drawn = _with(torch.zeros_like(p), token, 1.0) if q is None else q
+            self.masses[child] = drawn[token]
+            self._visit(child, (alpha * p[token] / drawn[token]).clamp(max=1.0), [*path, child])
+            rest = (alpha * p - drawn).clamp_(min=0)
+            total = rest.sum()
+            p = torch.where(total > 0, rest / total, p)
+            mass = total + 1 - alpha
+            alpha = torch.where(mass > 0, total / mass, 0.0)
+            if q is not None:
+                q = _with(q, token, 0.0)
+                mass = q.sum()
+                q = torch.where(mass > 0, q / mass, q)
+        self.alphas[row], self.left[row] = alpha, p
 
 
 def _place(draft: Draft, row: int, device: torch.device) -> slice | torch.Tensor:
