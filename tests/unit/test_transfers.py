@@ -191,7 +191,10 @@ BIASED = [[[one, (7 * one) % VOCAB], 9.0] for one in range(VOCAB)]
 @settings(max_examples=15)
 def test_all_rows_at_once_are_the_rows_one_by_one(name: str, parents: list[int], data: st.DataObject) -> None:
     """Bit for bit, whichever rows are scored, and the raw logits stay as they are."""
-    text = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+    text = [
+        *PROMPT[:-2],
+        *data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6)),
+    ]  # up to the prompt's end, or on
     tokens = torch.tensor([text[-1], *data.draw(st.lists(st.integers(0, 4), min_size=11, max_size=11))])[: len(parents)]
     draft = Draft(tokens.tolist(), parents)
     rows = sorted(data.draw(st.sets(st.sampled_from(range(len(draft))), min_size=1)))
@@ -274,7 +277,7 @@ class Alternating:
 def test_masks_of_a_grammar_are_sent_at_once(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """One copy more into the device; and to know a draft that a model has made there, one more out of it."""
+    """One copy more into the device; and to know a draft that a model has made there, one out of it before the step."""
     target = target_of("llama")
     drafted = drafter == "draft_model"
     options: Any = RECYCLING
@@ -283,6 +286,13 @@ def test_masks_of_a_grammar_are_sent_at_once(
         sampling = None if sampling is None else replace(sampling, acceptance="match")
     engine = Engine(target, None, options, max_rows=24, policy="off")
     text, expected = steps_of(engine, sampling, None, [Alternating()])
+    arrays = decoding.Decoding._arrays
+
+    def checked(own: Any, draft: Draft, rows: Any) -> Any:
+        assert not isinstance(draft.tokens, copies.Later)
+        return arrays(own, draft, rows)
+
+    request.getfixturevalue("monkeypatch").setattr(decoding.Decoding, "_arrays", checked)
     got, steps = steps_of(engine, sampling, request.getfixturevalue("transfers"), [Alternating()])
     assert got == text
     assert all(token % 2 == place % 2 for place, token in enumerate(text))
