@@ -104,13 +104,20 @@ def pick(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return torch.stack([tensor[row] for row in rows]) if is_apart(tensor.device) else tensor[list(rows)]
 
 
-def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The integers of tensors of one device, each flattened, by one copy; waits until they are there."""
-    flat = [tensor.reshape(-1).long() for tensor in tensors]
+def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """The numbers of tensors of one device, each flattened, by one copy; waits until they are there.
+
+    Integers go as int64; all others as float64, whose bits are copied.
+    """
+    flat = [
+        (tensor.double().view(torch.int64) if tensor.is_floating_point() else tensor.long()).reshape(-1)
+        for tensor in tensors
+    ]
     numbers: list[int] = torch.cat(flat).tolist()
-    found, start = [], 0
-    for part in flat:
-        found.append(numbers[start : start + len(part)])
+    found, start = list[list[Any]](), 0
+    for tensor, part in zip(tensors, flat, strict=True):
+        own = numbers[start : start + len(part)]
+        found.append(np.array(own, dtype=np.int64).view(np.float64).tolist() if tensor.is_floating_point() else own)
         start += len(part)
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -41,7 +41,7 @@ from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
 from specdec.sampling import Sampler, SamplingParams, Scores
 from specdec.target import Target, TargetOutput
 from specdec.text import TextStream
-from specdec.verify import last_row, match, verifier_for, walk_arrays
+from specdec.verify import Verdict, last_row, look, match, reject, verifier_for, walk_arrays
 
 __all__ = ["Decoding", "Setup", "Turn", "cache_sizes"]
 
@@ -227,6 +227,8 @@ class Decoding:
         except DraftError as error:
             raise DraftError(f"drafter {self._drafter.name!r}: {error}") from error
         self._check(draft, room)
+        if isinstance(draft.tokens, copies.Later) and (self.sampler.reads_drafts or not self._apart):
+            draft = replace(draft, tokens=list(draft.tokens))  # now, before the device has the target's rows to run
         made, rows = perf_counter(), draft.scored_rows()
         sent = self._arrays(draft, rows) if self._apart else None
         block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
@@ -259,8 +261,9 @@ class Decoding:
         draft, began, cache, stats = turn.draft, perf_counter(), self._cache, self.stats
         assert draft is not None
         length, rows = cache.length, turn.block.rows
-        known, answer = self._copy_out(turn.block, draft, output) if self._apart else (None, None)
-        verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest, known)
+        scores, verdict, answer = self._copy_out(turn.block, draft, output) if self._apart else (None, None, None)
+        if scores is None or verdict is None:
+            verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest, scores)
         verdict = verdict.cut(self._cut(verdict.tokens))
         if self._top is not None:
             self._logprobs += scores.logprobs(verdict.path, verdict.tokens, self._top)
@@ -289,51 +292,70 @@ class Decoding:
             self._policy.learn(draft, path, length, drafting, turn.drafting + seconds + observed - began)
         return step
 
-    def _copy_out(self, block: Block, draft: Draft, output: TargetOutput) -> tuple[Scores | None, list[int] | None]:
+    def _copy_out(
+        self, block: Block, draft: Draft, output: TargetOutput
+    ) -> tuple[Scores | None, Verdict | None, list[int] | None]:
         """Decide all rows on the device, and copy from it, at once, what verification and the drafter will read.
 
-        Returns the scores that know it, and the drafter's answer; None where rows must be taken one by one.
+        Returns the scores that know it, the verdict if they alone do not tell it, and the drafter's answer; None where
+        rows must be taken one by one.
         """
         sampler = self.sampler
         late = [draft.tokens] if isinstance(draft.tokens, copies.Later) else []
         reads = self._asks or self._likeliest > 1 or late
         if output.peaks is not None and not (reads or sampler.sample or sampler.processors):
-            return None, None  # one copy does for all sequences of a batch
+            return None, None, None  # one copy does for all sequences of a batch
         if not sampler.takes_together:
-            return None, None
+            return None, None, None
         scores = output.scores(draft.scored_rows())
-        device = scores.logits.device
-        if sampler.processors:
+        device, depths = scores.logits.device, self._process(block, draft, scores)
+        rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
+        read, judge = ([], None) if rule is match else look(rule, draft, scores, sampler)
+        best, own = sampler.decide(scores, () if rule is reject else depths)
+        wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
+        asked = self._ask(block, draft, scores, output, own) if rule is match else None
+        tensors = [best, *([] if own is best else [own]), *read, *wanted, *(tokens.tensor for tokens in late)]
+        found = iter(copies.copy_out([tensor.to(device) for tensor in (*tensors, *([] if asked is None else [asked]))]))
+        most = next(found)
+        decided = most if own is best else next(found)
+        numbers = [next(found) for _ in read]
+        scores.decided(most, () if rule is reject else decided, next(found) if wanted else ())
+        for tokens in late:
+            tokens.known(next(found))
+        return scores, None if judge is None else judge(numbers), next(found, None)
+
+    def _process(self, block: Block, draft: Draft, scores: Scores) -> list[int]:
+        """Have the processors judge the scored rows, without reading any; the rows' depths."""
+        rows = range(len(draft)) if scores.rows is None else scores.rows
+        depths = [draft.depths[row] for row in rows]
+        if self.sampler.processors:
+            device = scores.logits.device
             paths = unread = torch.empty(0, dtype=torch.long, device=device)
             if "paths" in block.sent:
                 sent = block.sent["paths"]
                 paths = block.tokens[0].index_select(0, sent.flatten()).view(sent.shape).to(device)
                 unread = block.sent["unread"].to(device)
-            scores.processed = sampler.together(scores.logits, paths, unread)
-        if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
-            return scores, None
-        depths = [draft.depths[row] for row in (range(len(draft)) if scores.rows is None else scores.rows)]
-        decided = best, own = sampler.decide(scores, depths)
-        wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
-        asked: torch.Tensor | None = None
-        if self._asks and isinstance(self._session, AskingSession):
-            rows = (
-                block.tokens[0],
-                block.sent["parent_places"],
-                block.sent["eligible"],
-                block.seen(len(draft), device),
+            scores.processed = self.sampler.together(
+                scores.logits, paths, unread, depths, lambda place: draft.path_tokens(rows[place])
             )
-            last = last_row(own, *(tensor.to(device) for tensor in rows))
-            depth = rows[-1].to(device).index_select(0, last).sum(1) - 1
-            asked = self._session.ask(Question(scores, output.taps, last, depth))
-        greedy = best is own
-        answer = [] if asked is None else [asked.to(device)]
-        drafted = [tokens.tensor.to(device) for tokens in late]
-        found = copies.copy_out([*decided[greedy:], *wanted, *drafted, *answer])
-        scores.decided(found[0], found[0 if greedy else 1], found[2 - greedy] if wanted else ())
-        for tokens in late:
-            tokens.known(found[-1 - len(answer)])
-        return scores, found[-1] if answer else None
+        return depths
+
+    def _ask(
+        self, block: Block, draft: Draft, scores: Scores, output: TargetOutput, own: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What the session asks of a step whose rows' ``own`` tokens are on the device."""
+        if not (self._asks and isinstance(self._session, AskingSession)):
+            return None
+        device = own.device
+        walked = (
+            block.tokens[0],
+            block.sent["parent_places"],
+            block.sent["eligible"],
+            block.seen(len(draft), device),
+        )
+        last = last_row(own, *(tensor.to(device) for tensor in walked))
+        depth = walked[-1].to(device).index_select(0, last).sum(1) - 1
+        return self._session.ask(Question(scores, output.taps, last, depth))
 
     def result(self) -> Generation:
         """The generation as it stands."""
@@ -399,7 +421,7 @@ class Decoding:
 
 
 def _paths(draft: Draft, rows: Sequence[int]) -> npt.NDArray[np.int64]:
-    """[R, D] of some rows those that lie between the root and each of them, itself among them; filled with the root."""
+    """[R, D] of some rows those that lie between the root and each of them, itself last; filled up with the root."""
     found = np.zeros((len(rows), max(draft.depths)), dtype=np.int64)
     for own, row in zip(found, rows, strict=True):
         while row > 0:

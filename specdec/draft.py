@@ -121,11 +121,19 @@ class Draft:
 
     def children(self) -> list[list[int]]:
         """For every row, its candidate children in row order."""
-        below: list[list[int]] = [[] for _ in self.tokens]
+        below: list[list[int]] = [[] for _ in self.parents]
         for row in range(1, len(self)):
             if row not in self.probes:
                 below[self.parents[row]].append(row)
         return below
+
+    def path_tokens(self, row: int) -> list[int]:
+        """Tokens below the root, down to and with ``row``."""
+        path = list[int]()
+        while row:
+            path.append(self.tokens[row])
+            row = self.parents[row]
+        return path[::-1]
 
     def child(self, row: int, token: int) -> int | None:
         """The first candidate child of ``row`` that holds ``token``, or None."""

@@ -29,7 +29,10 @@ class Matcher(Protocol):
         """
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, V] with -inf for every token that may not follow; an end-of-sequence token is one of them."""
+        """Scores [1, V] with -inf for every token that may not follow; an end-of-sequence token is one of them.
+
+        Nothing else may change: for a model on a device the mask is read off other scores, which are on the host.
+        """
 
 
 @runtime_checkable
@@ -47,12 +50,16 @@ class States:
         self._length = len(prompt)
         self._known: dict[tuple[int, ...], Matcher | None] = {(): grammar.start(prompt)}
 
-    def process(self, tokens: Sequence[int], path: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, V] after the text and ``path``; as they are behind a token that may not be there."""
+    def after(self, tokens: Sequence[int], path: Sequence[int]) -> Matcher | None:
+        """The state after the text and ``path``; None behind a token that may not be there."""
         if len(tokens) > self._length:  # the text has gone on, and only what follows it is asked for from now on
             self._known = {(): self._after(tuple(tokens[self._length :]))}
             self._length = len(tokens)
-        state = self._after(tuple(path))
+        return self._after(tuple(path))
+
+    def process(self, tokens: Sequence[int], path: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+        """Scores [1, V] after the text and ``path``; as they are behind a token that may not be there."""
+        state = self.after(tokens, path)
         return scores if state is None else state.mask(scores)
 
     def _after(self, path: tuple[int, ...]) -> Matcher | None:

@@ -9,26 +9,21 @@ hash (SplitMix64) in integer arithmetic and the same on every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
 from specdec import copies
-from specdec.errors import ConfigError, NumericalError, shown
+from specdec.errors import NumericalError
 from specdec.grammar import Grammar, States
 from specdec.native.scores import draw, largest
 from specdec.params import ACCEPTANCES, SamplingParams
+from specdec.processors import FREE, check_scores, judged, masked, takes_rows
 from specdec.results import TokenLogprobs
 
 __all__ = ["ACCEPTANCES", "Noise", "Peaks", "Sampler", "SamplingParams", "Scores"]
@@ -152,7 +147,12 @@ class Noise:
 
     def draw(self, probabilities: torch.Tensor, position: int, stream: int, index: int = 0) -> int:
         """A token from ``probabilities`` [V] (unnormalised is fine)."""
-        return int((probabilities.double().log() + self.gumbel(position, stream, index)).argmax())
+        return int(self.draws(probabilities[None], position, stream, [index]))
+
+    def draws(self, probabilities: torch.Tensor, position: int, stream: int, indices: Sequence[int]) -> torch.Tensor:
+        """int64 [N], what ``draw`` takes from each row of ``probabilities`` [N, V] with its index, and nobody reads."""
+        noise = self._gumbel([self._key(position, stream, index) for index in indices])
+        return (probabilities.double().log() + noise).argmax(-1)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
@@ -343,20 +343,6 @@ def _tokens(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(values.abs() < math.inf, tokens, _UNSOUND)
 
 
-def _check_scores(processor: Any, scores: Any, shape: Sequence[int]) -> None:
-    """Raises ConfigError where a logits processor did not return scores."""
-    if isinstance(scores, torch.Tensor):
-        if scores.shape == shape and scores.is_floating_point():
-            return
-        what = f"{str(scores.dtype).removeprefix('torch.')} of shape {list(scores.shape)}"
-    else:
-        what = f"{shown(scores)}, of type {type(scores).__name__}"
-    name = getattr(processor, "__qualname__", type(processor).__qualname__)
-    raise ConfigError(
-        f"the logits processor {name} returned {what}; it must return scores, floats of shape {list(shape)}"
-    )
-
-
 class Sampler:
     """Turns a row's logits into a token or a distribution, under the processors, on the row's own prefix.
 
@@ -384,14 +370,10 @@ class Sampler:
         self.noise = Noise(params.seed, vocab_size, device)
         begun = [States(one, tokens) if isinstance(one, Grammar) else one for one in processors]
         self.processors: list[Any] = [*begun, *params.processors()]
-        # Some never look at the prefix, and write nothing in place.
-        free = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-        bound = [p for p in self.processors if not isinstance(p, free)]
-        self._all_free = not bound
-        # Which tokens a text has is all that the penalty asks, so that a row's may be filled up with some of its own.
-        self.takes_together = all(
-            type(p) is RepetitionPenaltyLogitsProcessor and p.prompt_ignore_length is None for p in bound
-        )
+        self._all_free = all(type(p) in FREE for p in self.processors)
+        self.takes_together = all(map(takes_rows, self.processors))
+        # What others are shown, and a grammar's states, are made of tokens that the host knows.
+        self.reads_drafts = not self.takes_together or any(isinstance(p, States) for p in self.processors)
         last: Any = self.processors[-1] if self.processors else None
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
         plain = plain and not copies.is_apart(device)  # where every number that is read is waited for
@@ -407,32 +389,48 @@ class Sampler:
         """Tokens of the text that are not on the device yet; None where no processor asks for any."""
         return None if self._all_free else self.tokens[self._filled :]
 
-    def together(self, logits: torch.Tensor, paths: torch.Tensor, unread: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [R, V] after all processors, each asked once, where it ``takes_together``.
+    def together(
+        self,
+        logits: torch.Tensor,
+        paths: torch.Tensor,
+        unread: torch.Tensor | None = None,
+        depths: Sequence[int] = (),
+        path_of: Callable[[int], Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """Logits [R, V] after all processors, where it ``takes_together``.
 
         Args:
             logits: [R, V], raw.
-            paths: int64 [R, D], each row's tokens below the root, in any order and filled up with tokens of its text.
+            paths: int64 [R, D], each row's tokens below the root, filled up with tokens of its text.
             unread: what :attr:`unread` lists, where it is on the device already.
+            depths: the rows'; for processors beside those of ``params``.
+            path_of: a row's tokens below the root, where it ``reads_drafts``.
         """
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
-        ids: Any = (
+        ids = (
             self._prefix[:, :0]
             if self._all_free
             else torch.cat((self._ids((), unread).expand(len(logits), -1), paths), 1)
         )
+        lengths = [len(self.tokens) + depth for depth in depths]
         for processor in self.processors:
-            logits = processor(ids, logits)
+            if isinstance(processor, States):
+                assert path_of is not None
+                logits = masked(processor, self.tokens, [path_of(row) for row in range(len(logits))], logits)
+            else:
+                logits = judged(processor, ids, logits, lengths)
         return logits
 
     def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
 
-        ``depths`` are the rows'; ``scores`` are ``processed`` where there are processors. A row whose logits are no
-        distribution has a number that is no token.
+        ``depths`` are the rows', empty where nobody asks for the latter; ``scores`` are ``processed`` where there are
+        processors. A row whose logits are no distribution has a number that is no token.
         """
         best = own = _tokens(scores.logits)
+        if not depths:
+            return best, best
         logits = scores.logits if scores.processed is None else scores.processed
         if self.sample:
             noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}
@@ -517,12 +515,14 @@ class Sampler:
         ids = self._ids(path)
         for processor in self.processors if processors is None else processors:
             given = logits
-            if isinstance(processor, States):
-                logits = processor.process(self.tokens, path, logits)
-            else:
+            if not isinstance(processor, States):
                 logits = processor(ids, logits)
+            elif copies.is_apart(logits.device):
+                logits = masked(processor, self.tokens, [path], logits)
+            else:
+                logits = processor.process(self.tokens, path, logits)
             if not self._all_free:
-                _check_scores(processor, logits, given.shape)
+                check_scores(processor, logits, given.shape)
         return logits[0]
 
     def _ids(self, path: Sequence[int], unread: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,7 +17,7 @@ the *bonus* token, which the target emits whether or not a draft row was right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,11 +26,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specdec import copies
+from specdec.copies import Later
 from specdec.draft import Draft
 from specdec.errors import DraftError
 from specdec.sampling import Noise, Sampler, SamplingParams, Scores
 
-__all__ = ["Verdict", "Verifier", "last_row", "match", "reject", "typical", "verifier_for", "verify", "walk_arrays"]
+__all__ = [
+    "Verdict",
+    "Verifier",
+    "last_row",
+    "look",
+    "match",
+    "reject",
+    "typical",
+    "verifier_for",
+    "verify",
+    "walk_arrays",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,9 @@ class Verdict:
 
 
 Verifier = Callable[[Draft, Scores, Sampler], Verdict]
+
+Look = tuple[list[torch.Tensor], Callable[[Sequence[list[Any]]], Verdict]]
+"""What a rule has to read, which stays on a device until then, and the verdict by its numbers."""
 
 
 def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Verifier:
@@ -113,6 +129,11 @@ def last_row(
     return (accepted * closure.sum(-1)).argmax(-1, keepdim=True)
 
 
+def look(rule: Verifier, draft: Draft, scores: Scores, sampler: Sampler) -> Look:
+    """What ``reject`` or ``typical`` reads of all rows, where nobody needs their texts to process the logits."""
+    return (rejecting if rule is reject else _typical_look)(draft, scores, sampler)
+
+
 def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     """Traverse the tree bottom-up, accepting the first node whose coin says so.
 
@@ -121,71 +142,145 @@ def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     is ``(alpha p - q)+``, with mass R: p becomes its normalisation, alpha becomes ``R / (R + 1 - alpha)``, and q loses
     x. The root has alpha 1 and keeps it.
     """
-    below = draft.children()
-    left: dict[int, torch.Tensor] = {}  # row -> the residual target once all below it is rejected
-    order: list[int] = []  # in which rows are judged
-    children: list[int] = []
-    alphas: list[torch.Tensor] = []  # of the rows in order
-    masses: list[torch.Tensor] = []  # of the children
-    sums: list[torch.Tensor] = []  # of all rows' probabilities
-    prefixes: dict[int, tuple[list[int], list[int]]] = {}  # row -> path to it, and its tokens
+    tensors, judge = rejecting(draft, scores, sampler)
+    return judge(copies.copy_out(tensors))
 
-    def visit(row: int, alpha: torch.Tensor | None, path: list[int], tokens: list[int]) -> None:
-        p = sampler.probabilities(scores, row, tokens)
-        alpha = torch.ones_like(p[0]) if alpha is None else alpha
-        prefixes[row] = path, tokens
-        sums.append(p.sum())
-        q = draft.q.get(row)
+
+def rejecting(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
+    """What ``reject`` computes: no row's numbers depend on a coin. Its verdict needs the tokens, however late."""
+    found = _Traversal(draft, scores, sampler)
+    position, order, none = len(sampler.tokens), [*found.left], found.sums[0][:0]
+    tensors = [torch.cat([none, *numbers.values()]) for numbers in (found.alphas, found.sums, found.masses)]
+    if apart := copies.is_apart(none.device):  # so that nothing is left to be read once a row is kept
+        rows = torch.stack([*found.left.values()])
+        tensors.append(sampler.noise.draws(rows, position, Noise.COIN, [len(draft) + row for row in order]))
+
+    def judge(numbers: Sequence[list[Any]]) -> Verdict:
+        for row, total in zip(found.sums, numbers[1], strict=True):
+            if math.isnan(total):
+                sampler.distribution(scores, row, draft.path_tokens(row))  # which says what is wrong with it
+        for child, mass in zip(found.masses, numbers[2], strict=True):
+            if not mass > 0:
+                raise DraftError(
+                    f"row {child} holds token {draft.tokens[child]}, to which the q of row {draft.parents[child]} "
+                    f"gives probability {mass}; set q only for children that were drawn from it, without replacement"
+                )
+        coin = partial(sampler.noise.uniform, position, Noise.COIN)
+        chances = zip(order, numbers[0], strict=True)
+        kept = next(row for row, alpha in chances if row == 0 or coin(row) < alpha)
+        if apart:
+            bonus = numbers[3][order.index(kept)]
+        else:
+            bonus = sampler.noise.draw(found.left[kept], position, Noise.COIN, len(draft) + kept)
+        return Verdict(found.paths[kept], [*draft.path_tokens(kept), bonus])
+
+    return tensors, judge
+
+
+class _Traversal:
+    """Tensors on the scores' device, by row.
+
+    Attributes:
+        left: [V] the residual target once all below the row is rejected, in the order in which rows are judged.
+        alphas: [1], in that order.
+        sums: [1] of the probabilities, in the order in which rows are visited.
+        masses: [1] what q gives a child, in the order of the children.
+        paths: the rows down to and with the row.
+    """
+
+    def __init__(self, draft: Draft, scores: Scores, sampler: Sampler) -> None:
+        self._draft, self._scores, self._sampler = draft, scores, sampler
+        self._below, self._late = draft.children(), isinstance(draft.tokens, Later)
+        self.left: dict[int, torch.Tensor] = {}
+        self.alphas: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, torch.Tensor] = {}
+        self.masses: dict[int, torch.Tensor] = {}
+        self.paths: dict[int, list[int]] = {}
+        self._visit(0, None, [0])
+
+    def _visit(self, row: int, alpha: torch.Tensor | None, path: list[int]) -> None:
+        tokens = [] if self._late else [self._draft.tokens[above] for above in path[1:]]
+        p = self._sampler.probabilities(self._scores, row, tokens)
+        alpha = torch.ones_like(p[:1]) if alpha is None else alpha
+        self.paths[row] = path
+        self.sums[row] = p.sum()[None]
+        q = self._draft.q.get(row)
         if q is not None:
             q = q.to(p.device, p.dtype)
-        for child in below[row]:
-            token = draft.tokens[child]
-            drawn = _point(p, token) if q is None else q
-            children.append(child)
-            masses.append(drawn[token])
-            visit(child, (alpha * p[token] / drawn[token]).clamp(max=1.0), [*path, child], [*tokens, token])
+        for child in self._below[row]:
+            token = _place(self._draft, child, p.device)
+            drawn = _with(torch.zeros_like(p), token, 1.0) if q is None else q
+            self.masses[child] = drawn[token]
+            self._visit(child, (alpha * p[token] / drawn[token]).clamp(max=1.0), [*path, child])
             rest = (alpha * p - drawn).clamp_(min=0)
             total = rest.sum()
             p = torch.where(total > 0, rest / total, p)
             mass = total + 1 - alpha
             alpha = torch.where(mass > 0, total / mass, 0.0)
             if q is not None:
-                q = q.clone()
-                q[token] = 0
+                q = _with(q, token, 0.0)
                 mass = q.sum()
                 q = torch.where(mass > 0, q / mass, q)
-        order.append(row)
-        alphas.append(alpha)
-        left[row] = p
-
-    visit(0, None, [0], [])
-    # No row's numbers depend on a coin: a device computes them all, and they are copied at once.
-    numbers = torch.stack([*alphas, *sums, *masses]).tolist()
-    rows = len(order)
-    for row, total in zip(prefixes, numbers[rows : 2 * rows], strict=True):
-        if math.isnan(total):
-            sampler.distribution(scores, row, prefixes[row][1])  # which says what is wrong with it
-    for child, mass in zip(children, numbers[2 * rows :], strict=True):
-        if not mass > 0:
-            raise DraftError(
-                f"row {child} holds token {draft.tokens[child]}, to which the q of row {draft.parents[child]} gives "
-                f"probability {mass}; set q only for children that were drawn from it, without replacement"
-            )
-    position = len(sampler.tokens)
-    coin = partial(sampler.noise.uniform, position, Noise.COIN)
-    kept = next(row for row, alpha in zip(order, numbers, strict=False) if row == 0 or coin(row) < alpha)
-    path, tokens = prefixes[kept]
-    return Verdict(path, [*tokens, sampler.noise.draw(left[kept], position, Noise.COIN, len(draft) + kept)])
+        self.alphas[row], self.left[row] = alpha, p
 
 
-def _point(like: torch.Tensor, token: int) -> torch.Tensor:
-    point = torch.zeros_like(like)
-    point[token] = 1
-    return point
+def _place(draft: Draft, row: int, device: torch.device) -> slice | torch.Tensor:
+    """Where a row's token stands in [V]; unread, where a device may still be drawing it."""
+    if isinstance(draft.tokens, Later):
+        return draft.tokens.tensor[row : row + 1].to(device)
+    return slice(draft.tokens[row], draft.tokens[row] + 1)
+
+
+def _with(values: torch.Tensor, token: slice | torch.Tensor, number: float) -> torch.Tensor:
+    """[V] values, with a number at a token."""
+    if isinstance(token, torch.Tensor):
+        return values.index_fill(0, token, number)  # in the kernel's arguments, where an assignment would copy it
+    values = values.clone()
+    values[token] = number
+    return values
 
 
 def typical(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     """Keep the longest path of tokens with ``p > min(epsilon, delta exp(-H(p)))``. Lossy."""
+
+    def read(row: int, children: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
+        p = sampler.distribution(scores, row, tokens)
+        return float(torch.special.entr(p).sum()), [float(p[draft.tokens[child]]) for child in children]
+
+    return _longest(draft, scores, sampler, read)
+
+
+def _typical_look(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
+    """What ``typical`` reads of any row; the target's own tokens are decided already."""
+    below = draft.children()
+    above = [row for row in range(len(draft)) if below[row]]
+    chances = {row: sampler.probabilities(scores, row, []) for row in above}
+    entropies = [torch.special.entr(p).sum()[None] for p in chances.values()]
+    numbers = [p[_place(draft, child, p.device)] for row, p in chances.items() for child in below[row]]
+
+    def judge(found: Sequence[list[Any]]) -> Verdict:
+        left = iter(found[0][len(above) :])
+        known = {
+            row: (entropy, [next(left) for _ in below[row]]) for row, entropy in zip(above, found[0], strict=False)
+        }
+
+        def read(row: int, children: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
+            if math.isnan(known[row][0]):
+                sampler.distribution(scores, row, tokens)  # which says what is wrong with it
+            return known[row]
+
+        return _longest(draft, scores, sampler, read)
+
+    return [torch.cat([*entropies, *numbers]) if above else scores.logits.new_empty(0)], judge
+
+
+def _longest(
+    draft: Draft,
+    scores: Scores,
+    sampler: Sampler,
+    read: Callable[[int, Sequence[int], Sequence[int]], tuple[float, list[float]]],
+) -> Verdict:
+    """The verdict of ``typical``; ``read`` gives a row's entropy, and the probabilities of its children."""
     below = draft.children()
     best: tuple[list[int], list[int]] = ([0], [])
     stack: list[tuple[int, list[int], list[int]]] = [(0, [0], [])]
@@ -196,11 +291,10 @@ def typical(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
             best = (path, tokens)
         if not below[row]:
             continue
-        p = sampler.distribution(scores, row, tokens)
-        entropy = float(torch.special.entr(p).sum())
+        entropy, chances = read(row, below[row], tokens)
         bar = min(params.typical_epsilon, params.typical_delta * math.exp(-entropy))
-        for child in reversed(below[row]):
-            if float(p[draft.tokens[child]]) > bar:
+        for child, chance in zip(reversed(below[row]), reversed(chances), strict=True):
+            if chance > bar:
                 stack.append((child, [*path, child], [*tokens, draft.tokens[child]]))
     path, tokens = best
     return Verdict(path, [*tokens, sampler.token(scores, path[-1], tokens)])

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget, copies
 from specdec.attention import BACKENDS as ALL_BACKENDS
@@ -65,6 +71,37 @@ def test_a_seed_is_one_text(drafter: str) -> None:
     engine = Engine(target_of("mistral"))
     plain = engine.generate(PROMPTS[1], NEW, sampling).token_ids
     assert engine.with_drafter(drafter).generate(PROMPTS[1], NEW, sampling).token_ids == plain
+
+
+class Alternating:
+    """A grammar whose states are its matchers: after an even token comes an odd one. Its masks are made on the host."""
+
+    def __init__(self, odd: bool = False) -> None:
+        self.odd = odd
+
+    def start(self, prompt: Sequence[int]) -> Alternating:
+        return Alternating()
+
+    def advance(self, token: int) -> Alternating | None:
+        return Alternating(not self.odd) if token % 2 == self.odd else None
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 != self.odd, -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("drafter", ["token_recycling", "draft_model"])
+def test_processors_of_all_rows_are_those_of_a_text(drafter: str, temperature: float, tmp_path: Path) -> None:
+    target = target_of("llama")
+    sampling = SamplingParams(temperature=temperature, seed=3, acceptance="match")
+    for processors in (
+        [Alternating()],
+        [NoRepeatNGramLogitsProcessor(2), MinNewTokensLengthLogitsProcessor(40, 9, [0, 1], device=str(DEVICE))],
+        [SequenceBiasLogitsProcessor([[[1], 2.0], [[3, 4], 3.0]])],
+    ):
+        plain = Engine(target).generate(PROMPTS[1], NEW, sampling, logits_processor=processors).token_ids
+        engine = Engine(target, None, settings_of(drafter, target, tmp_path)[0], max_rows=24)
+        assert engine.generate(PROMPTS[1], NEW, sampling, logits_processor=processors).token_ids == plain
 
 
 def test_noise_is_the_cpu_s() -> None:

@@ -18,10 +18,11 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from transformers import MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from drafters.adapter import Adapter
 from drafters.medusa_heads import MedusaHeads
-from specdec import Draft, Engine, SamplingParams, TransformersTarget, attention, copies, cost, model
+from specdec import Draft, Engine, SamplingParams, TransformersTarget, attention, copies, cost, model, processors
 from specdec.block import Block
 from specdec.cache import LayerSpec
 from specdec.joints import Joints
@@ -163,9 +164,9 @@ def copy_in(arrays: Mapping[str, Any], device: torch.device) -> dict[str, torch.
     return copies.views(torch.empty(copies.pack(arrays)[1], dtype=torch.uint8, device=device), arrays)
 
 
-def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     same(*tensors)
-    return [[0] * tensor.numel() for tensor in tensors]
+    return [[1.0 if tensor.is_floating_point() else 0] * tensor.numel() for tensor in tensors]
 
 
 @pytest.fixture
@@ -345,6 +346,47 @@ def test_batches(family: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> 
     for sampling in (None, SAMPLED):
         found = engine.generate_batch(prompts, 6, sampling, batch=2)
         assert [one.finish_reason for one in found] == ["length"] * 3, [one.error for one in found]
+
+
+class Anything:
+    """A grammar of one state."""
+
+    def start(self, prompt: Sequence[int]) -> Anything:
+        return self
+
+    def advance(self, token: int) -> Anything:
+        return self
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("there are no numbers to mask; what is made of a mask on the host is a stand-in's")
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("drafter", ["token_recycling", "draft_model"])
+def test_processors_and_other_rules(
+    drafter: str, family: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    options = {"name": drafter}
+    if drafter == "draft_model":
+        options = dict(settings_of(drafter, models.target_of(family), tmp_path)[0])
+    masks = lambda states, size, dtype: (np.zeros((len(states), size), bool), dtype)  # noqa: E731
+    monkeypatch.setattr(processors, "forbidden", masks)
+    request.getfixturevalue("fake")
+    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=devices)
+    stranger = partial(target_on, family, torch.bfloat16, "auto", "auto", monkeypatch)
+    monkeypatch.setattr(TransformersTarget, "from_pretrained", lambda path, dtype, device: stranger(first=str(device)))
+    engine = Engine(target, None, options, max_rows=24, prefill_chunk=16)
+    there = str(target.head_device)
+    rules = [SAMPLED, replace(SAMPLED, acceptance="reject"), replace(SAMPLED, acceptance="typical", allow_lossy=True)]
+    for sampling in (None, PENALISED, *rules):
+        for own in (
+            [],
+            [Anything()],
+            [NoRepeatNGramLogitsProcessor(2), MinNewTokensLengthLogitsProcessor(20, 3, 0, device=there)],
+        ):
+            assert engine.generate(prompt_of(20), 6, sampling, logits_processor=own).finish_reason == "length"
 
 
 @pytest.mark.usefixtures("fake")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, SamplingParams, TransformersTarget
+from specdec import Engine, SamplingParams, TransformersTarget, copies
 from tests.fakes import Drawing, Oracle
 from tests.models import VOCAB, new_model, prompt_of, reference
-from tests.unit.third_party_grammar import JsonSchema
+from tests.unit.third_party_grammar import JsonSchema, JsonState
 
 ALPHABET = '  {}[]:,"ab012'  # token -> character; the first two are no JSON here
 END = 20
@@ -163,3 +163,20 @@ def test_a_schema_by_another_library(tiny_engine: Engine, sampling: SamplingPara
     for found in others:
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]
     assert any(one.stats.steps < len(one.token_ids) for found in others for one in found)
+
+
+def test_on_a_device_masks_are_asked_for_on_the_host(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of scores that are none of the model's: such libraries refuse others, or make the device wait for a mask."""
+    grammar = JsonSchema(SCHEMA, tiny_engine.tokenizer, tiny_engine.target.vocab_size)
+    engine = tiny_engine.with_drafter("prompt_lookup")
+    expected = engine.generate("config = ", 40, logits_processor=[grammar])
+    mask = JsonState.mask
+
+    def checked(state: JsonState, scores: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(scores, torch.ones_like(scores))
+        return mask(state, scores)
+
+    monkeypatch.setattr(JsonState, "mask", checked)
+    monkeypatch.setattr(copies, "is_apart", lambda device: True)
+    assert engine.generate("config = ", 40, logits_processor=[grammar]).token_ids == expected.token_ids
+    assert expected.stats.steps < len(expected.token_ids)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TopKLogitsWarper
 
 from specdec import SamplingParams
 from specdec.errors import NumericalError
@@ -82,6 +83,20 @@ def test_processors_are_those_of_generate(params: SamplingParams) -> None:
     torch.testing.assert_close(ours, out.scores[0][0].float(), rtol=1e-6, atol=1e-6)
     if params.top_k or params.top_p < 1 or params.min_p:
         assert torch.isinf(ours).any()
+
+
+def test_a_warper_s_subclass_sees_the_text() -> None:
+    """Transformers' own never look at it, which says nothing of what is made of them."""
+
+    class Last(TopKLogitsWarper):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            scores[:, input_ids[0, -1]] = 9.0
+            return super().__call__(input_ids, scores)  # type: ignore[no-any-return]
+
+    scores = Scores(torch.zeros(1, 10))
+    found = Sampler(SamplingParams(), [1, 2], 10, CPU, [Last(1)]).processed(scores, 0, (7,))
+    assert found.isfinite().nonzero().tolist() == [[7]]
+    assert not scores.logits.any()
 
 
 def test_scores_by_row() -> None:

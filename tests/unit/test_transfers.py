@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
-from transformers import RepetitionPenaltyLogitsProcessor
 
-from specdec import Draft, Engine, SamplingParams, copies
+from specdec import Draft, Engine, SamplingParams, copies, decoding, processors
 from specdec.cost import CostCurve, roofline
 from specdec.draft import ancestors
-from specdec.errors import NumericalError
+from specdec.errors import ConfigError, NumericalError
 from specdec.results import Step
 from specdec.sampling import Sampler, Scores
 from specdec.verify import last_row, match, walk_arrays
-from tests.models import prompt_of, random_adapter, settings_of, target_of
+from tests.models import VOCAB, prompt_of, random_adapter, settings_of, target_of
 from tests.property.trees import parent_lists
 
 READS = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy", "cpu", "nonzero", "equal")
@@ -33,6 +34,7 @@ MAKES = ("tensor", "as_tensor", "from_numpy", "asarray")
 PROMPT, NEW = prompt_of(20), 30
 ONCE = ("none", "prompt_lookup", "lookahead", "token_recycling", "medusa", "suffix_automaton", "auto", "union")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=12, seed=4)
+RECYCLING = {"name": "token_recycling", "rows": 24, "persistent": True}
 PENALTY = {"repetition_penalty": 1.3}  # which looks at each row's own text
 SAMPLINGS = [None, SAMPLED, SamplingParams(**PENALTY), SamplingParams(temperature=0.8, seed=4, **PENALTY)]
 
@@ -75,13 +77,24 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
 
         return call
 
+    def forbidden(states: Sequence[Any], size: int, dtype: torch.dtype) -> Any:
+        mode.inside = True  # it is given nothing that is on a device
+        try:
+            return masks(states, size, dtype)
+        finally:
+            mode.inside = False
+
+    masks = processors.forbidden
+    monkeypatch.setattr(processors, "forbidden", forbidden)
     monkeypatch.setattr(copies, "is_apart", lambda device: True)
     monkeypatch.setattr(copies, "copy_in", counted("in", copies.copy_in))
     monkeypatch.setattr(copies, "copy_out", counted("out", copies.copy_out))
     return mode
 
 
-def steps_of(engine: Engine, sampling: SamplingParams | None, mode: Transfers | None) -> tuple[list[int], list[Any]]:
+def steps_of(
+    engine: Engine, sampling: SamplingParams | None, mode: Transfers | None, processor: Any = ()
+) -> tuple[list[int], list[Any]]:
     """The text, and what each step copied."""
     found: list[Any] = []
 
@@ -91,9 +104,9 @@ def steps_of(engine: Engine, sampling: SamplingParams | None, mode: Transfers | 
         mode.counts.clear()
 
     if mode is None:
-        out = engine.generate(PROMPT, NEW, sampling)
+        out = engine.generate(PROMPT, NEW, sampling, logits_processor=processor)
         return out.token_ids, out.steps
-    decoding = engine.start(PROMPT, NEW, sampling)
+    decoding = engine.start(PROMPT, NEW, sampling, logits_processor=processor)
     with mode, engine.target.active():
         decoding.prefill()
         mode.counts.clear()
@@ -147,6 +160,104 @@ def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
     assert [one.token_ids for one in found] == expected
 
 
+EOS = [0, 26]
+BY_ROW: dict[str, Callable[[], Any]] = {  # of transformers, that read nothing back
+    "temperature": lambda: hf.TemperatureLogitsWarper(0.7),
+    "top k": lambda: hf.TopKLogitsWarper(5),
+    "top p": lambda: hf.TopPLogitsWarper(0.6),
+    "min p": lambda: hf.MinPLogitsWarper(0.2),
+    "typical": lambda: hf.TypicalLogitsWarper(0.6),
+    "epsilon": lambda: hf.EpsilonLogitsWarper(0.03),
+    "finite": lambda: hf.InfNanRemoveLogitsProcessor(),
+    "normal": lambda: hf.LogitNormalization(),
+    "suppressed": lambda: hf.SuppressTokensLogitsProcessor(range(0, VOCAB, 3)),
+    "suppressed at first": lambda: hf.SuppressTokensAtBeginLogitsProcessor(range(VOCAB - 1), len(PROMPT) + 2),
+    "penalty": lambda: hf.RepetitionPenaltyLogitsProcessor(1.6),
+    "penalty for what is new": lambda: hf.RepetitionPenaltyLogitsProcessor(0.01, prompt_ignore_length=len(PROMPT)),
+    "n-grams": lambda: hf.NoRepeatNGramLogitsProcessor(2),
+    "bias": lambda: hf.SequenceBiasLogitsProcessor([[[one], 2.0] for one in range(3)] + BIASED),
+    "bad words": lambda: hf.NoBadWordsLogitsProcessor([[one] for one in range(1, VOCAB, 4)] + [[2, 3]], EOS),
+    "length": lambda: hf.MinLengthLogitsProcessor(len(PROMPT) + 9, [*range(0, VOCAB, 2)]),
+    "new tokens": lambda: hf.MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [*range(0, VOCAB, 2)]),
+    "first": lambda: hf.ForcedBOSTokenLogitsProcessor(5),
+    "last": lambda: hf.ForcedEOSTokenLogitsProcessor(len(PROMPT) + 12, EOS),
+    "decay": lambda: hf.ExponentialDecayLengthPenalty((2, 1.4), EOS, len(PROMPT)),
+}
+BIASED = [[[one, (7 * one) % VOCAB], 9.0] for one in range(VOCAB)]
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+@given(parents=st.just([-1, 0, 1, 0, 3, 0]) | parent_lists(12), data=st.data())
+@settings(max_examples=25)
+def test_all_rows_at_once_are_the_rows_one_by_one(name: str, parents: list[int], data: st.DataObject) -> None:
+    """Bit for bit, whichever rows are scored, and the raw logits stay as they are."""
+    text = [
+        *PROMPT[:-2],
+        *data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6)),
+    ]  # up to the prompt's end, or on
+    tokens = torch.tensor([text[-1], *data.draw(st.lists(st.integers(0, 4), min_size=11, max_size=11))])[: len(parents)]
+    draft = Draft(tokens.tolist(), parents)
+    rows = data.draw(
+        st.just([*range(len(draft))]) | st.sets(st.sampled_from(range(len(draft))), min_size=1).map(sorted)
+    )
+    logits = 3 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(len(parents)))
+    sampler = Sampler(SamplingParams(temperature=0.9, top_p=0.95), text, VOCAB, torch.device("cpu"), [BY_ROW[name]()])
+    assert sampler.takes_together
+    assert not sampler.reads_drafts
+    depths = [draft.depths[row] for row in rows]
+    paths = tokens[torch.from_numpy(decoding._paths(draft, rows))]
+    found = sampler.together(logits, paths, None, depths)
+    scores = Scores(logits.clone(), rows)
+    for own, row in zip(found, rows, strict=True):
+        assert torch.equal(own, sampler.processed(scores, row, draft.path_tokens(row)))
+    assert torch.equal(logits, scores.logits)
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", BY_ROW)
+def test_processors_of_transformers_copy_nothing(
+    name: str, sampling: SamplingParams | None, request: pytest.FixtureRequest
+) -> None:
+    engine = Engine(target_of("llama"), None, RECYCLING, max_rows=24, policy="off")
+    text, _ = steps_of(engine, sampling, None, [BY_ROW[name]()])
+    got, steps = steps_of(engine, sampling, request.getfixturevalue("transfers"), [BY_ROW[name]()])
+    assert got == text
+    assert all(counts == {"in": 1, "out": 1} for _, counts in steps[1:]), [counts for _, counts in steps]
+
+
+def test_processors_change_texts() -> None:
+    """Otherwise equality would be cheap; two only keep or norm finite scores, and one is for a text of one token."""
+    engine = Engine(target_of("llama"), None, "none")
+    drawn = SamplingParams(temperature=2.0, seed=4)
+    plain = [engine.generate(PROMPT, NEW, params).token_ids for params in (None, drawn)]
+    for name, made in BY_ROW.items():
+        found = [engine.generate(PROMPT, NEW, params, logits_processor=[made()]).token_ids for params in (None, drawn)]
+        assert (found == plain) == (name in ("finite", "normal", "first")), name
+
+
+class Watching(hf.NoRepeatNGramLogitsProcessor):
+    """What it does depends on what it has been asked."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.seen += input_ids.tolist()
+        scores[:, len(self.seen) % VOCAB] = 50.0
+        return super().__call__(input_ids, scores)  # type: ignore[no-any-return]
+
+
+def test_other_processors_are_asked_as_on_the_host(request: pytest.FixtureRequest) -> None:
+    """A subclass, of one that is asked for all rows at once, may keep something between its calls."""
+    here, there = Watching(), Watching()
+    engine = Engine(target_of("llama"), None, RECYCLING, max_rows=24, policy="off")
+    expected = engine.generate(PROMPT, 12, logits_processor=[here]).token_ids
+    request.getfixturevalue("transfers")
+    assert engine.generate(PROMPT, 12, logits_processor=[there]).token_ids == expected
+    assert here.seen == there.seen
+
+
 class Alternating:
     """A grammar whose states are its matchers: after an even token comes an odd one."""
 
@@ -160,19 +271,49 @@ class Alternating:
         return Alternating(not self.odd) if token % 2 == self.odd else None
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
-        wrong = torch.arange(scores.shape[-1]) % 2 != self.odd
-        return scores.masked_fill(wrong, -torch.inf)
+        return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 != self.odd, -torch.inf)
 
 
-def test_a_grammar_is_asked_row_by_row(request: pytest.FixtureRequest) -> None:
-    """No row is decided without its state; and a penalty for what is new alone looks at a row's own text."""
-    drafter = {"name": "token_recycling", "rows": 24, "persistent": True}
-    engine = Engine(target_of("llama"), None, drafter, max_rows=24, policy="off")
-    others = [Alternating(), RepetitionPenaltyLogitsProcessor(0.01, prompt_ignore_length=len(PROMPT))]
-    expected = [engine.generate(PROMPT, 12, logits_processor=[one]).token_ids for one in others]
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["token_recycling", "draft_model"])
+def test_masks_of_a_grammar_are_sent_at_once(
+    drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """One copy more into the device; and to know a draft that a model has made there, one out of it before the step."""
+    target = target_of("llama")
+    drafted = drafter == "draft_model"
+    options: Any = RECYCLING
+    if drafted:
+        options = {**settings_of(drafter, target, tmp_path)[0], "min_confidence": 0.0}
+        sampling = None if sampling is None else replace(sampling, acceptance="match")
+    engine = Engine(target, None, options, max_rows=24, policy="off")
+    text, expected = steps_of(engine, sampling, None, [Alternating()])
+    arrays = decoding.Decoding._arrays
+
+    def checked(own: Any, draft: Draft, rows: Any) -> Any:
+        assert not isinstance(draft.tokens, copies.Later)
+        return arrays(own, draft, rows)
+
+    request.getfixturevalue("monkeypatch").setattr(decoding.Decoding, "_arrays", checked)
+    got, steps = steps_of(engine, sampling, request.getfixturevalue("transfers"), [Alternating()])
+    assert got == text
+    assert all(token % 2 == place % 2 for place, token in enumerate(text))
+    assert not drafted or [step.rows for step, _ in steps] == [step.rows for step in expected]
+    assert all(counts["out"] == 1 + (drafted and step.rows > 1) for step, counts in steps[1:]), [c for _, c in steps]
+    assert all(counts["in"] <= 2 + drafted * step.rows for step, counts in steps[1:]), [c for _, c in steps]
+
+
+def test_a_mask_that_is_none_is_refused(request: pytest.FixtureRequest) -> None:
+    class Biased(Alternating):
+        def start(self, prompt: Sequence[int]) -> Alternating:
+            return self
+
+        def mask(self, scores: torch.Tensor) -> torch.Tensor:
+            return super().mask(scores) + 1
+
     request.getfixturevalue("transfers")
-    assert [engine.generate(PROMPT, 12, logits_processor=[one]).token_ids for one in others] == expected
-    assert all(token % 2 == place % 2 for place, token in enumerate(expected[0]))
+    with pytest.raises(ConfigError, match=r"Biased changed scores of tokens that may follow; it must set"):
+        Engine(target_of("llama"), None, "none").generate(PROMPT, 3, logits_processor=[Biased()])
 
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, SamplingParams(temperature=0.8, seed=4, acceptance="match")])
@@ -180,7 +321,7 @@ def test_a_grammar_is_asked_row_by_row(request: pytest.FixtureRequest) -> None:
 def test_models_that_draft_copy_a_bounded_number_of_times(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """One copy in per pass, and one out per guess or level that has to be read; block verification twice more."""
+    """One copy in per pass, and one out per guess or level that has to be read, beside the step's own."""
     target = target_of("llama")
     settings = settings_of(drafter, target, tmp_path)
     engines = [Engine(target, None, options, max_rows=24, policy="off") for options in settings]
@@ -199,10 +340,33 @@ def test_models_that_draft_copy_a_bounded_number_of_times(
         for step, counts in steps[1:]:
             if drafter == "kangaroo":  # one that was dropped has no row; alternatives are read by themselves
                 reads = step.rows + ("branch" in options)
-            else:  # block verification reads the tokens
-                reads = rejects if stays else options.get("tokens", 4)
-            assert counts["out"] <= reads + 1 + rejects, (options, step.rows, counts)
+            else:
+                reads = 0 if stays else options.get("tokens", 4)
+            assert 1 <= counts["out"] <= reads + 1, (options, step.rows, counts)
             assert counts["in"] <= 2 + step.rows * (1 + penalised), (options, step.rows, counts)
+
+
+@pytest.mark.parametrize("rule", ["typical", "reject"])
+@pytest.mark.parametrize("drafter", ["token_recycling", "prompt_lookup", "lookahead", "medusa", "draft_model"])
+def test_rules_that_read_probabilities_copy_them_at_once(
+    drafter: str, rule: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The verdict is that of row by row. Medusa reads what it guesses where the host ended the path."""
+    target = target_of("llama")
+    options = {**settings_of(drafter, target, tmp_path)[0]}
+    if drafter == "draft_model":
+        options |= {"min_confidence": 0.0, "widths": []}
+    engines = [Engine(target, None, options, max_rows=24, policy="off") for _ in range(2)]
+    params = [SamplingParams(temperature=0.7, seed=seed, acceptance=rule, allow_lossy=True) for seed in range(4)]
+    params[3] = replace(params[3], repetition_penalty=1.3, top_k=20)
+    expected = [steps_of(engines[0], one, None) for one in params]
+    mode = request.getfixturevalue("transfers")
+    for one, (text, drafted) in zip(params, expected, strict=True):
+        got, steps = steps_of(engines[1], one, mode)
+        assert got == text
+        assert [(step.tokens, step.rows) for step, _ in steps] == [(step.tokens, step.rows) for step in drafted]
+        assert {counts["out"] for _, counts in steps[1:]} <= {1, 1 + (drafter == "medusa")}, [c for _, c in steps]
+    assert any(step.accepted for _, drafted in expected for step in drafted)
 
 
 @pytest.mark.parametrize("second", [1.02, 3.0])
@@ -243,6 +407,29 @@ def test_a_guess_is_read_while_its_pass_runs(
     dropped = [count + 1 - rows for count, rows in zip(guesses, found.stats.rows[1:], strict=False)]
     assert set(dropped) == {1} if second == 3 else set(dropped) <= {0, 1}
     assert len(guesses) > 5
+
+
+def test_prefill_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that does nothing before somebody waits, and takes a second per row; nothing else takes time."""
+    target = target_of("llama")
+    engine = Engine(target, None, "none", prefill_chunk=8)
+    forward, left, now = target.forward, [0], [0.0]
+
+    def launched(block: Any, **options: Any) -> Any:
+        left[0] += block.rows
+        return forward(block, **options)
+
+    def wait(device: torch.device) -> None:
+        now[0] += left[0]
+        left[0] = 0
+
+    monkeypatch.setattr(target, "forward", launched)
+    monkeypatch.setattr(copies, "wait", wait)
+    monkeypatch.setattr(decoding, "perf_counter", lambda: now[0])
+    begun = engine.start(PROMPT, NEW)
+    with target.active():
+        begun.prefill()
+    assert (begun.stats.seconds.prefill, left) == (len(PROMPT) - 1, [0])
 
 
 def test_tokens_that_come_later_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +482,9 @@ def test_arrays_arrive_as_they_were() -> None:
         assert found[name].shape == array.shape
         assert np.array_equal(found[name].numpy(), array)
     assert copies.copy_out([torch.tensor([[1, 2]]), torch.tensor([True])]) == [[1, 2], [1]]
+    numbers = torch.tensor([[-0.1, torch.inf]])
+    found = copies.copy_out([numbers, torch.tensor([1 << 62]), numbers.double() / 3])
+    assert found == [numbers[0].tolist(), [1 << 62], (numbers.double() / 3)[0].tolist()]
 
 
 def test_a_number_that_is_none_is_refused(request: pytest.FixtureRequest) -> None:
