@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from drafters.recycled import Distributions, DrawnSession
 from drafters.tree import Grown, grow, paying
 from specdec.config import check_positive
 from specdec.draft import Draft
@@ -58,9 +59,16 @@ class TokenRecycling(DrafterBase):
         super().__init__(config)
         self.likeliest = self.config.successors
         self._shared: Successors | None = None
+        self._drawn: Distributions | None = None
 
-    def start(self, context: Context) -> TokenRecyclingSession:
+    def start(self, context: Context) -> TokenRecyclingSession | DrawnSession:
         options: TokenRecyclingConfig = self.config
+        if context.sampling.temperature > 0 and context.sampling.acceptance in ("auto", "match"):
+            drawn = self._drawn if options.persistent and self._drawn is not None else Distributions()
+            self._drawn = drawn if options.persistent else None
+            if options.from_prompt:
+                drawn.read(context.tokens)
+            return DrawnSession(options.rows, options.depth, options.successors, drawn, context)
         kept = min(options.successors, context.max_rows)  # more would not be proposed
         table = self._shared if options.persistent and self._shared is not None else Successors(kept)
         self._shared = table if options.persistent else None

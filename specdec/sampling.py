@@ -9,6 +9,7 @@ hash (SplitMix64) in integer arithmetic and the same on every device.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from transformers import (
 from specdec import copies
 from specdec.errors import ConfigError, NumericalError, shown
 from specdec.grammar import Grammar, States
-from specdec.native.scores import draw, largest
+from specdec.native.scores import draw, largest, rank
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.results import TokenLogprobs
 
@@ -119,6 +120,26 @@ class Noise:
     def drawn(self, scores: torch.Tensor, position: int, temperature: float = 1.0) -> int | None:
         """The winner by scores [V] over a temperature, in float32, where one look at them tells; else None."""
         return draw(scores, self._key(position, Noise.TARGET, 0), temperature)
+
+    def ranked(
+        self, tokens: array[int], scores: array[float], position: int, count: int
+    ) -> tuple[list[int], list[float]]:
+        """The ``count`` tokens with the largest sums of their scores and the target's draws at a position; these sums.
+
+        The largest come first. For a drafter that knows scores of a few tokens: on the host, whatever the device is.
+
+        Args:
+            tokens: "q", some of the vocabulary, each once.
+            scores: "d", one per token: logarithms, finite.
+        """
+        key = self._key(position, Noise.TARGET, 0)
+        if (found := rank(tokens, scores, key, count)) is not None:
+            return found
+        numbers = torch.tensor(tokens, dtype=torch.int64)
+        noise = _gumbel(_mixed((numbers + 1) * _signed(_GOLDEN) + _signed(key)))
+        sums = noise + torch.tensor(scores, dtype=torch.float64)
+        sums, order = sums.sort(descending=True, stable=True)
+        return numbers[order[:count]].tolist(), sums[:count].tolist()
 
     def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:
         """The token with the largest sum of ``scores`` [V] and the target's draws at a position: a draw from them.
@@ -280,6 +301,19 @@ class Scores:
             return [tokens[:count] for tokens in self._top]
         best = largest(whole, places, count)
         return self.top(count).tolist() if best is None else best
+
+    def weighed(self, count: int, least: int) -> tuple[list[list[int]], torch.Tensor | None]:
+        """Of each scored row the ``count`` likeliest tokens, and their raw logits [R, count], float32 or float64.
+
+        Where logits lie on an accelerator, or on several ranks, ``least`` tokens, as many as are read anyway, and None.
+        """
+        whole, places = self._source
+        if copies.is_apart(whole.device):
+            return self.likeliest(least), None
+        tokens = self.likeliest(count)
+        rows = torch.arange(len(whole)) if places is None else torch.tensor(places)
+        logits = whole[rows[:, None], torch.tensor(tokens)]
+        return tokens, logits if logits.dtype == torch.float64 else logits.float()
 
     @property
     def _source(self) -> tuple[torch.Tensor, Sequence[int] | None]:

@@ -798,6 +798,20 @@ int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t
     return best - second > 1e-9 && isfinite(best) ? (int)winner : -1;
 }
 
+/* The `count` tokens with the largest sums of their score and their Gumbel number under a key, the largest first, of equal
+ * ones the first, to `best`, and the sums to `sums`. */
+void specdec_rank(const int64_t *tokens, const double *scores, int64_t size, uint64_t key, int64_t count, int64_t *best,
+                  double *sums) {
+    for (int64_t i = 0, known = 0; i < size; i++) {
+        uint64_t x = key + (tokens[i] + 1) * golden;
+        double sum = gumbel(HASH(x)) + scores[i];
+        if (known == count && sum <= sums[count - 1]) continue;
+        int64_t at = known < count ? known++ : count - 1;
+        for (; at > 0 && sum > sums[at - 1]; at--) best[at] = best[at - 1], sums[at] = sums[at - 1];
+        best[at] = tokens[i], sums[at] = sum;
+    }
+}
+
 /* Whether this machine multiplies pairs. */
 int specdec_pairs(void) {
 #ifdef __AVX512BF16__
