@@ -22,6 +22,7 @@ import torch
 from drafters.vocabulary import processed
 from specdec.draft import Draft
 from specdec.drafter import Context, Observation
+from specdec.params import SamplingParams
 from specdec.sampling import Scores
 
 __all__ = ["Distributions", "DrawnSession", "Guess"]
@@ -70,9 +71,11 @@ class Distributions:
     @staticmethod
     def _mean(known: Sequence[tuple[array[int], array[float]]]) -> dict[int, float]:
         shares: dict[int, float] = {}
-        for tokens, own in known:
-            for token, share in zip(tokens, own, strict=True):
-                shares[token] = shares.get(token, 0.0) + share / len(known)
+        for tokens, scores in known:
+            odds = [math.exp(score - scores[0]) for score in scores]
+            whole = sum(odds) * len(known)
+            for token, odd in zip(tokens, odds, strict=True):
+                shares[token] = shares.get(token, 0.0) + odd / whole
         return shares
 
     def _counted(self, token: int) -> dict[int, float]:
@@ -88,18 +91,18 @@ class Distributions:
             self._guesses.pop((token,), None)
 
     def learn(
-        self, keys: Sequence[tuple[int | None, int]], tokens: Sequence[Sequence[int]], logits: torch.Tensor
+        self, keys: Sequence[tuple[int | None, int]], tokens: Sequence[list[int]], scores: Sequence[list[float]]
     ) -> None:
         """Take the distributions of rows, each of a token and the one before it.
 
         Args:
             keys: R times the token before (None: there is none) and the token; later ones are the later ones.
             tokens: R times k, distinct.
-            logits: [R, k] of theirs; -inf for one that is never drawn.
+            scores: theirs, logarithms of shares, the largest first; -inf for a token that is never drawn.
         """
-        for (before, token), after, shares in zip(keys, tokens, torch.softmax(logits, -1).tolist(), strict=True):
-            count = len(shares) - shares.count(0.0)  # the largest come first, and what is never drawn last
-            kept = array("q", after[:count]), array("d", shares[:count])
+        for (before, token), after, own in zip(keys, tokens, scores, strict=True):
+            count = len(own) - own.count(-math.inf)
+            kept = array("q", after[:count]), array("d", own[:count])
             for key in ((token,), (before, token)):
                 self._of.setdefault(key, deque(maxlen=_LATEST)).append(kept)
                 self._guesses.pop(key, None)
@@ -118,9 +121,10 @@ class DrawnSession:
     def __init__(self, rows: int | None, depth: int, least: int, table: Distributions, context: Context) -> None:
         self._depth, self._read, self._table, self._context = depth, least, table, context
         self._weighs, self._most = rows is None, context.max_rows if rows is None else rows
-        params = context.sampling
+        params = replace(context.sampling, repetition_penalty=1.0)  # what reads no prefix
         self._temperature = params.temperature
-        self._processors = replace(params, repetition_penalty=1.0).processors()  # those that read no prefix
+        only = replace(SamplingParams(), temperature=params.temperature)
+        self._processors = params.processors() if len(params.processors()) > len(only.processors()) else ()
         self._steps = context.costs.steps(context.prompt_length, context.max_rows)
         prices = ((step - 1) / rows for rows, step in enumerate(self._steps[2:], 1))
         self._least = max(_FAINT, min(prices, default=1.0)) if self._weighs else 0.0
@@ -198,14 +202,17 @@ class DrawnSession:
         rows = scores.rows if scores.rows is not None else range(len(draft))
         tokens, logits = scores.weighed(_KEPT, self._read)
         if logits is None:
-            logits = torch.arange(1.0, 1 + len(tokens[0])).log().mul(-_FALL).repeat(len(tokens), 1)
-        logits = processed(logits, torch.empty(1, 0, dtype=torch.long), self._processors)
+            logits = [[-_FALL * math.log(1 + rank) for rank in range(len(row))] for row in tokens]
+        if self._processors:
+            logits = processed(torch.tensor(logits), torch.empty(1, 0, dtype=torch.long), self._processors).tolist()
+        else:
+            logits = [[logit / self._temperature for logit in row] for row in logits]
         first = text[-emitted - 2] if len(text) > emitted + 1 else None
         above = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
         accepted = set(path)
         order = sorted(range(len(rows)), key=lambda one: rows[one] in accepted)
         keys = [(above[rows[one]], draft.tokens[rows[one]]) for one in order]
-        self._table.learn(keys, [tokens[one] for one in order], logits[order])
+        self._table.learn(keys, [tokens[one] for one in order], [logits[one] for one in order])
 
 
 def _match(first: Sequence[float]) -> int:

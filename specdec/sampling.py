@@ -28,7 +28,7 @@ from transformers import (
 from specdec import copies
 from specdec.errors import ConfigError, NumericalError, shown
 from specdec.grammar import Grammar, States
-from specdec.native.scores import draw, largest, rank
+from specdec.native.scores import draw, largest, rank, weighed
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.results import TokenLogprobs
 
@@ -302,18 +302,18 @@ class Scores:
         best = largest(whole, places, count)
         return self.top(count).tolist() if best is None else best
 
-    def weighed(self, count: int, least: int) -> tuple[list[list[int]], torch.Tensor | None]:
-        """Of each scored row the ``count`` likeliest tokens, and their raw logits [R, count], float32 or float64.
+    def weighed(self, count: int, least: int) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Of each scored row the ``count`` likeliest tokens and their raw logits, the largest first.
 
         Where logits lie on an accelerator, or on several ranks, ``least`` tokens, as many as are read anyway, and None.
         """
         whole, places = self._source
         if copies.is_apart(whole.device):
             return self.likeliest(least), None
-        tokens = self.likeliest(count)
-        rows = torch.arange(len(whole)) if places is None else torch.tensor(places)
-        logits = whole[rows[:, None], torch.tensor(tokens)]
-        return tokens, logits if logits.dtype == torch.float64 else logits.float()
+        if (found := weighed(whole, places, count)) is not None:
+            return found
+        logits, tokens = self.logits.topk(min(count, whole.shape[-1]), -1)
+        return tokens.tolist(), logits.tolist()
 
     @property
     def _source(self) -> tuple[torch.Tensor, Sequence[int] | None]:

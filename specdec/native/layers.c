@@ -734,9 +734,10 @@ INLINE int reaches(const void *values, int64_t at, float least, const int half) 
 INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
 
 /* The places of the `count` largest of each row's `size` values, the largest first, of equal ones the first, to `best`
- * [rows, count]. The rows are those `wanted` of `values`; where it is NULL, the first ones. */
+ * [rows, count], and these values to `found`, if that is not NULL. The rows are those `wanted` of `values`; where it is
+ * NULL, the first ones. */
 void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_t size, int half, int64_t count,
-                 int64_t *best) {
+                 int64_t *best, float *found) {
     for (int64_t r = 0; r < rows; r++, best += count) {
         const void *row = row_of(values, wanted ? wanted[r] : r, size, half);
         float least = 0; /* the last one's value */
@@ -752,6 +753,7 @@ void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_
                 least = value_of(row, best[known - 1], half);
             }
         }
+        for (int64_t n = 0; found && n < count; n++) *found++ = value_of(row, best[n], half);
     }
 }
 

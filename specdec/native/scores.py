@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import c_double, c_int64
+from ctypes import c_double, c_float, c_int64
 
 import torch
 
 from specdec.native.library import library
 
-__all__ = ["draw", "largest", "rank"]
+__all__ = ["draw", "largest", "rank", "weighed"]
 
 _HALF = {torch.float32: False, torch.bfloat16: True}
 
@@ -27,14 +27,23 @@ def largest(scores: torch.Tensor, rows: Sequence[int] | None, count: int) -> lis
 
     Of equal ones the first comes first, and NaN before all numbers.
     """
+    found = weighed(scores, rows, count)
+    return None if found is None else found[0]
+
+
+def weighed(
+    scores: torch.Tensor, rows: Sequence[int] | None, count: int
+) -> tuple[list[list[int]], list[list[float]]] | None:
+    """The same, and the scores there."""
     if not _reads(scores):
         return None
     number, size = len(scores) if rows is None else len(rows), scores.shape[-1]
     count = min(count, size)
-    found = (c_int64 * (number * count))()
+    places, values = (c_int64 * (number * count))(), (c_float * (number * count))()
     wanted = None if rows is None else (c_int64 * number)(*rows)
-    library().specdec_top(scores.data_ptr(), wanted, number, size, _HALF[scores.dtype], count, found)
-    return [found[first : first + count] for first in range(0, number * count, count)]
+    library().specdec_top(scores.data_ptr(), wanted, number, size, _HALF[scores.dtype], count, places, values)
+    firsts = range(0, number * count, count)
+    return [places[first : first + count] for first in firsts], [values[first : first + count] for first in firsts]
 
 
 def draw(scores: torch.Tensor, key: int, temperature: float = 1.0) -> int | None:
