@@ -188,8 +188,8 @@ class DrawnSession:
         assert seen.draft is not None
         assert seen.scores is not None
         place = {row: depth for depth, row in enumerate(seen.path)}
-        for row, chance in enumerate(self._chances[1:], 1):
-            depth = place.get(seen.draft.parents[row])
+        for row, (chance, parent) in enumerate(zip(self._chances, seen.draft.parents, strict=False)):
+            depth = place.get(parent)
             if depth is not None:
                 self._promised += chance
                 self._right += seen.draft.tokens[row] == seen.tokens[depth]
