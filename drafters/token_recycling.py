@@ -1,7 +1,8 @@
 """Token recycling (Luo et al. 2024, arXiv 2408.08696): what the target thought of last time is the next draft.
 
 Every verified row, accepted or not, leaves its k likeliest successors behind under its own token. The next draft walks
-these lists from the root along a fixed template of rank paths. It needs no training and no text to copy from.
+these lists from the root along a fixed template of rank paths. It needs no training and no text to copy from. Where
+tokens are drawn with the target's own noise, :mod:`drafters.recycled` ranks what is known with that noise instead.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class TokenRecyclingConfig:
     Attributes:
         rows: rows below the root; None takes as many as pay, up to the paper's 80.
         depth: longest path of the template.
-        successors: k, tokens kept per token.
+        successors: k, tokens kept per token; where tokens are drawn, only if their scores are not at hand.
         from_prompt: start from the prompt's own pairs of tokens; off, the first steps have nothing to propose.
         persistent: sequences share one table, so that it starts warm; then drafts depend on what was decoded before
             (the text does not).

@@ -15,6 +15,7 @@ from drafters.recycled import Distributions, DrawnSession
 from drafters.token_recycling import TokenRecycling, TokenRecyclingConfig, TokenRecyclingSession
 from specdec import Context, Draft, Engine, Observation, SamplingParams, sampling
 from specdec.drafter import DraftSession
+from specdec.parallel.rows import GatheredScores
 from specdec.sampling import Noise, Scores
 from tests.models import prompt_of, target_of
 from tests.unit.test_token_recycling import context_of
@@ -186,6 +187,19 @@ def test_without_logits_ranks_stand_for_them() -> None:
     assert isinstance(session, DrawnSession)
     expected = np.arange(1, 5) ** -1.8
     assert shares_of(session._table, 5, 5) == pytest.approx(dict(enumerate(expected / expected.sum())))
+
+
+def test_likeliest_tokens_come_with_their_logits_where_these_are_at_hand() -> None:
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(4))
+    best = logits.topk(20)
+    for dtype in (torch.float32, torch.float64):  # the second is none that the library reads
+        scores = Scores(logits.to(dtype), [0, 2, 5])
+        assert scores.weighed(20, 4) == (best.indices.tolist(), best.values.tolist())
+        assert scores.select([5, 0], None).weighed(1, 1) == (
+            best.indices[[2, 0], :1].tolist(),
+            best.values[[2, 0], :1].tolist(),
+        )
+    assert GatheredScores([[3, 1], [2, 5]], None).weighed(20, 2) == ([[3, 1], [2, 5]], None)
 
 
 def test_promises_follow_what_was_right() -> None:
