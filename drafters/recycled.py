@@ -12,22 +12,17 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import torch
-
-from drafters.vocabulary import processed
 from specdec.draft import Draft
 from specdec.drafter import Context, Observation
-from specdec.params import SamplingParams
 from specdec.sampling import Scores
 
-__all__ = ["Distributions", "DrawnSession", "Guess"]
+__all__ = ["KEPT", "Distributions", "DrawnSession", "Guess"]
 
-_KEPT = 32  # tokens of a distribution: noise lifts rare ones
+KEPT = 32  # tokens of a distribution: noise lifts rare ones
 _LATEST = 3  # distributions of which the mean is taken
 _FALL = 1.8  # where logits are not at hand, the probability falls as this power of the rank
 _DOUBT = 2  # pairs of tokens in the prompt that are supposed to have gone on otherwise
@@ -121,10 +116,7 @@ class DrawnSession:
     def __init__(self, rows: int | None, depth: int, least: int, table: Distributions, context: Context) -> None:
         self._depth, self._read, self._table, self._context = depth, least, table, context
         self._weighs, self._most = rows is None, context.max_rows if rows is None else rows
-        params = replace(context.sampling, repetition_penalty=1.0)  # what reads no prefix
-        self._temperature = params.temperature
-        only = replace(SamplingParams(), temperature=params.temperature)
-        self._processors = params.processors() if len(params.processors()) > len(only.processors()) else ()
+        self._temperature = context.sampling.temperature
         self._steps = context.costs.steps(context.prompt_length, context.max_rows)
         prices = ((step - 1) / rows for rows, step in enumerate(self._steps[2:], 1))
         self._least = max(_FAINT, min(prices, default=1.0)) if self._weighs else 0.0
@@ -196,17 +188,27 @@ class DrawnSession:
         if self._learns:
             self._learn(seen.draft, seen.path, len(seen.tokens), seen.scores)
 
+    def _allowed(self, scores: list[float]) -> list[float]:
+        """The scores, largest first, with -inf for what top-k, top-p or min-p never lets be drawn."""
+        params = self._context.sampling
+        if not params.top_k and params.top_p == 1 and params.min_p == 0:
+            return scores
+        odds = [math.exp(score - scores[0]) for score in scores[: params.top_k or None]]
+        most = params.top_p * sum(odds)
+        kept = [
+            score if odd >= params.min_p and above < most else -math.inf
+            for score, odd, above in zip(scores, odds, accumulate(odds, initial=0.0), strict=False)
+        ]
+        return kept + [-math.inf] * (len(scores) - len(kept))
+
     def _learn(self, draft: Draft, path: Sequence[int], emitted: int, scores: Scores) -> None:
         """Take what the target thought after each scored row, what came after the accepted ones last."""
         text = self._context.tokens
         rows = scores.rows if scores.rows is not None else range(len(draft))
-        tokens, logits = scores.weighed(_KEPT, self._read)
+        tokens, logits = scores.weighed(KEPT, self._read)
         if logits is None:
             logits = [[-_FALL * math.log(1 + rank) for rank in range(len(row))] for row in tokens]
-        if self._processors:
-            logits = processed(torch.tensor(logits), torch.empty(1, 0, dtype=torch.long), self._processors).tolist()
-        else:
-            logits = [[logit / self._temperature for logit in row] for row in logits]
+        logits = [self._allowed([logit / self._temperature for logit in row]) for row in logits]
         first = text[-emitted - 2] if len(text) > emitted + 1 else None
         above = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
         accepted = set(path)

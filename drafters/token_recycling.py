@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from drafters.recycled import Distributions, DrawnSession
+from drafters.recycled import KEPT, Distributions, DrawnSession
 from drafters.tree import Grown, grow, paying
 from specdec.config import check_positive
 from specdec.draft import Draft
@@ -58,7 +58,7 @@ class TokenRecycling(DrafterBase):
 
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
         super().__init__(config)
-        self.likeliest = self.config.successors
+        self.likeliest = max(self.config.successors, KEPT)
         self._shared: Successors | None = None
         self._drawn: Distributions | None = None
 

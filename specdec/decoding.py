@@ -298,6 +298,8 @@ class Decoding:
         depths = [draft.depths[row] for row in (range(len(draft)) if scores.rows is None else scores.rows)]
         decided = best, own = sampler.decide(scores, depths)
         wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
+        if wanted and sampler.sample:
+            wanted.append(scores.logits.gather(1, wanted[0]).float().view(torch.int32))
         asked: torch.Tensor | None = None
         if self._asks and isinstance(self._session, AskingSession):
             rows = (
@@ -313,7 +315,7 @@ class Decoding:
         answer = [] if asked is None else [asked.to(device)]
         drafted = [tokens.tensor.to(device) for tokens in late]
         found = copies.copy_out([*decided[greedy:], *wanted, *drafted, *answer])
-        scores.decided(found[0], found[0 if greedy else 1], found[2 - greedy] if wanted else ())
+        scores.decided(found[0], found[0 if greedy else 1], *found[2 - greedy : 2 - greedy + len(wanted)])
         for tokens in late:
             tokens.known(found[-1 - len(answer)])
         return scores, found[-1] if answer else None

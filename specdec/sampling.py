@@ -242,6 +242,7 @@ class Scores:
     _best: list[int] = field(default_factory=list)
     _own: list[int] = field(default_factory=list)
     _top: list[list[int]] = field(default_factory=list)
+    _weights: list[list[float]] = field(default_factory=list)
 
     def of(self, row: int) -> torch.Tensor:
         """[V] raw logits of a draft row."""
@@ -283,12 +284,17 @@ class Scores:
             raise _no_distribution(self.of(row))
         return token
 
-    def decided(self, best: Sequence[int], own: Sequence[int], top: Sequence[int] = ()) -> None:
+    def decided(
+        self, best: Sequence[int], own: Sequence[int], top: Sequence[int] = (), bits: Sequence[int] = ()
+    ) -> None:
         """Keep what was copied from the device: the largest logit's token per row, the target's own, and ``top``."""
         self._best.extend(best)
         self._own.extend(own)
         count = len(top) // len(best)
         self._top.extend(list(top[start : start + count]) for start in range(0, len(top), max(count, 1)))
+        if bits:  # of the logits of these tokens, float32
+            values = array("f", array("i", bits).tobytes()).tolist()
+            self._weights.extend(values[start : start + count] for start in range(0, len(values), count))
 
     def top(self, count: int) -> torch.Tensor:
         """[R, k] of each scored row the tokens with the ``count`` largest raw logits, the largest first."""
@@ -308,6 +314,8 @@ class Scores:
         Where logits lie on an accelerator, or on several ranks, ``least`` tokens, as many as are read anyway, and None.
         """
         whole, places = self._source
+        if self._weights:
+            return [row[:count] for row in self._top], [row[:count] for row in self._weights]
         if copies.is_apart(whole.device):
             return self.likeliest(least), None
         if (found := weighed(whole, places, count)) is not None:
@@ -346,7 +354,8 @@ class _Selected(Scores):
         self._whole, self._places, self._picked = whole, places, None
         best = [whole._best[place] for place in places] if whole._best else []
         top = [whole._top[place] for place in places] if whole._top else []
-        super().__init__(whole.logits, numbers, _best=best, _top=top)
+        weights = [whole._weights[place] for place in places] if whole._weights else []
+        super().__init__(whole.logits, numbers, _best=best, _top=top, _weights=weights)
 
     @property
     def logits(self) -> torch.Tensor:
