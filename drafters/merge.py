@@ -107,9 +107,9 @@ class Bandit:
     def __init__(self, part: Drafter, memory: float) -> None:
         self._memory, self._fixed_rows = memory, part.fixed_cost_rows
         self._hits, self._tries = array("d", bytes(8 * _KINDS)), array("d", bytes(8 * _KINDS))
-        # A part that has nothing to compute is simply tried, one that has waits until it may pay.
-        self._net: float | None = None if part.needs_observe else _GRACE
-        self._patience = Patience(32, 256) if part.needs_observe else Patience(4, 32)
+        # A part that has no model to run is simply tried, one that has waits until it may pay.
+        self._net: float | None = None if part.taps else _GRACE
+        self._patience = Patience(32, 256) if part.taps else Patience(4, 32)
 
     def chance(self, kind: int, supposed: float) -> float:
         """That such a row is right where its parent is; ``supposed``: of a kind of which nothing is known."""
@@ -265,7 +265,7 @@ class Part:
         """Put its rows into the tree, each with the chance that it is accepted, but no chain below a ``faint`` one."""
         draft, first = self.draft, len(tree.tokens)
         match = min(draft.match_length.bit_length(), _MATCHES)
-        if draft.is_chain and first == 1 and not (draft.read or draft.probes):
+        if draft.is_chain and first == 1 and not (draft.read or draft.probes or draft.chances):
             self._lay(tree, faint, match)
         else:
             self._merge(tree, faint, match)
@@ -302,8 +302,11 @@ class Part:
             depth, rank = min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1)
             ranks[above] += 1
             kind = kind_of(match, depth, rank, dissents)
-            supposed = (max(chances[above], _ONWARD) if depth > 1 else _BY_MATCH[match]) * _BY_RANK[rank]
-            chance = bandit.chance(kind, supposed * _DISSENT if dissents else supposed)
+            if draft.chances:
+                chance = draft.chances[own]
+            else:
+                supposed = (max(chances[above], _ONWARD) if depth > 1 else _BY_MATCH[match]) * _BY_RANK[rank]
+                chance = bandit.chance(kind, supposed * _DISSENT if dissents else supposed)
             row = tree.add(parent, token, tree.reach[parent] * chance, candidate=own not in draft.probes)
             self.rows.append(row)
             self.kinds.append(kind)

@@ -1,7 +1,8 @@
 """Token recycling (Luo et al. 2024, arXiv 2408.08696): what the target thought of last time is the next draft.
 
 Every verified row, accepted or not, leaves its k likeliest successors behind under its own token. The next draft walks
-these lists from the root along a fixed template of rank paths. It needs no training and no text to copy from.
+these lists from the root along a fixed template of rank paths. It needs no training and no text to copy from. Where
+tokens are drawn with the target's own noise, :mod:`drafters.recycled` ranks what is known with that noise instead.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from drafters.recycled import KEPT, Distributions, DrawnSession
 from drafters.tree import Grown, grow, paying
 from specdec.config import check_positive
 from specdec.draft import Draft
@@ -30,7 +32,7 @@ class TokenRecyclingConfig:
     Attributes:
         rows: rows below the root; None takes as many as pay, up to the paper's 80.
         depth: longest path of the template.
-        successors: k, tokens kept per token.
+        successors: k, tokens kept per token; where tokens are drawn, only if their scores are not at hand.
         from_prompt: start from the prompt's own pairs of tokens; off, the first steps have nothing to propose.
         persistent: sequences share one table, so that it starts warm; then drafts depend on what was decoded before
             (the text does not).
@@ -56,11 +58,18 @@ class TokenRecycling(DrafterBase):
 
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
         super().__init__(config)
-        self.likeliest = self.config.successors
+        self.likeliest = max(self.config.successors, KEPT)
         self._shared: Successors | None = None
+        self._drawn: Distributions | None = None
 
-    def start(self, context: Context) -> TokenRecyclingSession:
+    def start(self, context: Context) -> TokenRecyclingSession | DrawnSession:
         options: TokenRecyclingConfig = self.config
+        if context.sampling.temperature > 0 and context.sampling.acceptance in ("auto", "match"):
+            drawn = self._drawn if options.persistent and self._drawn is not None else Distributions()
+            self._drawn = drawn if options.persistent else None
+            if options.from_prompt:
+                drawn.read(context.tokens)
+            return DrawnSession(options.rows, options.depth, options.successors, drawn, context)
         kept = min(options.successors, context.max_rows)  # more would not be proposed
         table = self._shared if options.persistent and self._shared is not None else Successors(kept)
         self._shared = table if options.persistent else None

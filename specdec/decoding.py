@@ -313,13 +313,15 @@ class Decoding:
         read, judge = ([], None) if rule is match else look(rule, draft, scores, sampler)
         best, own = sampler.decide(scores, () if rule is reject else depths)
         wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
+        if wanted and sampler.sample:
+            wanted.append(scores.logits.gather(1, wanted[0]).float())
         asked = self._ask(block, draft, scores, output, own) if rule is match else None
         tensors = [best, *([] if own is best else [own]), *read, *wanted, *(tokens.tensor for tokens in late)]
         found = iter(copies.copy_out([tensor.to(device) for tensor in (*tensors, *([] if asked is None else [asked]))]))
         most = next(found)
         decided = most if own is best else next(found)
         numbers = [next(found) for _ in read]
-        scores.decided(most, () if rule is reject else decided, next(found) if wanted else ())
+        scores.decided(most, () if rule is reject else decided, *(next(found) for _ in wanted))
         for tokens in late:
             tokens.known(next(found))
         return scores, None if judge is None else judge(numbers), next(found, None)

@@ -46,6 +46,8 @@ class Draft:
         match_length: tokens of the text's end that the draft's source had found elsewhere, or another measure of how
             sure it is; drafts of like lengths are judged by how such drafts have fared.
         cost: plain steps that a model took to make it, besides the rows; for policies that read no clock.
+        chances: of each row, that it is right where its parent is, the root's being 1; empty where the drafter leaves
+            it to others to judge by how such rows have fared.
 
     Raises:
         DraftError: the rows do not form a tree in topological order, or name rows that do not exist.
@@ -62,6 +64,7 @@ class Draft:
     entry: Entry | None = None
     match_length: int = 0
     cost: float = 0.0
+    chances: Sequence[float] = ()
     depths: list[int] = field(init=False)
     is_chain: bool = field(init=False)
 

@@ -9,6 +9,7 @@ hash (SplitMix64) in integer arithmetic and the same on every device.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 from specdec import copies
 from specdec.errors import NumericalError
 from specdec.grammar import Grammar, States
-from specdec.native.scores import draw, largest
+from specdec.native.scores import draw, largest, rank, weighed
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.processors import FREE, check_scores, judged, masked, takes_rows
 from specdec.results import TokenLogprobs
@@ -114,6 +115,26 @@ class Noise:
     def drawn(self, scores: torch.Tensor, position: int, temperature: float = 1.0) -> int | None:
         """The winner by scores [V] over a temperature, in float32, where one look at them tells; else None."""
         return draw(scores, self._key(position, Noise.TARGET, 0), temperature)
+
+    def ranked(
+        self, tokens: array[int], scores: array[float], position: int, count: int
+    ) -> tuple[list[int], list[float]]:
+        """The ``count`` tokens with the largest sums of their scores and the target's draws at a position; these sums.
+
+        The largest come first. For a drafter that knows scores of a few tokens: on the host, whatever the device is.
+
+        Args:
+            tokens: "q", some of the vocabulary, each once.
+            scores: "d", one per token: logarithms, finite.
+        """
+        key = self._key(position, Noise.TARGET, 0)
+        if (found := rank(tokens, scores, key, count)) is not None:
+            return found
+        numbers = torch.tensor(tokens, dtype=torch.int64)
+        noise = _gumbel(_mixed((numbers + 1) * _signed(_GOLDEN) + _signed(key)))
+        sums = noise + torch.tensor(scores, dtype=torch.float64)
+        sums, order = sums.sort(descending=True, stable=True)
+        return numbers[order[:count]].tolist(), sums[:count].tolist()
 
     def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:
         """The token with the largest sum of ``scores`` [V] and the target's draws at a position: a draw from them.
@@ -221,6 +242,7 @@ class Scores:
     _best: list[int] = field(default_factory=list)
     _own: list[int] = field(default_factory=list)
     _top: list[list[int]] = field(default_factory=list)
+    _values: list[list[float]] = field(default_factory=list)
 
     def of(self, row: int) -> torch.Tensor:
         """[V] raw logits of a draft row."""
@@ -262,12 +284,19 @@ class Scores:
             raise _no_distribution(self.of(row))
         return token
 
-    def decided(self, best: Sequence[int], own: Sequence[int], top: Sequence[int] = ()) -> None:
-        """Keep what was copied from the device: the largest logit's token per row, the target's own, and ``top``."""
+    def decided(
+        self, best: Sequence[int], own: Sequence[int], top: Sequence[int] = (), values: Sequence[float] = ()
+    ) -> None:
+        """Keep what was copied from the device: the largest logit's token per row, the target's own, and ``top``.
+
+        ``values``: the logits of the latter, or none.
+        """
         self._best.extend(best)
         self._own.extend(own)
         count = len(top) // len(best)
-        self._top.extend(list(top[start : start + count]) for start in range(0, len(top), max(count, 1)))
+        firsts = range(0, len(top), max(count, 1))
+        self._top.extend(list(top[start : start + count]) for start in firsts)
+        self._values.extend(list(values[start : start + count]) for start in firsts if values)
 
     def top(self, count: int) -> torch.Tensor:
         """[R, k] of each scored row the tokens with the ``count`` largest raw logits, the largest first."""
@@ -280,6 +309,21 @@ class Scores:
             return [tokens[:count] for tokens in self._top]
         best = largest(whole, places, count)
         return self.top(count).tolist() if best is None else best
+
+    def weighed(self, count: int, least: int) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Of each scored row the ``count`` likeliest tokens and their raw logits, the largest first.
+
+        Where logits lie on an accelerator, or on several ranks, ``least`` tokens, as many as are read anyway, and None.
+        """
+        whole, places = self._source
+        if self._values:
+            return [row[:count] for row in self._top], [row[:count] for row in self._values]
+        if copies.is_apart(whole.device):
+            return self.likeliest(least), None
+        if (found := weighed(whole, places, count)) is not None:
+            return found
+        logits, tokens = self.logits.topk(min(count, whole.shape[-1]), -1)
+        return tokens.tolist(), logits.tolist()
 
     @property
     def _source(self) -> tuple[torch.Tensor, Sequence[int] | None]:
@@ -312,7 +356,8 @@ class _Selected(Scores):
         self._whole, self._places, self._picked = whole, places, None
         best = [whole._best[place] for place in places] if whole._best else []
         top = [whole._top[place] for place in places] if whole._top else []
-        super().__init__(whole.logits, numbers, _best=best, _top=top)
+        weights = [whole._values[place] for place in places] if whole._values else []
+        super().__init__(whole.logits, numbers, _best=best, _top=top, _values=weights)
 
     @property
     def logits(self) -> torch.Tensor:

@@ -734,9 +734,10 @@ INLINE int reaches(const void *values, int64_t at, float least, const int half) 
 INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
 
 /* The places of the `count` largest of each row's `size` values, the largest first, of equal ones the first, to `best`
- * [rows, count]. The rows are those `wanted` of `values`; where it is NULL, the first ones. */
+ * [rows, count], and these values to `found`, if that is not NULL. The rows are those `wanted` of `values`; where it is
+ * NULL, the first ones. */
 void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_t size, int half, int64_t count,
-                 int64_t *best) {
+                 int64_t *best, float *found) {
     for (int64_t r = 0; r < rows; r++, best += count) {
         const void *row = row_of(values, wanted ? wanted[r] : r, size, half);
         float least = 0; /* the last one's value */
@@ -752,6 +753,7 @@ void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_
                 least = value_of(row, best[known - 1], half);
             }
         }
+        for (int64_t n = 0; found && n < count; n++) *found++ = value_of(row, best[n], half);
     }
 }
 
@@ -796,6 +798,20 @@ int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t
         if (best > bar) bar = best;
     }
     return best - second > 1e-9 && isfinite(best) ? (int)winner : -1;
+}
+
+/* The `count` tokens with the largest sums of their score and their Gumbel number under a key, the largest first, of equal
+ * ones the first, to `best`, and the sums to `sums`. */
+void specdec_rank(const int64_t *tokens, const double *scores, int64_t size, uint64_t key, int64_t count, int64_t *best,
+                  double *sums) {
+    for (int64_t i = 0, known = 0; i < size; i++) {
+        uint64_t x = key + (tokens[i] + 1) * golden;
+        double sum = gumbel(HASH(x)) + scores[i];
+        if (known == count && sum <= sums[count - 1]) continue;
+        int64_t at = known < count ? known++ : count - 1;
+        for (; at > 0 && sum > sums[at - 1]; at--) best[at] = best[at - 1], sums[at] = sums[at - 1];
+        best[at] = tokens[i], sums[at] = sum;
+    }
 }
 
 /* Whether this machine multiplies pairs. */

@@ -132,8 +132,9 @@ _FUNCTIONS: dict[str, list[Any]] = {
     ],
     "specdec_product": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
     "specdec_look_up": [POINTER(CProduct), c_void_p, c_int64, c_void_p, c_int],
-    "specdec_top": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int64, c_void_p],
+    "specdec_top": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int64, c_void_p, c_void_p],
     "specdec_draw": [c_void_p, c_int64, c_int, c_float, c_uint64],
+    "specdec_rank": [c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_void_p, c_void_p],
     "specdec_pairs": [],
 }  # fmt: skip
 

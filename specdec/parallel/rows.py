@@ -127,6 +127,9 @@ class GatheredScores(Scores):
             )
         return [tokens[:count] for tokens in self.best]
 
+    def weighed(self, count: int, least: int) -> tuple[list[list[int]], None]:
+        return self.likeliest(least), None
+
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         return GatheredScores([self.best[self.place(row)] for row in rows], numbers)
 

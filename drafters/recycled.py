@@ -1,0 +1,218 @@
+"""Recycled distributions: what the target thought of last time, ranked by the noise of this time.
+
+Where tokens are drawn, the likeliest one is often not the one that comes. The target draws the token of a position with
+noise that is known beforehand (:class:`specdec.sampling.Noise`), so a guess at its distribution, ranked with the same
+noise, is a guess at its draw (Daliri, Musco and Suresh 2024, arXiv 2408.07978). A token's guess is the mean of what
+the target thought after it of late; after the same two tokens, where both are known.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from specdec.draft import Draft
+from specdec.drafter import Context, Observation
+from specdec.sampling import Scores
+
+__all__ = ["KEPT", "Distributions", "DrawnSession", "Guess"]
+
+KEPT = 32  # tokens of a distribution: noise lifts rare ones
+_LATEST = 3  # distributions of which the mean is taken
+_FALL = 1.8  # where logits are not at hand, the probability falls as this power of the rank
+_DOUBT = 2  # pairs of tokens in the prompt that are supposed to have gone on otherwise
+_ERROR = 1.25  # by how many logits a guess is off, so that a lead by as many is e to one
+_BEST = 8  # tokens of a guess that may be proposed
+_PRIOR, _PRIOR_WEIGHT = 0.75, 8.0  # rows that are right for one that was promised, and the promises that it counts as
+_FAINT = 0.02  # no row that is likelier wrong than this is looked at
+
+
+class Guess(NamedTuple):
+    """Tokens that may come next ("q"), the logarithms of their probabilities ("d"), and what these sum to."""
+
+    tokens: array[int]
+    logs: array[float]
+    mass: float
+
+
+class Distributions:
+    """Token -> the target's distributions after it of late; and the same for pairs of tokens."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int | None, ...], deque[tuple[array[int], array[float]]]] = {}
+        self._guesses: dict[tuple[int | None, ...], Guess] = {}  # made where they are asked for
+        self._pairs: dict[int, dict[int, int]] = {}  # of prompts
+
+    def of(self, before: int | None, token: int) -> Guess | None:
+        """What may come after ``before`` and ``token``; None where nothing is known of them."""
+        key: tuple[int | None, ...] = (before, token)
+        if key not in self._of:
+            key = (token,)
+        guess = self._guesses.get(key)
+        if guess is None:
+            known = self._of.get(key)
+            shares = self._mean(known) if known else self._counted(token)
+            if not shares:
+                return None
+            logs = array("d", map(math.log, shares.values()))
+            guess = self._guesses[key] = Guess(array("q", shares), logs, math.fsum(shares.values()))
+        return guess
+
+    @staticmethod
+    def _mean(known: Sequence[tuple[array[int], array[float]]]) -> dict[int, float]:
+        shares: dict[int, float] = {}
+        for tokens, scores in known:
+            odds = [math.exp(score - scores[0]) for score in scores]
+            whole = sum(odds) * len(known)
+            for token, odd in zip(tokens, odds, strict=True):
+                shares[token] = shares.get(token, 0.0) + odd / whole
+        return shares
+
+    def _counted(self, token: int) -> dict[int, float]:
+        counts = self._pairs.get(token, {})
+        whole = sum(counts.values()) + _DOUBT
+        return {after: count / whole for after, count in counts.items()}
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Count the pairs of a text, for tokens after which nothing else is known."""
+        for token, after in pairwise(tokens):
+            counts = self._pairs.setdefault(token, {})
+            counts[after] = counts.get(after, 0) + 1
+            self._guesses.pop((token,), None)
+
+    def learn(
+        self, keys: Sequence[tuple[int | None, int]], tokens: Sequence[list[int]], scores: Sequence[list[float]]
+    ) -> None:
+        """Take the distributions of rows, each of a token and the one before it.
+
+        Args:
+            keys: R times the token before (None: there is none) and the token; later ones are the later ones.
+            tokens: R times k, distinct.
+            scores: theirs, logarithms of shares, the largest first; -inf for a token that is never drawn.
+        """
+        for (before, token), after, own in zip(keys, tokens, scores, strict=True):
+            count = len(own) - own.count(-math.inf)
+            kept = array("q", after[:count]), array("d", own[:count])
+            for key in ((token,), (before, token)):
+                self._of.setdefault(key, deque(maxlen=_LATEST)).append(kept)
+                self._guesses.pop(key, None)
+
+
+class DrawnSession:
+    """A sequence whose tokens are drawn with the target's own noise.
+
+    Args:
+        rows: rows below the root; None takes as many as pay, by what is expected of each.
+        depth: of the tree.
+        least: tokens of a row that are read where their logits are not at hand.
+        table: what is known so far.
+    """
+
+    def __init__(self, rows: int | None, depth: int, least: int, table: Distributions, context: Context) -> None:
+        self._depth, self._read, self._table, self._context = depth, least, table, context
+        self._weighs, self._most = rows is None, context.max_rows if rows is None else rows
+        self._temperature = context.sampling.temperature
+        self._steps = context.costs.steps(context.prompt_length, context.max_rows)
+        prices = ((step - 1) / rows for rows, step in enumerate(self._steps[2:], 1))
+        self._least = max(_FAINT, min(prices, default=1.0)) if self._weighs else 0.0
+        self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._chances = [1.0]  # of the rows of the latest draft, where their parents are right, as promised
+        self._learns = True
+
+    def propose(self, room: int) -> Draft:
+        context = self._context
+        most, deepest = min(self._most, room - 1), min(self._depth, context.remaining - 1)
+        self._learns = room > 1  # where nobody asks, reading the best of every row would be most of its time
+        tokens, parents, depths, reach = [context.root], [-1], [0], [1.0]
+        chances = self._chances = [1.0]
+        before = context.tokens[-2] if len(context.tokens) > 1 else None
+        ahead: list[tuple[float, int, int, int, float]] = []  # (-reach, order, parent, token, chance)
+        found = 0
+        while True:
+            row = len(tokens) - 1
+            if row < most and depths[row] < deepest:
+                above = before if row == 0 else tokens[parents[row]]
+                for token, chance in self._after(above, tokens[row], depths[row]):
+                    if (worth := reach[row] * chance * self._sure) < self._least:
+                        break
+                    heappush(ahead, (-worth, found, row, token, chance))
+                    found += 1
+            if not ahead or row >= most:
+                break
+            worth, _, parent, token, chance = heappop(ahead)
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            reach.append(-worth)
+            chances.append(chance)
+        size = self._paying(reach) if self._weighs else len(reach)
+        del chances[size:]
+        sure = [min(self._sure * chance, 1.0) for chance in chances]
+        return Draft(tokens[:size], parents[:size], chances=sure)
+
+    def _after(self, before: int | None, token: int, depth: int) -> list[tuple[int, float]]:
+        """What is likeliest to come after a token at a depth, likeliest first, with the chance of each."""
+        guess = self._table.of(before, token)
+        if guess is None:
+            return []
+        position = len(self._context.tokens) + depth
+        tokens, sums = self._context.noise.ranked(guess.tokens, guess.logs, position, _BEST)
+        # How far a guess is off has nothing to do with the temperature, by which the logarithms were divided.
+        odds = [math.exp((one - sums[0]) * self._temperature / _ERROR) for one in sums]
+        share = guess.mass / sum(odds)
+        return [(one, odd * share) for one, odd in zip(tokens, odds, strict=True)]
+
+    def _paying(self, reach: Sequence[float]) -> int:
+        """How many rows bring most over what they cost; a token is worth a plain step."""
+        worth = [total - step for total, step in zip(accumulate(reach), self._steps[1:], strict=False)]
+        return 1 + worth.index(max(worth))
+
+    @property
+    def _sure(self) -> float:
+        """Guesses that were right in this text, for one that was promised."""
+        return self._right / self._promised
+
+    def observe(self, seen: Observation) -> None:
+        assert seen.draft is not None
+        assert seen.scores is not None
+        place = {row: depth for depth, row in enumerate(seen.path)}
+        for row, (chance, parent) in enumerate(zip(self._chances, seen.draft.parents, strict=False)):
+            depth = place.get(parent)
+            if depth is not None:
+                self._promised += chance
+                self._right += seen.draft.tokens[row] == seen.tokens[depth]
+        if self._learns:
+            self._learn(seen.draft, seen.path, len(seen.tokens), seen.scores)
+
+    def _allowed(self, scores: list[float]) -> list[float]:
+        """The scores, largest first, with -inf for what top-k, top-p or min-p never lets be drawn."""
+        params = self._context.sampling
+        if not params.top_k and params.top_p == 1 and params.min_p == 0:
+            return scores
+        odds = [math.exp(score - scores[0]) for score in scores[: params.top_k or None]]
+        most = params.top_p * sum(odds)
+        kept = [
+            score if odd >= params.min_p and above < most else -math.inf
+            for score, odd, above in zip(scores, odds, accumulate(odds, initial=0.0), strict=False)
+        ]
+        return kept + [-math.inf] * (len(scores) - len(kept))
+
+    def _learn(self, draft: Draft, path: Sequence[int], emitted: int, scores: Scores) -> None:
+        """Take what the target thought after each scored row, what came after the accepted ones last."""
+        text = self._context.tokens
+        rows = scores.rows if scores.rows is not None else range(len(draft))
+        tokens, logits = scores.weighed(KEPT, self._read)
+        if logits is None:
+            logits = [[-_FALL * math.log(1 + rank) for rank in range(len(row))] for row in tokens]
+        logits = [self._allowed([logit / self._temperature for logit in row]) for row in logits]
+        first = text[-emitted - 2] if len(text) > emitted + 1 else None
+        above = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
+        accepted = set(path)
+        order = sorted(range(len(rows)), key=lambda one: rows[one] in accepted)
+        keys = [(above[rows[one]], draft.tokens[rows[one]]) for one in order]
+        self._table.learn(keys, [tokens[one] for one in order], [logits[one] for one in order])
