@@ -13,6 +13,7 @@ from drafters.merge import Bandit, Part, Tree, kind_of
 from specdec import Draft, Engine, SamplingParams
 from specdec.draft import Entry
 from specdec.errors import ConfigError
+from specdec.target import FINAL
 from tests.fakes import Oracle
 from tests.models import FAMILIES, greedy, prompt_of, target_of
 from tests.unit.test_policy import curve_of
@@ -23,7 +24,7 @@ PROMPT = prompt_of(9)
 
 
 def engine_of(*parts: Any, row: float = 0.001, learns: bool = False, policy: str = "cost", **options: object) -> Engine:
-    """An engine whose rows cost ``row`` plain steps each; parts that do not learn are asked from the first step on."""
+    """An engine whose rows cost ``row`` plain steps each; parts without taps are asked from the first step on."""
     for part in parts:
         part.needs_observe = learns
     auto = Auto(AutoConfig(**options), list(parts))  # type: ignore[arg-type]
@@ -103,6 +104,16 @@ def reach_of(record: Bandit, draft: Draft, *before: Draft) -> list[float]:
     return tree.reach[part.added.start :]
 
 
+def test_a_drafter_that_knows_its_chances_is_believed() -> None:
+    """Along a chain and in a tree."""
+    for parents, reach in (([-1, 0, 1, 2], [1, 0.5, 0.1, 0.09]), ([-1, 0, 0, 1], [1, 0.5, 0.2, 0.45])):
+        drafter, tree = Fixed(), Tree(7)
+        part = Part(drafter, Bandit(drafter, 0.9), context_of([7]))
+        part.draft = Draft([7, 1, 2, 3], parents, chances=[1, 0.5, 0.2, 0.9])
+        part.place(tree, 0.0)
+        assert tree.reach == pytest.approx(reach)
+
+
 def test_chances_by_depth_rank_and_match() -> None:
     record = Bandit(Fixed(), 0.9)
     first, second, _, last = reach_of(record, Draft([9, 1, 2, 3, 4], [-1, 0, 0, 0, 0]))
@@ -154,11 +165,11 @@ class Early(Fixed):
         return Draft([self.context.root], [-1], entry=Entry(1, torch.zeros(1, 32, dtype=torch.float64)))
 
 
-def test_a_part_with_much_to_compute_waits_where_rows_are_dear() -> None:
+def test_a_part_with_a_model_waits_where_rows_are_dear() -> None:
     asked = []
     for row in (0.2, 0.001):
-        learner = Fixed([1], [0])
-        engine_of(learner, row=row, learns=True).generate(PROMPT, 20)
+        learner = Fixed([1], [0], taps=[FINAL])
+        engine_of(learner, row=row).generate(PROMPT, 20)
         asked.append(len(learner.rooms))
     assert asked[0] == 0
     assert asked[1] > 0

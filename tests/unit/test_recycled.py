@@ -114,8 +114,7 @@ def test_a_row_is_as_likely_as_its_lead_says_in_logits() -> None:
         sums = logits / temperature + context.noise.gumbel(len(context.tokens))[:4]
         chances = torch.softmax(sums * temperature / 1.25, -1)
         assert session._chances[1:] == pytest.approx(chances[list(draft.tokens[1:])].tolist())
-        first = 0.75 * float(chances.max())
-        assert draft.match_length == int(4 * first / (1 - first))
+        assert draft.chances[1:] == pytest.approx([0.75 * chance for chance in session._chances[1:]])
 
 
 def scores_of(shares: dict[int, float]) -> tuple[list[int], list[float]]:
@@ -203,10 +202,10 @@ def test_likeliest_tokens_come_with_their_logits_where_these_are_at_hand() -> No
 
 
 def test_promises_follow_what_was_right() -> None:
-    """Rows that keep being wrong are promised less, until none pays; and a draft says how sure it is."""
+    """Rows that keep being wrong are promised less, until none pays; and a draft says how sure it is of its rows."""
     logits = torch.zeros(V)
     logits[5] = 9.0
-    kept = dict[int, tuple[int, int]]()
+    kept = dict[int, tuple[int, float]]()
     for emitted in (5, 6):
         context = drawing([5, 5])
         session = started(context)
@@ -218,9 +217,9 @@ def test_promises_follow_what_was_right() -> None:
             session.observe(Observation(draft, [0], [emitted], rows))
             context.tokens[-1] = 5
         draft = session.propose(9)
-        kept[emitted] = len(draft), draft.match_length
+        kept[emitted] = len(draft), max(draft.chances[1:], default=0.0)
     assert kept[5][0] > 1 == kept[6][0]
-    assert kept[5][1] > 8 > 1 > kept[6][1]
+    assert kept[5][1] > 0.6 > kept[6][1]
 
 
 @pytest.mark.parametrize(

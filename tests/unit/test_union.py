@@ -146,7 +146,7 @@ def test_a_part_whose_rows_do_not_pay_is_tried_now_and_then(policy: str) -> None
         assert len(wrong.rooms) >= out.stats.steps - 1  # the last one may have one token left
     else:
         assert 2 <= len(wrong.rooms) < out.stats.steps / 2
-        assert set(out.stats.rows[-9:-1]) == {2}
+        assert out.stats.rows[40:].count(2) > 30, "rows that are always wrong are still verified"
 
 
 def test_a_part_sees_its_rows_as_if_it_were_alone() -> None:
