@@ -127,8 +127,8 @@ class GatheredScores(Scores):
             )
         return [tokens[:count] for tokens in self.best]
 
-    def weighed(self, count: int, least: int) -> tuple[list[list[int]], None]:
-        return self.likeliest(least), None
+    def weighed(self, count: int) -> tuple[list[list[int]], None]:
+        return self.likeliest(count), None
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         return GatheredScores([self.best[self.place(row)] for row in rows], numbers)
