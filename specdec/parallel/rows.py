@@ -199,7 +199,7 @@ class ShardedTarget(ParallelTarget):
         assert isinstance(output, ShareOutput)
         assert scores is None  # of one rank's rows
         self._refuse(draft, sampler)
-        cache, ranks = output.cache, self.ranks
+        cache, ranks, likeliest = output.cache, self.ranks, min(likeliest, self.vocab_size)
         if not cache.greeted:
             self.greet(sampler, taps=len(output.taps), likeliest=likeliest)
             cache.greeted = True
