@@ -109,12 +109,11 @@ class DrawnSession:
     Args:
         rows: rows below the root; None takes as many as pay, by what is expected of each.
         depth: of the tree.
-        least: tokens of a row that are read where their logits are not at hand.
         table: what is known so far.
     """
 
-    def __init__(self, rows: int | None, depth: int, least: int, table: Distributions, context: Context) -> None:
-        self._depth, self._read, self._table, self._context = depth, least, table, context
+    def __init__(self, rows: int | None, depth: int, table: Distributions, context: Context) -> None:
+        self._depth, self._table, self._context = depth, table, context
         self._weighs, self._most = rows is None, context.max_rows if rows is None else rows
         self._temperature = context.sampling.temperature
         self._steps = context.costs.steps(context.prompt_length, context.max_rows)
@@ -206,7 +205,7 @@ class DrawnSession:
         """Take what the target thought after each scored row, what came after the accepted ones last."""
         text = self._context.tokens
         rows = scores.rows if scores.rows is not None else range(len(draft))
-        tokens, logits = scores.weighed(KEPT, self._read)
+        tokens, logits = scores.weighed(min(KEPT, self._context.target.vocab_size))
         if logits is None:
             logits = [[-_FALL * math.log(1 + rank) for rank in range(len(row))] for row in tokens]
         logits = [self._allowed([logit / self._temperature for logit in row]) for row in logits]

@@ -32,7 +32,7 @@ class TokenRecyclingConfig:
     Attributes:
         rows: rows below the root; None takes as many as pay, up to the paper's 80.
         depth: longest path of the template.
-        successors: k, tokens kept per token; where tokens are drawn, only if their scores are not at hand.
+        successors: k, tokens kept per token; where tokens are drawn, 32 with their scores are.
         from_prompt: start from the prompt's own pairs of tokens; off, the first steps have nothing to propose.
         persistent: sequences share one table, so that it starts warm; then drafts depend on what was decoded before
             (the text does not).
@@ -69,7 +69,7 @@ class TokenRecycling(DrafterBase):
             self._drawn = drawn if options.persistent else None
             if options.from_prompt:
                 drawn.read(context.tokens)
-            return DrawnSession(options.rows, options.depth, options.successors, drawn, context)
+            return DrawnSession(options.rows, options.depth, drawn, context)
         kept = min(options.successors, context.max_rows)  # more would not be proposed
         table = self._shared if options.persistent and self._shared is not None else Successors(kept)
         self._shared = table if options.persistent else None

@@ -310,16 +310,16 @@ class Scores:
         best = largest(whole, places, count)
         return self.top(count).tolist() if best is None else best
 
-    def weighed(self, count: int, least: int) -> tuple[list[list[int]], list[list[float]] | None]:
+    def weighed(self, count: int) -> tuple[list[list[int]], list[list[float]] | None]:
         """Of each scored row the ``count`` likeliest tokens and their raw logits, the largest first.
 
-        Where logits lie on an accelerator, or on several ranks, ``least`` tokens, as many as are read anyway, and None.
+        None in the place of logits that are elsewhere, on an accelerator or another rank.
         """
         whole, places = self._source
         if self._values:
             return [row[:count] for row in self._top], [row[:count] for row in self._values]
         if copies.is_apart(whole.device):
-            return self.likeliest(least), None
+            return self.likeliest(count), None
         if (found := weighed(whole, places, count)) is not None:
             return found
         logits, tokens = self.logits.topk(min(count, whole.shape[-1]), -1)

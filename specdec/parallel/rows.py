@@ -127,8 +127,8 @@ class GatheredScores(Scores):
             )
         return [tokens[:count] for tokens in self.best]
 
-    def weighed(self, count: int, least: int) -> tuple[list[list[int]], None]:
-        return self.likeliest(least), None
+    def weighed(self, count: int) -> tuple[list[list[int]], None]:
+        return self.likeliest(count), None
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         return GatheredScores([self.best[self.place(row)] for row in rows], numbers)
@@ -199,7 +199,7 @@ class ShardedTarget(ParallelTarget):
         assert isinstance(output, ShareOutput)
         assert scores is None  # of one rank's rows
         self._refuse(draft, sampler)
-        cache, ranks = output.cache, self.ranks
+        cache, ranks, likeliest = output.cache, self.ranks, min(likeliest, self.vocab_size)
         if not cache.greeted:
             self.greet(sampler, taps=len(output.taps), likeliest=likeliest)
             cache.greeted = True

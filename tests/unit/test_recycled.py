@@ -181,7 +181,7 @@ def test_without_logits_ranks_stand_for_them() -> None:
     scores = Scores(torch.arange(float(V), 0, -1)[None])
     session.propose(2)
     context.tokens.append(5)
-    with patch.object(Scores, "weighed", lambda self, count, least: (self.likeliest(least), None)):
+    with patch.object(Scores, "weighed", lambda self, count: (self.likeliest(count), None)):
         session.observe(Observation(Draft.chain([5]), [0], [5], scores))
     assert isinstance(session, DrawnSession)
     expected = np.arange(1, 5) ** -1.8
@@ -193,12 +193,12 @@ def test_likeliest_tokens_come_with_their_logits_where_these_are_at_hand() -> No
     best = logits.topk(20)
     for dtype in (torch.float32, torch.float64):  # the second is none that the library reads
         scores = Scores(logits.to(dtype), [0, 2, 5])
-        assert scores.weighed(20, 4) == (best.indices.tolist(), best.values.tolist())
-        assert scores.select([5, 0], None).weighed(1, 1) == (
+        assert scores.weighed(20) == (best.indices.tolist(), best.values.tolist())
+        assert scores.select([5, 0], None).weighed(1) == (
             best.indices[[2, 0], :1].tolist(),
             best.values[[2, 0], :1].tolist(),
         )
-    assert GatheredScores([[3, 1], [2, 5]], None).weighed(20, 2) == ([[3, 1], [2, 5]], None)
+    assert GatheredScores([[3, 1], [2, 5]], None).weighed(2) == ([[3, 1], [2, 5]], None)
 
 
 def test_promises_follow_what_was_right() -> None:
