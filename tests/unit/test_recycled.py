@@ -177,14 +177,14 @@ def test_rows_are_learned_under_their_own_pair_and_accepted_ones_last() -> None:
 
 def test_without_logits_ranks_stand_for_them() -> None:
     context = drawing([5, 5], 1.0)
-    session = started(context, successors=4, rows=9, depth=1)
+    session = started(context, rows=9, depth=1)
     scores = Scores(torch.arange(float(V), 0, -1)[None])
     session.propose(2)
     context.tokens.append(5)
     with patch.object(Scores, "weighed", lambda self, count: (self.likeliest(count), None)):
         session.observe(Observation(Draft.chain([5]), [0], [5], scores))
     assert isinstance(session, DrawnSession)
-    expected = np.arange(1, 5) ** -1.8
+    expected = np.arange(1, 33) ** -1.8
     assert shares_of(session._table, 5, 5) == pytest.approx(dict(enumerate(expected / expected.sum())))
 
 
