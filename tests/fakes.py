@@ -269,3 +269,19 @@ class SpySession:
     def observe(self, seen: Observation) -> None:
         self._spy.on_seen(self._context, seen)
         self._inner.observe(seen)
+
+
+class Alternating:
+    """A grammar whose states are its matchers: after an even token comes an odd one. Its masks are made on the host."""
+
+    def __init__(self, odd: bool = False) -> None:
+        self.odd = odd
+
+    def start(self, prompt: Sequence[int]) -> Alternating:
+        return Alternating()
+
+    def advance(self, token: int) -> Alternating | None:
+        return Alternating(not self.odd) if token % 2 == self.odd else None
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 != self.odd, -torch.inf)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from specdec.draft import ancestors
 from specdec.registry import drafter_names
 from specdec.runners.graphs import CudaRecorder
 from specdec.sampling import Noise
+from tests.fakes import Alternating
 from tests.models import new_model, prompt_of, reference, settings_of
 
 pytestmark = [
@@ -71,22 +71,6 @@ def test_a_seed_is_one_text(drafter: str) -> None:
     engine = Engine(target_of("mistral"))
     plain = engine.generate(PROMPTS[1], NEW, sampling).token_ids
     assert engine.with_drafter(drafter).generate(PROMPTS[1], NEW, sampling).token_ids == plain
-
-
-class Alternating:
-    """A grammar whose states are its matchers: after an even token comes an odd one. Its masks are made on the host."""
-
-    def __init__(self, odd: bool = False) -> None:
-        self.odd = odd
-
-    def start(self, prompt: Sequence[int]) -> Alternating:
-        return Alternating()
-
-    def advance(self, token: int) -> Alternating | None:
-        return Alternating(not self.odd) if token % 2 == self.odd else None
-
-    def mask(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 != self.odd, -torch.inf)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

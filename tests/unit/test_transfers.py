@@ -26,6 +26,7 @@ from specdec.errors import ConfigError, NumericalError
 from specdec.results import Step
 from specdec.sampling import Sampler, Scores
 from specdec.verify import last_row, match, walk_arrays
+from tests.fakes import Alternating
 from tests.models import VOCAB, prompt_of, random_adapter, settings_of, target_of
 from tests.property.trees import parent_lists
 
@@ -256,22 +257,6 @@ def test_other_processors_are_asked_as_on_the_host(request: pytest.FixtureReques
     request.getfixturevalue("transfers")
     assert engine.generate(PROMPT, 12, logits_processor=[there]).token_ids == expected
     assert here.seen == there.seen
-
-
-class Alternating:
-    """A grammar whose states are its matchers: after an even token comes an odd one."""
-
-    def __init__(self, odd: bool = False) -> None:
-        self.odd = odd
-
-    def start(self, prompt: Sequence[int]) -> Alternating:
-        return Alternating()
-
-    def advance(self, token: int) -> Alternating | None:
-        return Alternating(not self.odd) if token % 2 == self.odd else None
-
-    def mask(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 != self.odd, -torch.inf)
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
