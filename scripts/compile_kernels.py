@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.kernels import layer, row, step, tree
+from specdec.kernels import layer, step, tree
 
 DTYPES = ("bf16", "fp16", "fp32")
 WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)
@@ -89,26 +89,7 @@ def step_variants(sample: bool) -> Iterator[Variant]:
         yield f"join {dtype} width {width}", step._join, types, joined
 
 
-def row_variants(sample: bool) -> Iterator[Variant]:
-    """The four products of a single row in layers of some width, with biases and without."""
-    for dtype, width, biased in product(
-        DTYPES[::2] if sample else DTYPES, (4096,) if sample else (576, 4096, 8192), (False, True)
-    ):
-        types = dict.fromkeys(("x", "norm", "weight", "bias", "residual", "output"), dtype)
-        for name, inputs, outputs, *flags in (
-            ("heads", width, 3 * width // 2, True, False, False),
-            ("out", width, width, False, False, True),
-            ("gated", width, 11 * width // 4, True, True, False),
-            ("down", 11 * width // 4, width, False, False, True),
-        ):
-            normed, gated, adds = flags
-            fixed = row.constants(
-                inputs, outputs, 4 if dtype == "fp32" else 2, NORMED=normed, BIASED=biased, GATED=gated, ADDS=adds
-            )
-            yield f"row {name} {dtype} width {width}{' biased' if biased else ''}", row._row, types, fixed
-
-
-VARIANTS = (tree_variants, layer_variants, step_variants, row_variants)
+VARIANTS = (tree_variants, layer_variants, step_variants)
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int) -> int:
@@ -125,13 +106,10 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: f"*{types[name]}" if name in types else scalars.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in types}
-    aligned = aligned if kernel is row._row else {}
-    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, aligned)
+    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants)
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-    wide = {step._part: "cp.async", row._row: "ld.global.v4"}.get(kernel, "")
-    if wide not in found.asm["ptx"]:
-        raise ValueError("it does not read 16 bytes at once")
+    if kernel is step._part and "cp.async" not in found.asm["ptx"]:
+        raise ValueError("it does not read 16 bytes of keys at once")
     return int(found.metadata.shared)
 
 

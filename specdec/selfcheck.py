@@ -149,19 +149,19 @@ class Reference:
         return float((got - self._expected).abs().max()), (self._full or _WITHOUT_SHADOW) * scale
 
     def _logits(self, specs: Sequence[LayerSpec]) -> torch.Tensor:
-        """[11, V] by the target: a block, a row by itself, then a tree, the path through which is the text."""
+        """[11, V] by the target: a block, then one that is a tree, the path through which is the text."""
         target, tokens = self._target, list(self._tokens)
         root, *rest = tokens[_ROWS:]
         tree = Draft((root, tokens[0], *rest), _TREE)
         with target.active():
             cache = KVCache(specs, capacity=2 * _ROWS, rows=_ROWS)
-            found = list[Any]()
-            for known in (tokens[: _ROWS - 1], tokens[_ROWS - 1 : _ROWS]):
-                block = Block(cache, known, device=target.device, backend=target.backend)
-                found.append(target.forward(block).logits)
-                cache.commit(range(len(known)))
-            below: Any = target.forward(Block.of(tree, cache, target.device, target.backend)).logits
-        return torch.cat((*found, below[[0, 2, 3, 4, 5]])).to(self._expected.device).double()
+            block = Block(cache, tokens[:_ROWS], device=target.device, backend=target.backend)
+            prefix = target.forward(block).logits
+            cache.commit(range(_ROWS))
+            below = target.forward(Block.of(tree, cache, target.device, target.backend)).logits
+        assert prefix is not None
+        assert below is not None
+        return torch.cat((prefix, below[[0, 2, 3, 4, 5]])).to(self._expected.device).double()
 
 
 def _rms(values: torch.Tensor) -> float:

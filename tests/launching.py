@@ -41,13 +41,6 @@ class Kernels:
         first, second = both.chunk(2, -1)
         return F.silu(first) * second
 
-    def row_product(
-        self, x: Any, weight: Any, bias: Any, *, norm: Any = None, residual: Any = None, gated: bool = False
-    ) -> torch.Tensor:
-        product = F.linear(x if norm is None else F.rms_norm(x, x.shape[1:], *norm), weight, bias)
-        product = self.gate(product) if gated else product
-        return product if residual is None else residual + product
-
     def turn_and_store(
         self, heads: Any, cos: Any, sin: Any, at: Any, norms: Any, where: Mapping[str, Any], layer: int, shape: Any
     ) -> torch.Tensor:

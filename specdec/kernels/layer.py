@@ -14,11 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels.row import row_product
 from specdec.kernels.step import step_attention
 from specdec.kernels.tree import on_device
 
-__all__ = ["add_norm", "gate", "row_product", "step_attention", "turn_and_store"]
+__all__ = ["add_norm", "gate", "step_attention", "turn_and_store"]
 
 _BLOCK = 1024  # numbers of a program where rows do not matter
 

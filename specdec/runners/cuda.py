@@ -1,5 +1,4 @@
 """Known layers on a CUDA device: nine launches each, where the products are cuBLAS's and what is between them Triton's.
-A single row takes six: its products are Triton's, too, with sums, norms and gates inside (:mod:`specdec.kernels.row`).
 
 Steps are recorded as CUDA graphs (:mod:`specdec.runners.graphs`); chunks of a prompt and rows of several sequences are
 launched kernel by kernel. A layer hands on the residual stream and what is to be added to it, so that the sum is taken
@@ -26,13 +25,12 @@ __all__ = ["CudaLayer", "CudaRunner"]
 
 
 class CudaLayer:
-    """A known layer in nine launches, or six; with ``files`` its linears become views of the stacked weights."""
+    """A known layer in nine launches; with ``files`` its linears become views of the stacked weights."""
 
     def __init__(self, layer: KnownLayer, files: FilePages | None, kernels: ModuleType) -> None:
         self._number, self._scale = layer.number, layer.scale
         self._shape = layer.query_heads, layer.key_heads, layer.head_dim
         self._products = stack_linears(layer, files)
-        self._alone = all(product.weight.is_contiguous() for product in self._products)  # as row products read them
         self._norms = [(norm.weight.data, norm.variance_epsilon) for norm in layer.norms]
         self._head_norms = None
         if layer.head_norms:
@@ -42,19 +40,13 @@ class CudaLayer:
 
     def __call__(
         self, residual: torch.Tensor, delta: torch.Tensor | None, block: Rows | StepInputs, turns: Turns
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Residual [T, D] and what is to be added to it, to the same after the layer.
 
         ``turns``: cosines and sines [positions, d], and each row's place in them.
         """
         qkv, out, gate_up, down = self._products
         kernels, (cos, sin, at) = self._kernels, turns
-        if len(residual) == 1 and delta is None and self._alone:
-            heads = kernels.row_product(residual, qkv.weight, qkv.bias, norm=self._norms[0])
-            mixed = self._attend(heads, block.parts[0][0], cos, sin, at)
-            residual = kernels.row_product(mixed, out.weight, out.bias, residual=residual)
-            gated = kernels.row_product(residual, gate_up.weight, gate_up.bias, norm=self._norms[1], gated=True)
-            return kernels.row_product(gated, down.weight, down.bias, residual=residual), None
         residual, normed = kernels.add_norm(residual, delta, *self._norms[0])
         heads = F.linear(normed, qkv.weight, qkv.bias)
         # Each sequence's rows are stored in its own cache, so that a batch takes two launches more for each of them.

@@ -204,7 +204,6 @@ def layer_kernels(
         kernels = importlib.import_module("specdec.kernels.layer")
         rows = torch.zeros(1, 64, dtype=dtype, device=device)
         kernels.gate(kernels.add_norm(rows, rows, rows[0], 1e-6)[1])
-        kernels.row_product(rows, rows.expand(64, -1).contiguous(), rows[0], norm=(rows[0], 1e-6), gated=True)
         counts = torch.zeros(3, dtype=torch.long, device=device)  # no row is stored
         where = {"counts": counts, "table": torch.ones(1, 3, dtype=torch.long, device=device)}
         for query_heads, key_heads, width, normed in shapes:

@@ -168,31 +168,6 @@ def test_numbers_are_read_as_they_were_when_asked_for() -> None:
     assert (told(), [*late]) == ([0, 1, 2], [0, 1, 2])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("inputs", [576, 4096, 11008])
-def test_a_row_and_what_stands_around_its_product(inputs: int, dtype: torch.dtype) -> None:
-    """The four products of a layer, against float64."""
-    kernels = pytest.importorskip("specdec.kernels.layer")
-    generator = torch.Generator().manual_seed(inputs)
-    x, bias, residual = (torch.randn(1, size, generator=generator).to(DEVICE, dtype) for size in (inputs, 1000, 1000))
-    weight = (torch.randn(1000, inputs, generator=generator) / inputs**0.5).to(DEVICE, dtype)
-    scale = torch.rand(inputs, generator=generator).to(DEVICE, dtype)
-    wide, expected = x.double(), {}
-    normed = torch.nn.functional.rms_norm(wide, (inputs,), scale.double(), 1e-5)
-    both = (normed @ weight.double().T).chunk(2, -1)
-    expected["normed"] = normed @ weight.double().T + bias.double()
-    expected["gated"] = torch.nn.functional.silu(both[0]) * both[1]
-    expected["adds"] = residual.double() + wide @ weight.double().T
-    found = {
-        "normed": kernels.row_product(x, weight, bias[0], norm=(scale, 1e-5)),
-        "gated": kernels.row_product(x, weight, None, norm=(scale, 1e-5), gated=True),
-        "adds": kernels.row_product(x, weight, None, residual=residual),
-    }
-    for name, result in found.items():
-        off = (result.double() - expected[name]).abs().max() / expected[name].abs().max()
-        assert off < TOLERANCE[dtype], name
-
-
 # -- Graphs ------------------------------------------------------------------------------------------------------------
 
 

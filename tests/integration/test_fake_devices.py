@@ -149,15 +149,7 @@ def _gated(both: Any) -> Any:
     return both.new_empty(len(both), both.shape[1] // 2)
 
 
-def _product(x: Any, weight: Any, bias: Any, *, norm: Any = None, residual: Any = None, gated: bool = False) -> Any:
-    same(x, weight, bias, residual, *(norm or ())[:1])
-    assert x.shape == (1, weight.shape[1])
-    return x.new_empty(1, len(weight) // (1 + gated)) if residual is None else residual.clone()
-
-
-LAYER = SimpleNamespace(
-    row_product=_product, add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended
-)
+LAYER = SimpleNamespace(add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended)
 
 
 def copy_in(arrays: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:

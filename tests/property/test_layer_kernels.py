@@ -14,7 +14,7 @@ from specdec.errors import SpecdecWarning
 from specdec.rotary import rotate, signed
 from specdec.runners import plan
 from specdec.runners.cuda import CudaRunner
-from tests.launching import Kernels, launch
+from tests.launching import launch
 from tests.models import new_model, prompt_of
 
 CompilationError = pytest.importorskip("triton", reason="Triton is not installed").CompilationError
@@ -35,19 +35,6 @@ def test_gate() -> None:
     both = torch.randn(3, 2 * 700)
     first, second = both.chunk(2, -1)
     assert torch.allclose(kernels.gate(both), F.silu(first) * second, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("inputs", [48, 1100])  # less and more than is read at once
-@pytest.mark.parametrize("kind", ["", "biased", "normed", "normed biased", "gated", "normed gated biased", "adds"])
-def test_a_row_and_what_stands_around_its_product(kind: str, inputs: int) -> None:
-    x, weight = torch.randn(1, inputs), torch.randn(38, inputs) / inputs**0.5  # outputs that fill no block
-    bias = torch.randn(38) if "biased" in kind else None
-    norm = (torch.rand(inputs), 1e-5) if "normed" in kind else None
-    residual = torch.randn(1, 38) if kind == "adds" else None
-    found = kernels.row_product(x, weight, bias, norm=norm, residual=residual, gated="gated" in kind)
-    expected = Kernels().row_product(x, weight, bias, norm=norm, residual=residual, gated="gated" in kind)
-    assert found.shape == expected.shape
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [4, 10])  # the latter goes round the ring

@@ -48,13 +48,13 @@ SAMPLED = SamplingParams(temperature=0.8, seed=1)
 # The noise is some twenty operations, on one row of the vocabulary each. A graph is one launch, and six serve it.
 @pytest.mark.parametrize(
     ("attention_name", "sampling", "limit"),
-    [("aten", None, 210), ("aten", SAMPLED, 240), ("auto", None, 17), ("auto", SAMPLED, 47)],
+    [("aten", None, 300), ("aten", SAMPLED, 330), ("auto", None, 17), ("auto", SAMPLED, 47)],
 )
-def test_a_plain_step_of_32_layers_launches_at_most_210_kernels(
+def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
     attention_name: str, sampling: SamplingParams | None, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mode, torch_s = Launches(), Kernels()
-    names = ("row_product", "add_norm", "turn_and_store", "gate", "step_attention")
+    names = ("add_norm", "turn_and_store", "gate", "step_attention")
     kernels = SimpleNamespace(**{name: mode.one(name, getattr(torch_s, name)) for name in names})
     recorder = launch(monkeypatch, kernels)
     monkeypatch.setattr(copies, "address", torch_s.address)
@@ -84,5 +84,5 @@ def test_a_plain_step_of_32_layers_launches_at_most_210_kernels(
     if attention_name == "auto":
         assert counted["graph"] == 1, counted
     else:
-        assert [counted[name] for name in ("flash", "turn_and_store", "row_product")] == [32, 32, 128], counted
+        assert (counted["flash"], counted["add_norm"]) == (32, 64), counted
     assert len(mode.names) <= limit, counted
