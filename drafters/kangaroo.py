@@ -7,10 +7,10 @@ and a shallow pass for all of them, and another guess behind the likeliest one i
 head, too. Verification enters at layer l with the kept features, so no layer runs twice for a token, and draft and
 verification share one cache. When sampling, tokens are ranked with the noise with which the target will draw.
 
-On a device the shallow pass of a guess is launched before its chances are read, so that the device has work while the
-host waits and decides. What the host learns thus costs nothing but rows in vain where tokens are dropped, which cost
-little there; with a number of guesses that is settled beforehand nothing would be read, but the chances, the best thing
-there is to go by, would not be used (docs/gpu.md has the sums).
+On a device nothing is read before the step is verified: there the chances of a token are what became of tokens of its
+rank in steps that are over, so that a round's guesses and their alternatives are settled before they are made. Where an
+eta is given, which has to be held against each guess, a chain's next shallow pass is launched first, so that the device
+has work while the host waits (docs/gpu.md has the sums).
 
 The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows beyond its last one wait
 in ``_pending`` and go in with the next root. So full acceptance is no special case.
@@ -60,7 +60,8 @@ class KangarooConfig:
         eta: confidence at or below which a round ends; None takes the adapter's own, and where that is None, too, a
             round goes on while it pays: of a guess as many tokens are verified as have a chance that is worth more than
             their rows, if together they are worth a shallow pass, too; and the next guess is made behind the likeliest
-            one if its chance is worth adapter and head, too.
+            one if its chance is worth adapter and head, too. On a device these chances are those of other
+            tokens of the same rank, and a round stays there.
         gamma: most guesses of a round; None takes the adapter's own.
         branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
             paper's chain; None takes the adapter's own. Without an eta the most tokens of any guess, 4 for None; under
@@ -154,18 +155,19 @@ class KangarooSession(BatchedSession):
         self._cache = AdapterCache(drafter.adapter, capacity)
         self._committed = 0  # positions of the text that the cache holds, or that wait in _pending
         self._pending: list[torch.Tensor] = []  # [T, D] features of committed tokens that the adapter has not seen
-        self._drafted: list[int] = []  # the tokens, from the root on, that it has seen in this round
+        self._tokens: Sequence[int] = []  # of this round's draft; the last may be one that was dropped
+        self._drafted: list[int] = []  # the rows, from the root on, that the adapter has seen in this round
         params = context.sampling
         self._temperature, self._processors = params.temperature, params.processors()
         self._reads_prefix = params.repetition_penalty != 1
-        self._no_ids: Any = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)
+        self._ids: Any = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)  # where they are read
         sampled = params.temperature > 0 and params.acceptance != "typical"
         self._draws = sampled and params.acceptance == "reject"  # from q, or else with the target's own noise
         self._noise = drafter.vocabulary.noise(context.noise) if sampled and not self._draws else None
         target = context.target
         apart = copies.is_apart(target.device) and copies.is_apart(target.head_device)
-        # With an eta the number of tokens hangs on what is read.
-        self._ahead = apart and (drafter.eta is None or drafter.branch == 1)
+        self._stays = apart and drafter.eta is None
+        self._ahead = apart and drafter.eta is not None and drafter.branch == 1  # else what is read says how many rows
         # In plain steps: a shallow pass of one row, a guess, and a step by its rows.
         costs, length = context.costs, context.prompt_length
         self._shallow_price, self._guess_price = (
@@ -174,59 +176,76 @@ class KangarooSession(BatchedSession):
         )
         self._steps = costs.steps(length, min(self._gamma * drafter.branch, context.max_rows) + 2)
         self._deep = 1 - drafter.exit_layer / context.target.num_layers
-        self._guessed: list[tuple[float, list[int]]] = []  # chance of the likeliest token and those kept, of this round
+        self._guessed: list[tuple[float, slice]] = []  # chance of the likeliest token, and those kept, of this round
         self._accepted, self._guesses = _ACCEPTED * _GUESSES, _GUESSES  # where all above was right
         self._right, self._promised = _RIGHT * _PROMISED, _PROMISED
+        # By rank how many were right, and how many there were; what is not known takes its share of what is left over.
+        self._ranks = [[_ACCEPTED * (1 - _ACCEPTED) ** rank * _GUESSES, _GUESSES] for rank in range(drafter.branch)]
 
     def passes(self, room: int) -> Passes[Draft]:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
         drafter, context = self._drafter, self._context
         most = min(self._gamma, room - 1, context.remaining - 1)
-        tokens, parents, depths, self._drafted, self._guessed = [context.root], [-1], [0], [], []
+        parents, depths, self._drafted, self._guessed = [-1], [0], [], []
+        tokens: list[int] = [context.root]
+        self._tokens = tokens
         if most < 1:
             return Draft(tokens, parents)
-        features = [(yield self._shallow(tokens, parents, depths)).hidden]
+        if self._reads_prefix:
+            self._ids = torch.tensor([context.tokens], device=self._ids.device)
+        root = self._shallow(tokens, parents, depths)
+        features = [(yield root).hidden]
+        unread: list[torch.Tensor] = [root.brought.block.tokens[0]] if self._stays else []
         q: dict[int, torch.Tensor] = {}
         confident, last, reached = True, 0, 1.0
-        while confident and depths[last] < most and len(tokens) < room:
-            scores = self._scores((yield self._guess(tokens[last], features[-1][:1])))
+        while confident and depths[last] < most and len(parents) < room:
+            scores = self._scores((yield self._guess(last, features[-1][:1])))
             shares, places, drawn_from = self._draw(scores) if self._draws else self._rank(scores)
-            # In one copy from the device; a number is exact in float64, too.
-            read = copies.reading(torch.cat((shares.double(), places.double())))
-            first, left = len(tokens), min(drafter.branch, room - len(tokens))
-            if self._ahead:
-                guess = copies.Later(drafter.vocabulary.tokens_at(places[:left].clamp(min=0)))
-                below = parents + [last] * len(guess), depths + [depths[last] + 1] * len(guess)
-                features.append((yield self._shallow(guess, *below)).hidden)
-            found = read()
-            chances = [chance for chance in found[: len(places)] if chance > 0]
-            numbers = [int(number) for number in found[len(places) :][: len(chances)] if number >= 0]
-            if not numbers:  # weights so large that the adapter says NaN
-                break
-            if drafter.eta is None:
-                kept, reached, confident = self._paying(reached, chances[:left], len(tokens))
+            first, left = len(parents), min(drafter.branch, room - len(parents))
+            chosen: Sequence[int]
+            if self._stays:
+                chances = [right / made for right, made in self._ranks[: min(left, len(places))]]
+                kept, reached, confident = self._paying(reached, chances, first)
+                kept = max(kept, 1)  # or nothing would be learned; whether to draft at all is the policy's to say
+                unread.append(drafter.vocabulary.tokens_at(places[:kept].clamp(min=0)))
+                chosen = copies.Later(unread[-1])
             else:
-                confident = chances[0] > drafter.eta
-                kept = 1 if confident else left
-            if drawn_from is not None and kept > 1:
-                numbers = self._alternatives(drawn_from, kept)
-            chosen = [drafter.vocabulary.token(number) for number in numbers[: max(kept, 1)]]
-            self._guessed.append((chances[0], chosen))
+                # In one copy from the device; a number is exact in float64, too.
+                read = copies.reading(torch.cat((shares.double(), places.double())))
+                if self._ahead:
+                    guess = copies.Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
+                    hidden = (yield self._shallow(guess, [*parents, last], [*depths, depths[last] + 1])).hidden
+                found = read()
+                chances = [chance for chance in found[: len(places)] if chance > 0]
+                numbers = [int(number) for number in found[len(places) :][: len(chances)] if number >= 0]
+                if not numbers:  # weights so large that the adapter says NaN
+                    break
+                if drafter.eta is None:
+                    kept, reached, confident = self._paying(reached, chances[:left], first)
+                else:
+                    confident = chances[0] > drafter.eta
+                    kept = 1 if confident else left
+                if drawn_from is not None and kept > 1:
+                    numbers = self._alternatives(drawn_from, kept)
+                chosen = [drafter.vocabulary.token(number) for number in numbers[: max(kept, 1)]]
+                tokens += chosen
+            self._guessed.append((chances[0], slice(first, first + len(chosen))))
             if not kept:
                 break
             if drawn_from is not None:
                 q[last] = drafter.vocabulary.spread(drawn_from, 0.0)
-            tokens += chosen
+            if self._reads_prefix:
+                self._ids = torch.cat((self._ids, drafter.vocabulary.tokens_at(places[None, :1])), 1)
             parents += [last] * len(chosen)
             depths += [depths[last] + 1] * len(chosen)
-            if self._ahead:
-                features[-1] = features[-1][: len(chosen)]  # the slots of the others are the next rows'
-            else:
-                features.append((yield self._shallow(chosen, parents, depths)).hidden)
+            features.append(hidden if self._ahead else (yield self._shallow(chosen, parents, depths)).hidden)
             last = first
         cost = len(self._drafted) * self._guess_price + (len(features) - 1) * self._shallow_price
-        hidden = torch.cat(features)[: len(tokens)]  # without what was run ahead in vain
-        return Draft(tokens, parents, q=q, entry=Entry(drafter.exit_layer, hidden), cost=cost)
+        entry = Entry(drafter.exit_layer, torch.cat(features))
+        if self._stays:
+            self._tokens = copies.Later(torch.cat([own.to(self._ids.device) for own in unread]))
+            return Draft(self._tokens, parents, q=q, entry=entry, cost=cost)
+        return Draft(tokens[: len(parents)], parents, q=q, entry=entry, cost=cost)
 
     def _paying(self, reached: float, chances: Sequence[float], rows: int) -> tuple[int, float, bool]:
         """How many of a guess's tokens bring most over what they cost; and of what follows the first, if it pays.
@@ -261,10 +280,14 @@ class KangarooSession(BatchedSession):
             self._committed += len(features)
             return
         committed = [seen.draft.tokens[0], *seen.tokens[:-1]]
-        known = sum(takewhile(bool, map(eq, self._drafted, committed)))
+        known = sum(takewhile(bool, map(eq, (self._tokens[row] for row in self._drafted), committed)))
         if self._drafted:
             self._cache.length = self._committed + known
-        for (chance, chosen), token in zip(self._guessed, seen.tokens[:known], strict=False):
+        for (chance, rows), token in zip(self._guessed, seen.tokens[:known], strict=False):
+            chosen = self._tokens[rows]
+            for own, rank in zip(chosen, self._ranks, strict=False):
+                rank[0] += own == token
+                rank[1] += 1
             self._guesses += 1
             self._accepted += token in chosen
             self._promised += chance
@@ -284,20 +307,19 @@ class KangarooSession(BatchedSession):
         )  # fmt: skip
         return self._forward.of(block)
 
-    def _guess(self, token: int, feature: torch.Tensor) -> Pass:
-        """The adapter's guess after ``token``, whose feature is [1, D]; the first of a round brings what waited."""
+    def _guess(self, row: int, feature: torch.Tensor) -> Pass:
+        """The adapter's guess after a row, whose feature is [1, D]; the first of a round brings what waited."""
         rows = torch.cat((*self._pending, feature)) if self._pending else feature
         self._pending.clear()
-        self._drafted.append(token)
+        self._drafted.append(row)
         return Pass(self._drafter.guess, (rows.to(self._adapter.norm.device), self._cache), self._drafter.alike)
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         """[d] the guess, under the processors that the target's logits are under."""
-        vocabulary, scores, ids = self._drafter.vocabulary, logits.float(), self._no_ids
+        vocabulary, scores = self._drafter.vocabulary, logits.float()
         if self._reads_prefix:  # by the tokens' ids
-            ids = torch.tensor([[*self._context.tokens, *self._drafted[1:]]], device=logits.device)
             scores = vocabulary.spread(scores, -torch.inf)
-        scores = processed(scores[None], ids, self._processors)[0]
+        scores = processed(scores[None], self._ids, self._processors)[0]
         return vocabulary.gather(scores) if self._reads_prefix else scores
 
     def _rank(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -313,6 +335,8 @@ class KangarooSession(BatchedSession):
         Its chance rests on q and on what became of other draws, never on the token itself.
         """
         q = torch.softmax(scores, -1, dtype=torch.float64)
+        if self._stays:  # where nobody sees that an adapter says NaN
+            q = q.nan_to_num(1 / len(q))
         return (q.max()[None] + self._accepted / self._guesses) / 2, self._choice(q)[None], q
 
     @property

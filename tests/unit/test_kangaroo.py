@@ -16,7 +16,7 @@ from drafters.adapter import VARIANTS, Adapter, AdapterConfig, fitting_heads
 from drafters.adapter_step import AdapterCache, AdapterStep
 from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig, KangarooSession
-from specdec import Engine, SamplingParams
+from specdec import Engine, SamplingParams, copies
 from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
@@ -158,6 +158,30 @@ def test_a_round_ends_where_drafts_do_not_pay(
         assert found.stats.rows[0] < max(found.stats.rows) == 6
     else:
         assert set(found.stats.rows[:-1]) == {rows}
+
+
+@pytest.mark.parametrize(
+    ("slope", "right", "wrong"), [(0.0, (21, 21), (21, 17)), (0.1, (7, 6), (7, 2)), (2.0, (2, 2), (2, 2))]
+)
+def test_on_a_device_guesses_of_before_say_how_many_pay(
+    perfect: Callable[..., Watched],
+    shallow_target: TransformersTarget,
+    target_of: Callable[..., TransformersTarget],
+    slope: float,
+    right: tuple[int, int],
+    wrong: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows at first, and two thirds into the text. Of dear ones there is but one guess; an adapter that is right is
+    trusted further, and its alternatives are left out; of one that is wrong nothing follows a guess."""
+    monkeypatch.setattr(copies, "is_apart", lambda device: True)
+    costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 1.0 + 100 * slope]])
+    random = Watched(KangarooConfig(gamma=5), adapter_of(), target_of("llama"))
+    for target, drafter, rows in ((shallow_target, perfect(gamma=5), right), (target_of("llama"), random, wrong)):
+        drafter.eta, drafter.branch, drafter.guess_weights, drafter.shallow_weights = None, 4, 0, 0
+        found = Engine(target, None, drafter, costs=costs).generate(prompt_of(9), 80)
+        assert (found.stats.rows[0], found.stats.rows[len(found.stats.rows) * 2 // 3]) == rows
+        assert found.token_ids == Engine(target).generate(prompt_of(9), 80).token_ids
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
