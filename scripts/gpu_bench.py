@@ -171,21 +171,27 @@ def oracle(engine: Engine, prompt: list[int], new: int, repeats: int) -> Figures
 
 
 def untrained(target: TransformersTarget, folder: Path) -> list[Figures]:
-    """Kangaroo and Medusa with random weights. No confidence ends a round, so that Kangaroo makes all its guesses."""
+    """Kangaroo and Medusa with random weights.
+
+    Kangaroo's rounds stay on the device, and are short once its guesses are known to be wrong. With an eta they are
+    read guess by guess; this one ends none, so that all guesses are made.
+    """
     size, vocabulary = target.hidden_size, target.vocab_size
     heads = fitting_heads(size, max(1, size // 128))
     adapter = Adapter(
         AdapterConfig(
             hidden_size=size, vocab_size=vocabulary, heads=heads, exit_layer=min(2, target.num_layers - 1),
-            variant="attention",
+            variant="attention", eta=None, gamma=4,
         )
     )  # fmt: skip
     adapter.start_from(target)
     adapter.save_pretrained(folder / "adapter")
     config = HeadsConfig(heads=4, layers=1, hidden_size=size, vocab_size=vocabulary)
     MedusaHeads(config).save_pretrained(folder / "heads")
+    kangaroo = {"name": "kangaroo", "adapter": str(folder / "adapter"), "check_target": False}
     return [
-        {"name": "kangaroo", "adapter": str(folder / "adapter"), "eta": 0.0, "gamma": 4, "check_target": False},
+        kangaroo,
+        {**kangaroo, "label": "kangaroo, eta 0", "eta": 0.0},
         {"name": "medusa", "heads": str(folder / "heads"), "check_target": False},
     ]
 

@@ -153,7 +153,7 @@ def test_gpu_benchmark_runs_every_part(gpu_bench: ModuleType, tmp_path: Path) ->
     assert values["complete"]
     assert "not finished" not in page
     assert all(f"| {goal} |" in page for goal in gpu_bench.GOALS)
-    for label in ("none", "prompt_lookup", "lookahead", "kangaroo", "medusa"):
+    for label in ("none", "prompt_lookup", "lookahead", "kangaroo", "kangaroo, eta 0", "medusa"):
         assert all(found[f"head to head, T={t}"][label]["same"] for t in ("0", "0.8")), label
         assert page.count(f"\n| {label} | ") == 2
     assert found["head to head, T=0"]["transformers_lookup"]["same"]

@@ -153,13 +153,14 @@ def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     target, prompts = target_of("mistral"), [prompt_of(size) for size in (20, 7, 13)]
-    options = settings_of(drafter, target, tmp_path)[-1]  # with a draft vocabulary, where there is one
-    engine = Engine(target, None, options, max_rows=24)
-    expected = [engine.generate(prompt, 12, sampling).token_ids for prompt in prompts]
+    choices = settings_of(drafter, target, tmp_path)  # the last one has a draft vocabulary, where there is one
+    engines = [Engine(target, None, options, max_rows=24) for options in (choices[0], choices[-1])]
+    expected = [engines[0].generate(prompt, 12, sampling).token_ids for prompt in prompts]
     mode = request.getfixturevalue("transfers")
-    with mode:
-        found = engine.generate_batch(prompts, 12, sampling, batch=2)
-    assert [one.token_ids for one in found] == expected
+    for engine in engines:
+        with mode:
+            found = engine.generate_batch(prompts, 12, sampling, batch=2)
+        assert [one.token_ids for one in found] == expected
 
 
 EOS = [0, 26]
