@@ -63,7 +63,7 @@ _ONWARD = 0.6  # at least this after a row that was right
 _WEIGHT = 3.0  # of what is supposed, in rows seen
 
 _HOPE, _TREE = 0.3, 9  # tokens a step that a part with much to compute may bring; rows of the tree that it may make
-_FAINT = 0.03  # below a row that is reached more rarely than this, none will pay
+_FAINT = 0.03  # a row that is reached more rarely than this is not considered, whatever rows cost
 _GRACE = 0.05  # of a part that has little to compute
 _SURE = 4.0  # rows that are supposed to have held what they promised, before any was taken
 _DEBT = 0.01  # tokens a step that a part may lose, on average of late, before it sleeps
@@ -200,6 +200,11 @@ class Tree:
         self.parents += range(len(tokens))
         self.reach += reach
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether nothing stands beside the path of ``extend``."""
+        return not self._rows
+
     def find(self) -> None:
         """Have all rows found by ``add`` and ``dissents``, those of ``extend`` too."""
         if len(self._rows) + 1 < len(self.tokens):
@@ -223,6 +228,10 @@ class Tree:
             if candidate:
                 self.probes.discard(row)
         return row
+
+    def row(self, parent: int, token: int) -> int:
+        """The row of ``token`` below ``parent``, -1 where there is none."""
+        return self._rows.get((parent, token), -1)
 
     def dissents(self, parent: int, token: int, first: int) -> bool:
         """Whether rows before ``first`` say something else after ``parent``, and none of them says this."""
@@ -261,43 +270,50 @@ class Part:
         self.added = range(0)  # rows of the tree that no part before it proposed
         self.seconds = 0.0
 
-    def place(self, tree: Tree, faint: float) -> None:
-        """Put its rows into the tree, each with the chance that it is accepted, but no chain below a ``faint`` one."""
+    def place(self, tree: Tree, least: float) -> None:
+        """Put its rows into the tree, each with the chance that it is reached, but none of less than the ``least``.
+
+        The first row of a path that is left out is judged all the same, as it may become better.
+        """
         draft, first = self.draft, len(tree.tokens)
         match = min(draft.match_length.bit_length(), _MATCHES)
         if draft.is_chain and first == 1 and not (draft.read or draft.probes or draft.chances):
-            self._lay(tree, faint, match)
+            self._lay(tree, least, match)
         else:
-            self._merge(tree, faint, match)
+            self._merge(tree, least, match)
         self.added = range(first, len(tree.tokens))
 
-    def _lay(self, tree: Tree, faint: float, match: int) -> None:
+    def _lay(self, tree: Tree, least: float, match: int) -> None:
         """What ``_merge`` does, for a chain of candidates where nothing else is yet."""
         draft, of = self.draft, self.bandit.chance
         first = kind_of(match, 0, 0, False)
         chance, reached, reach, kinds = _BY_MATCH[match], 1.0, list[float](), [first]
         for own in range(1, len(draft)):
-            if reached < faint:
-                break
             kinds.append(first + min(own, _DEPTHS))
             chance = of(kinds[own], max(chance, _ONWARD) if own > 1 else chance)
             reached *= chance
+            if reached < least:
+                break
             reach.append(reached)
-        tree.extend(draft.tokens[1 : len(kinds)], reach)
-        self.kinds, self.rows = kinds, [*range(len(kinds)), *[-1] * (len(draft) - len(kinds))]
+        size = len(reach) + 1
+        tree.extend(draft.tokens[1:size], reach)
+        self.kinds, self.rows = kinds, [*range(size), *[-1] * (len(draft) - size)]
 
-    def _merge(self, tree: Tree, faint: float, match: int) -> None:
+    def _merge(self, tree: Tree, least: float, match: int) -> None:
         draft, first, bandit = self.draft, len(tree.tokens), self.bandit
         self.rows, self.kinds = [0], [0]
         chances, ranks = [1.0], [0] * len(draft)
-        cuts = draft.is_chain and not draft.read
+        if draft.read:  # what a row of which is read has all its ancestors verified
+            least = 0.0
         tree.find()
         for own in range(1, len(draft)):
             above = draft.parents[own]
             parent, token = self.rows[above], draft.tokens[own]
-            if cuts and tree.reach[parent] < faint:
-                self.rows += [-1] * (len(draft) - own)
-                break
+            if parent < 0:
+                self.rows.append(-1)
+                self.kinds.append(0)
+                chances.append(0.0)
+                continue
             dissents = tree.dissents(parent, token, first)
             depth, rank = min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1)
             ranks[above] += 1
@@ -307,10 +323,17 @@ class Part:
             else:
                 supposed = (max(chances[above], _ONWARD) if depth > 1 else _BY_MATCH[match]) * _BY_RANK[rank]
                 chance = bandit.chance(kind, supposed * _DISSENT if dissents else supposed)
-            row = tree.add(parent, token, tree.reach[parent] * chance, candidate=own not in draft.probes)
+            reach = tree.reach[parent] * chance
+            if reach < least:
+                row = tree.row(parent, token)
+            else:
+                row = tree.add(parent, token, reach, candidate=own not in draft.probes)
             self.rows.append(row)
             self.kinds.append(kind)
             chances.append(chance)
+            if row < 0 and draft.is_chain:
+                self.rows += [-1] * (len(draft) - own - 1)
+                break
         for own in draft.read:
             tree.need(self.rows[own])
 
@@ -350,31 +373,35 @@ class MergedSession(BatchedSession):
         context, prices, length = self._context, self._prices, self._context.cache.length
         self._length, self._rows, self._promised = length, [0], 0.0
         room = min(room, self._most + 1)
-        tree, cost = Tree(context.root), 0.0
+        tree, cost, sure, least = Tree(context.root), 0.0, self._drafter.sure, 0.0
+        if self._plans:
+            assert prices is not None
+            least = max(_FAINT, prices.least(length, room) / sure)
         for part in self._parts:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
-                yield from self._ask(part, tree, room - len(tree.needed))
+                yield from self._ask(part, tree, room - len(tree.needed), least)
                 cost += part.draft.cost
         self._needed = needed = tree.needed
         if len(tree.tokens) == 1:
-            self._draft = Draft(tree.tokens, tree.parents, cost=cost)
+            self._draft = Draft(tree.tokens, range(-1, 0), cost=cost)
             return self._draft
         best = tree.best(room - 1 - len(needed))
         if self._plans:
             assert prices is not None
-            sure = self._drafter.sure
             gains = [sure * tree.reach[row] for row in best]
             del best[prices.keep(gains, length, base=1 + len(needed)) :]
             self._promised = sum(map(tree.reach.__getitem__, best))
         rows = self._rows = [0, *sorted([*needed, *best])]
-        if rows[-1] + 1 == len(rows) and not needed:  # the first ones
-            self._draft = Draft(tree.tokens[: len(rows)], tree.parents[: len(rows)], cost=cost)
+        size = len(rows)
+        if rows[-1] + 1 == size and not needed:  # the first ones
+            parents = range(-1, size - 1) if tree.is_chain else tree.parents[:size]
+            self._draft = Draft(tree.tokens[:size], parents, cost=cost)
         else:
             self._draft = self._taken(tree, cost)
         return self._draft
 
-    def _ask(self, part: Part, tree: Tree, room: int) -> Passes[None]:
+    def _ask(self, part: Part, tree: Tree, room: int, least: float) -> Passes[None]:
         """Have a part put its rows into the tree."""
         context = self._context
         if isinstance(part.session, BatchedSession):
@@ -388,7 +415,7 @@ class MergedSession(BatchedSession):
                 f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
                 f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of {self._name}.parts"
             )
-        part.place(tree, _FAINT if self._plans else 0.0)
+        part.place(tree, least)
         part.seconds += perf_counter() - began
 
     def _taken(self, tree: Tree, cost: float) -> Draft:
@@ -419,9 +446,9 @@ class MergedSession(BatchedSession):
         for part, count in self._asked if seen.answer is not None else ():
             assert seen.answer is not None
             answers[part], first = seen.answer[first : first + count], first + count
-        place = dict[int, int]()
+        place, whole = dict[int, int](), seen.draft
         # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
-        if seen.draft is not None and _begins_with(seen.draft, self._draft):
+        if whole is not None and (whole is self._draft or _begins_with(whole, self._draft)):
             rows, size = self._rows, len(self._rows)
             place = {rows[row]: depth for depth, row in enumerate(seen.path) if row < size}
             if self._promised:
@@ -432,7 +459,7 @@ class MergedSession(BatchedSession):
             elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
                 if seen.answer is not None or len(seen.taps) > len(part.taps):
                     taps, answer = {layer: seen.taps[layer] for layer in part.taps}, answers.get(part)
-                    part.session.observe(Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, answer))
+                    part.session.observe(Observation(whole, seen.path, seen.tokens, seen.scores, taps, answer))
                 else:
                     part.session.observe(seen)
 
@@ -445,7 +472,7 @@ class MergedSession(BatchedSession):
             part.session.observe(part_of(seen, part.draft, [kept.get(row, -1) for row in part.rows], part.taps))
         if prices is not None:
             net, size = 0.0, len(rows)
-            if part.added:
+            if size > 1 and part.added:
                 mine = part.added.__contains__
                 net = sum(map(mine, place)) - prices.price(self._length, size, size - sum(map(mine, rows)))
             part.bandit.judge(
@@ -455,7 +482,7 @@ class MergedSession(BatchedSession):
 
 def _begins_with(draft: Draft, own: Draft) -> bool:
     size = len(own)
-    return draft is own or ([*draft.tokens[:size]] == [*own.tokens] and [*draft.parents[:size]] == [*own.parents])
+    return [*draft.tokens[:size]] == [*own.tokens] and [*draft.parents[:size]] == [*own.parents]
 
 
 def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collection[int]) -> Observation:

@@ -73,47 +73,46 @@ class SuffixAutomaton:
         for token in tokens:
             self.add(token)
 
-    def _state(self, after: dict[int, int], link: int, length: int, end: int) -> int:
-        self.next.append(after)
-        self.link.append(link)
-        self.length.append(length)
-        self.end.append(end)
-        return len(self.link) - 1
-
     def add(self, token: int) -> None:
         """Append a token."""
+        after, link, length, end = self.next, self.link, self.length, self.end
+        new, state = len(link), self.last
         self.tokens.append(token)
         count = len(self.tokens)
-        new = self._state({}, 0, count, count)
-        state = self.last
-        while state >= 0 and token not in self.next[state]:
-            self.next[state][token] = new
-            state = self.link[state]
+        after.append({})
+        length.append(count)
+        end.append(count)
+        link.append(0)
+        while state >= 0 and token not in after[state]:
+            after[state][token] = new
+            state = link[state]
         if state >= 0:
-            self.link[new] = self._whole(state, token)
+            link[new] = self._whole(state, token)
         self.last = new
-        self._note(self.link[new], count)
+        found = link[new]
+        self.match = (end[found], length[found])
+        for _ in range(_FRESHENED):  # all suffixes end here, from now on
+            if found <= 0:
+                break
+            end[found] = count
+            found = link[found]
 
     def _whole(self, state: int, token: int) -> int:
         """The state of ``state``'s longest string and ``token``, split off from longer strings where it must be."""
-        old = self.next[state][token]
+        after, link = self.next, self.link
+        old = after[state][token]
         if self.length[old] == self.length[state] + 1:
             return old
-        clone = self._state(dict(self.next[old]), self.link[old], self.length[state] + 1, self.end[old])
-        self.link[old] = clone
-        while state >= 0 and self.next[state].get(token) == old:
-            self.next[state][token] = clone
-            state = self.link[state]
+        clone = len(link)
+        after.append(dict(after[old]))
+        link.append(link[old])
+        self.length.append(self.length[state] + 1)
+        self.end.append(self.end[old])
+        link[old] = clone
+        while state >= 0 and after[state].get(token) == old:
+            after[state][token] = clone
+            state = link[state]
         return clone
-
-    def _note(self, state: int, count: int) -> None:
-        """Keep the match, then let all suffixes end here."""
-        self.match = (self.end[state], self.length[state])
-        for _ in range(_FRESHENED):
-            if state <= 0:
-                break
-            self.end[state] = count
-            state = self.link[state]
 
 
 class Cursor:
@@ -182,6 +181,7 @@ class SuffixAutomatonSession:
         self._text = SuffixAutomaton()
         self._corpus = corpus
         self._cursor = None if corpus is None else Cursor(corpus)
+        self._read()
 
     def propose(self, room: int) -> Draft:
         config, context = self._config, self._context

@@ -176,6 +176,7 @@ class Scheduler:
         self._next: tuple[int, Request, list[int], int, float] | None = None
         self._running: list[_Running] = []
         self._rows_each = 1.0  # of the drafts of the latest step
+        self._crowd: Crowd | None = None  # in which they were drafted
 
     def run(self) -> Iterator[list[Event]]:
         """The events of one step after the other, to the end; to be driven inside ``target.active()``."""
@@ -295,6 +296,9 @@ class Scheduler:
         """Have each of them propose its draft; the passes that their sessions wait for are run together."""
         others = len(self._running) - 1
         crowd = Crowd(others + 1, round(others * self._rows_each)) if others else None
+        if crowd != self._crowd:  # the same object where nothing changed, which prices are kept by
+            self._crowd = crowd
+        crowd = self._crowd
         ready: list[tuple[_Running, Passes[Turn], Any]] = [(one, one.decoding.drafting(crowd), None) for one in those]
         while ready:
             waiting: list[tuple[_Running, Passes[Turn], Pass]] = []

@@ -169,10 +169,10 @@ class Block(Rows):
             whole = np.empty(copies.pack(self.shapes)[1], dtype=np.uint8)
             copies.fill(whole, self.shapes)
             rows = {"positions": self._places()[None, first:]}
-            if not isinstance(tokens, copies.Later):
+            if not type(tokens) is copies.Later:
                 rows["tokens"] = np.array([tokens], dtype=np.int64)
             self.sent = copies.copy_in({"step": whole, **rows, **self._more}, device)
-            if isinstance(tokens, copies.Later):
+            if type(tokens) is copies.Later:
                 self.sent["tokens"] = tokens.tensor[None].to(device)
             self.step = copies.views(self.sent["step"], self.shapes)
         self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}

@@ -106,7 +106,7 @@ class CostCurve:
             )
 
     @cached_property
-    def known(self) -> dict[Any, tuple[float, list[float]]]:
+    def known(self) -> dict[Any, tuple[float, list[float], float]]:
         """Readings that are kept, by whoever keeps them."""
         return {}
 

@@ -227,7 +227,7 @@ class Decoding:
         except DraftError as error:
             raise DraftError(f"drafter {self._drafter.name!r}: {error}") from error
         self._check(draft, room)
-        if isinstance(draft.tokens, copies.Later) and (self.sampler.reads_drafts or not self._apart):
+        if type(draft.tokens) is copies.Later and (self.sampler.reads_drafts or not self._apart):
             draft = replace(draft, tokens=list(draft.tokens))  # now, before the device has the target's rows to run
         made, rows = perf_counter(), draft.scored_rows()
         sent = self._arrays(draft, rows) if self._apart else None
@@ -289,7 +289,11 @@ class Decoding:
         spent.other += committed - verified
         if self._policy is not None:
             self._policy.prices.crowd = self._crowd
-            self._policy.learn(draft, path, length, drafting, turn.drafting + seconds + observed - began)
+            took = turn.drafting + seconds + observed - began
+            if self._drafter.plans_rows:  # it judges its rows itself
+                self._policy.prices.learn(rows, len(tokens), length, drafting, took)
+            else:
+                self._policy.learn(draft, path, length, drafting, took)
         return step
 
     def _copy_out(
@@ -301,7 +305,7 @@ class Decoding:
         rows must be taken one by one.
         """
         sampler = self.sampler
-        late = [draft.tokens] if isinstance(draft.tokens, copies.Later) else []
+        late = [draft.tokens] if type(draft.tokens) is copies.Later else []
         reads = self._asks or self._likeliest > 1 or late
         if output.peaks is not None and not (reads or sampler.sample or sampler.processors):
             return None, None, None  # one copy does for all sequences of a batch
@@ -394,7 +398,7 @@ class Decoding:
                 f"draft has {len(tokens)} rows but {room} slots are free; propose at most `room` rows "
                 f"(drafter {self._drafter.name!r}), lower its sizes, or raise the engine's max_rows"
             )
-        if isinstance(tokens, copies.Later):
+        if type(tokens) is copies.Later:
             return  # of the vocabulary, as a model drew them; nobody waits for them here
         if tokens[0] != last:
             raise DraftError(

@@ -88,15 +88,10 @@ class Draft:
                 f"a draft needs one parent per token and -1 as the root's, got {len(tokens)} tokens and parents "
                 f"{list(parents[:8])}; build it with DraftBuilder"
             )
-        depths, is_chain = [0], True
         if type(parents) is range and parents.step == 1:  # from -1, so that each is the row before
-            depths = [*range(len(parents))]
-        for row in range(len(depths), len(parents)):
-            parent = parents[row]
-            if not 0 <= parent < row:
-                raise DraftError(f"row {row} names row {parent} as its parent; parents come first, in [0, {row})")
-            depths.append(depths[parent] + 1)
-            is_chain = is_chain and parent == row - 1
+            depths, is_chain = [*range(len(parents))], True
+        else:
+            depths, is_chain = _depths(parents)
         if (self.probes or self.read or self.q) and not all(
             0 <= row < len(tokens) for row in (*self.probes, *self.read, *self.q)
         ):
@@ -144,6 +139,18 @@ class Draft:
             if self.parents[below] == row and self.tokens[below] == token and below not in self.probes:
                 return below
         return None
+
+
+def _depths(parents: Sequence[int]) -> tuple[list[int], bool]:
+    """As ``Draft._tree``, by the parents alone."""
+    depths, is_chain = [0], True
+    for row in range(1, len(parents)):
+        parent = parents[row]
+        if not 0 <= parent < row:
+            raise DraftError(f"row {row} names row {parent} as its parent; parents come first, in [0, {row})")
+        depths.append(depths[parent] + 1)
+        is_chain = is_chain and parent == row - 1
+    return depths, is_chain
 
 
 class DraftBuilder:

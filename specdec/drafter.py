@@ -41,6 +41,8 @@ __all__ = [
     "session_of",
 ]
 
+_INT = {int}
+
 
 @dataclass(slots=True, eq=False)
 class Context:
@@ -291,10 +293,12 @@ def _misfit(draft: Draft, target: Target) -> str | None:
     if not isinstance(draft, Draft):
         return f"{_typed(draft)}; it must propose a Draft"
     for what, rows in (("token", draft.tokens), ("parent", draft.parents)):
-        if type(rows) not in (range, Later) and set(map(type, rows)) != {int}:  # numpy's integers are integers too
+        if type(rows) not in (range, Later) and not _INT.issuperset(map(type, rows)):  # numpy's integers are some, too
             odd = [row for row in rows if not isinstance(row, Integral) or isinstance(row, bool)]
             if odd:
                 return f"{what} {_typed(odd[0])}; {what}s are integers"
+    if type(draft.q) is dict and not draft.q and draft.entry is None:
+        return None
     if type(draft.q) is not dict and not isinstance(draft.q, Mapping):
         return f"a draft whose q is {_typed(draft.q)}; it must be a mapping from rows to distributions"
     for row, q in draft.q.items():

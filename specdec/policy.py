@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import sub
 from typing import Protocol
 
 from specdec.cost import CostCurve, Crowd
@@ -103,19 +104,20 @@ class Prices:
         self.crowd: Crowd | None = None
         self._near = -1  # where the curve was read last, beside whom, and what it said
         self._near_crowd: Crowd | None = None
-        self._read: tuple[float, list[float]] = (0.0, [])
+        self._read: tuple[float, list[float], float] = (0.0, [], 0.0)
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
         self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
 
-    def _curve(self, length: int, most: int) -> tuple[float, list[float]]:
-        """Seconds of a plain step, and :meth:`steps`."""
+    def _curve(self, length: int, most: int) -> tuple[float, list[float], float]:
+        """Seconds of a plain step, :meth:`steps`, and what the cheapest row adds to a step."""
         near, crowd = length // _BUCKET, self.crowd
         if near != self._near or crowd is not self._near_crowd or most >= len(self._read[1]):
             most = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
             known, key = self.curve.known, (near, most, crowd)  # sequences share it
             if key not in known:
                 middle = near * _BUCKET + _BUCKET // 2
-                known[key] = self.curve.plain(middle, crowd), self.curve.steps(middle, most, crowd)
+                steps = self.curve.steps(middle, most, crowd)
+                known[key] = self.curve.plain(middle, crowd), steps, min(map(sub, steps[2:], steps[1:]))
             self._near, self._near_crowd, self._read = near, crowd, known[key]
         return self._read
 
@@ -126,6 +128,10 @@ class Prices:
     def steps(self, length: int, most: int) -> list[float]:
         """What 0 .. ``most`` rows, or more, cost after about ``length`` tokens, in plain steps."""
         return self._curve(length, most)[1]
+
+    def least(self, length: int, most: int) -> float:
+        """Tokens that the cheapest of up to ``most`` rows costs: a row that is worth less pays beside no others."""
+        return self._step_rate * self._curve(length, most)[2]
 
     @property
     def rate(self) -> float:
@@ -144,6 +150,8 @@ class Prices:
 
     def drafting(self, seconds: float, fixed_rows: int, length: int, cost: float = 0.0) -> float:
         """Tokens that drafting for ``seconds`` costs; without a clock, by ``fixed_cost_rows`` and the draft's cost."""
+        if not (self._clock or fixed_rows or cost):
+            return 0.0
         plain = self.plain(length)
         return self.rate * (seconds / plain if self._clock else _ROW_SECONDS * fixed_rows / plain + cost)
 
@@ -165,7 +173,7 @@ class Prices:
     def learn(self, rows: int, tokens: int, length: int, drafting: float, seconds: float) -> None:
         """Take note of a step of ``rows`` rows that yielded ``tokens``; see :meth:`RowPolicy.learn`."""
         memory = self._memory
-        plain, steps = self._curve(length, rows)
+        plain, steps, _ = self._curve(length, rows)
         due = taken = spent = steps[rows]
         if self._clock:
             taken = min((seconds - drafting) / plain, _OUTLIER * due * max(self._taken / self._due, 1.0))
