@@ -156,6 +156,7 @@ class Medusa(DrafterBase):
     draws = False
     Config = MedusaConfig
     taps = frozenset({FINAL})
+    fixed_cost_rows = 3  # what a pass's price leaves out: noise and best tokens of every head, and the tree
 
     def __init__(self, config: MedusaConfig, heads: MedusaHeads, target: Target) -> None:
         super().__init__(config)

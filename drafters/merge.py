@@ -108,7 +108,8 @@ class Bandit:
         self._memory, self._fixed_rows = memory, part.fixed_cost_rows
         self._hits, self._tries = array("d", bytes(8 * _KINDS)), array("d", bytes(8 * _KINDS))
         # A part that has no model to run is simply tried, one that has waits until it may pay.
-        self._net: float | None = None if part.taps else _GRACE
+        self._net: float | None = None
+        self._computes = bool(part.taps)
         self._patience = Patience(32, 256) if part.taps else Patience(4, 32)
 
     def chance(self, kind: int, supposed: float) -> float:
@@ -122,9 +123,10 @@ class Bandit:
         self._tries[kind] = self._memory * self._tries[kind] + 1
 
     def awake(self, prices: Prices, length: int) -> bool:
-        """Whether to ask the part for this step; before anything was seen the price of a tree decides."""
+        """Whether to ask the part for this step; before anything was seen what a draft costs decides."""
         if self._net is None:
-            self._net = _HOPE - prices.price(length, _TREE)
+            hope = _HOPE - prices.price(length, _TREE) if self._computes else _GRACE
+            self._net = hope - prices.drafting(0.0, self._fixed_rows, length)
         if self._net > -_DEBT:
             return True
         if not self._patience.due():

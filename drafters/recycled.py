@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
@@ -24,7 +23,8 @@ __all__ = ["KEPT", "Distributions", "DrawnSession", "Guess"]
 
 KEPT = 32  # tokens of a distribution: noise lifts rare ones
 _LATEST = 3  # distributions of which the mean is taken
-_FALL = 1.8  # where logits are not at hand, the probability falls as this power of the rank
+_FALL = 1.8  # where logits are not at hand, they fall by the logarithm of the rank, so many times
+_BY_RANK = array("f", [-_FALL * math.log(rank) for rank in range(1, KEPT + 1)])
 _DOUBT = 2  # pairs of tokens in the prompt that are supposed to have gone on otherwise
 _ERROR = 1.25  # by how many logits a guess is off, so that a lead by as many is e to one
 _BEST = 8  # tokens of a guess that may be proposed
@@ -33,10 +33,12 @@ _FAINT = 0.02  # no row that is likelier wrong than this is looked at
 
 
 class Guess(NamedTuple):
-    """Tokens that may come next ("q"), the logarithms of their probabilities ("d"), and what these sum to."""
+    """What may come next: distributions, of which the mean is meant, and the chance that it is one of their tokens.
 
-    tokens: array[int]
-    logs: array[float]
+    Each is tokens ("q") and the target's logits of them ("f"), largest first.
+    """
+
+    known: Sequence[tuple[array[int], array[float]]]
     mass: float
 
 
@@ -44,63 +46,38 @@ class Distributions:
     """Token -> the target's distributions after it of late; and the same for pairs of tokens."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int | None, ...], deque[tuple[array[int], array[float]]]] = {}
-        self._guesses: dict[tuple[int | None, ...], Guess] = {}  # made where they are asked for
+        self._of: dict[tuple[int | None, ...], tuple[tuple[array[int], array[float]], ...]] = {}
         self._pairs: dict[int, dict[int, int]] = {}  # of prompts
 
-    def of(self, before: int | None, token: int) -> Guess | None:
-        """What may come after ``before`` and ``token``; None where nothing is known of them."""
-        key: tuple[int | None, ...] = (before, token)
-        if key not in self._of:
-            key = (token,)
-        guess = self._guesses.get(key)
-        if guess is None:
-            known = self._of.get(key)
-            shares = self._mean(known) if known else self._counted(token)
-            if not shares:
-                return None
-            logs = array("d", map(math.log, shares.values()))
-            guess = self._guesses[key] = Guess(array("q", shares), logs, math.fsum(shares.values()))
-        return guess
-
-    @staticmethod
-    def _mean(known: Sequence[tuple[array[int], array[float]]]) -> dict[int, float]:
-        shares: dict[int, float] = {}
-        for tokens, scores in known:
-            odds = [math.exp(score - scores[0]) for score in scores]
-            whole = sum(odds) * len(known)
-            for token, odd in zip(tokens, odds, strict=True):
-                shares[token] = shares.get(token, 0.0) + odd / whole
-        return shares
-
-    def _counted(self, token: int) -> dict[int, float]:
-        counts = self._pairs.get(token, {})
-        whole = sum(counts.values()) + _DOUBT
-        return {after: count / whole for after, count in counts.items()}
+    def of(self, before: int | None, token: int, temperature: float) -> Guess | None:
+        """What may come after ``before`` and ``token``, drawn at a temperature; None where nothing is known of them."""
+        known = self._of.get((before, token)) or self._of.get((token,))
+        if known:
+            return Guess(known, 1.0)
+        counts = self._pairs.get(token)
+        if counts is None:
+            return None
+        best, whole = sorted(counts, key=lambda after: -counts[after]), sum(counts.values())
+        logits = array("f", [temperature * math.log(counts[after]) for after in best])
+        return Guess([(array("q", best), logits)], whole / (whole + _DOUBT))
 
     def read(self, tokens: Sequence[int]) -> None:
         """Count the pairs of a text, for tokens after which nothing else is known."""
         for token, after in pairwise(tokens):
             counts = self._pairs.setdefault(token, {})
             counts[after] = counts.get(after, 0) + 1
-            self._guesses.pop((token,), None)
 
-    def learn(
-        self, keys: Sequence[tuple[int | None, int]], tokens: Sequence[list[int]], scores: Sequence[list[float]]
-    ) -> None:
-        """Take the distributions of rows, each of a token and the one before it.
+    def learn(self, before: int | None, token: int, tokens: Sequence[int], logits: Sequence[float]) -> None:
+        """Take what the target thought after a token and the one before it (None: there is none), the latest so far.
 
         Args:
-            keys: R times the token before (None: there is none) and the token; later ones are the later ones.
-            tokens: R times k, distinct.
-            scores: theirs, logarithms of shares, the largest first; -inf for a token that is never drawn.
+            before, token: of the text.
+            tokens: some that may be drawn, distinct.
+            logits: theirs, the largest first.
         """
-        for (before, token), after, own in zip(keys, tokens, scores, strict=True):
-            count = len(own) - own.count(-math.inf)
-            kept = array("q", after[:count]), array("d", own[:count])
-            for key in ((token,), (before, token)):
-                self._of.setdefault(key, deque(maxlen=_LATEST)).append(kept)
-                self._guesses.pop(key, None)
+        kept = array("q", tokens), array("f", logits)
+        for key in ((token,), (before, token)):
+            self._of[key] = (*self._of.get(key, ())[1 - _LATEST :], kept)
 
 
 class DrawnSession:
@@ -156,12 +133,14 @@ class DrawnSession:
 
     def _after(self, before: int | None, token: int, depth: int) -> list[tuple[int, float]]:
         """What is likeliest to come after a token at a depth, likeliest first, with the chance of each."""
-        guess = self._table.of(before, token)
+        guess = self._table.of(before, token, self._temperature)
         if guess is None:
             return []
         position = len(self._context.tokens) + depth
-        tokens, sums = self._context.noise.ranked(guess.tokens, guess.logs, position, _BEST)
-        # How far a guess is off has nothing to do with the temperature, by which the logarithms were divided.
+        tokens, sums = self._context.noise.ranked(guess.known, self._temperature, position, _BEST)
+        if not tokens:
+            return []
+        # How far a guess is off has nothing to do with the temperature, by which the logits were divided.
         odds = [math.exp((one - sums[0]) * self._temperature / _ERROR) for one in sums]
         share = guess.mass / sum(odds)
         return [(one, odd * share) for one, odd in zip(tokens, odds, strict=True)]
@@ -188,18 +167,15 @@ class DrawnSession:
         if self._learns:
             self._learn(seen.draft, seen.path, len(seen.tokens), seen.scores)
 
-    def _allowed(self, scores: list[float]) -> list[float]:
-        """The scores, largest first, with -inf for what top-k, top-p or min-p never lets be drawn."""
+    def _allowed(self, logits: Sequence[float]) -> int:
+        """How many tokens, of these logits, largest first, top-k, top-p and min-p let be drawn."""
         params = self._context.sampling
         if not params.top_k and params.top_p == 1 and params.min_p == 0:
-            return scores
-        odds = [math.exp(score - scores[0]) for score in scores[: params.top_k or None]]
+            return len(logits)
+        odds = [math.exp((one - logits[0]) / self._temperature) for one in logits[: params.top_k or None]]
         most = params.top_p * sum(odds)
-        kept = [
-            score if odd >= params.min_p and above < most else -math.inf
-            for score, odd, above in zip(scores, odds, accumulate(odds, initial=0.0), strict=False)
-        ]
-        return kept + [-math.inf] * (len(scores) - len(kept))
+        above = accumulate(odds, initial=0.0)
+        return sum(odd >= params.min_p and before < most for odd, before in zip(odds, above, strict=False))
 
     def _learn(self, draft: Draft, path: Sequence[int], emitted: int, scores: Scores) -> None:
         """Take what the target thought after each scored row, what came after the accepted ones last."""
@@ -207,11 +183,9 @@ class DrawnSession:
         rows = scores.rows if scores.rows is not None else range(len(draft))
         tokens, logits = scores.weighed(min(KEPT, self._context.target.vocab_size))
         if logits is None:
-            logits = [[-_FALL * math.log(1 + rank) for rank in range(len(row))] for row in tokens]
-        logits = [self._allowed([logit / self._temperature for logit in row]) for row in logits]
-        first = text[-emitted - 2] if len(text) > emitted + 1 else None
-        above = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
+            logits = [_BY_RANK[: len(row)] for row in tokens]
         accepted = set(path)
-        order = sorted(range(len(rows)), key=lambda one: rows[one] in accepted)
-        keys = [(above[rows[one]], draft.tokens[rows[one]]) for one in order]
-        self._table.learn(keys, [tokens[one] for one in order], [logits[one] for one in order])
+        for place in sorted(range(len(rows)), key=lambda one: rows[one] in accepted):
+            row, count = rows[place], self._allowed(logits[place])
+            above = draft.tokens[draft.parents[row]] if row else text[-emitted - 2] if len(text) > emitted + 1 else None
+            self._table.learn(above, draft.tokens[row], tokens[place][:count], logits[place][:count])

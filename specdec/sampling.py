@@ -117,22 +117,29 @@ class Noise:
         return draw(scores, self._key(position, Noise.TARGET, 0), temperature)
 
     def ranked(
-        self, tokens: array[int], scores: array[float], position: int, count: int
+        self, known: Sequence[tuple[array[int], array[float]]], temperature: float, position: int, count: int
     ) -> tuple[list[int], list[float]]:
-        """The ``count`` tokens with the largest sums of their scores and the target's draws at a position; these sums.
+        """The likeliest winners of the target's draw at a position, if it draws from the mean of known distributions.
 
-        The largest come first. For a drafter that knows scores of a few tokens: on the host, whatever the device is.
+        That is the ``count`` tokens with the largest sums of the logarithm of their share and the draw's noise, the
+        largest first; and these sums. For a drafter that knows a few tokens: on the host, whatever the device is.
 
         Args:
-            tokens: "q", some of the vocabulary, each once.
-            scores: "d", one per token: logarithms, finite.
+            known: at least one: distinct tokens, "q", and their scores, "f", largest first. These over the temperature
+                are the logarithms of their shares but for a constant; -inf is never drawn.
         """
         key = self._key(position, Noise.TARGET, 0)
-        if (found := rank(tokens, scores, key, count)) is not None:
+        if (found := rank(known, temperature, key, count)) is not None:
             return found
-        numbers = torch.tensor(tokens, dtype=torch.int64)
+        shares: dict[int, float] = {}
+        for tokens, scores in known:
+            odds = [math.exp((score - scores[0]) / temperature) for score in scores]
+            whole = sum(odds) * len(known)
+            for token, odd in zip(tokens, odds, strict=True):
+                shares[token] = shares.get(token, 0.0) + odd / whole
+        numbers = torch.tensor([token for token, share in shares.items() if share > 0], dtype=torch.int64)
         noise = _gumbel(_mixed((numbers + 1) * _signed(_GOLDEN) + _signed(key)))
-        sums = noise + torch.tensor(scores, dtype=torch.float64)
+        sums = noise + torch.tensor([share for share in shares.values() if share > 0], dtype=torch.float64).log()
         sums, order = sums.sort(descending=True, stable=True)
         return numbers[order[:count]].tolist(), sums[:count].tolist()
 
@@ -310,7 +317,7 @@ class Scores:
         best = largest(whole, places, count)
         return self.top(count).tolist() if best is None else best
 
-    def weighed(self, count: int) -> tuple[list[list[int]], list[list[float]] | None]:
+    def weighed(self, count: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]] | None]:
         """Of each scored row the ``count`` likeliest tokens and their raw logits, the largest first.
 
         None in the place of logits that are elsewhere, on an accelerator or another rank.

@@ -800,18 +800,34 @@ int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t
     return best - second > 1e-9 && isfinite(best) ? (int)winner : -1;
 }
 
-/* The `count` tokens with the largest sums of their score and their Gumbel number under a key, the largest first, of equal
- * ones the first, to `best`, and the sums to `sums`. */
-void specdec_rank(const int64_t *tokens, const double *scores, int64_t size, uint64_t key, int64_t count, int64_t *best,
-                  double *sums) {
-    for (int64_t i = 0, known = 0; i < size; i++) {
-        uint64_t x = key + (tokens[i] + 1) * golden;
-        double sum = gumbel(HASH(x)) + scores[i];
+/* Of the mean of some distributions the `count` tokens with the largest sums of the logarithm of their share and their
+ * Gumbel number under a key, the largest first, of equal ones the first, to `best`, and the sums to `sums`; both have
+ * room for all the tokens. Returns how many there are. A distribution is sizes[n] distinct tokens, whose scores, largest
+ * first, divided `by` a number are logarithms of shares; they lie one behind the other. */
+int64_t specdec_rank(const int64_t *tokens, const float *scores, const int64_t *sizes, int64_t number, double by,
+                     uint64_t key, int64_t count, int64_t *best, double *sums) {
+    int64_t size = 0, known = 0;
+    for (int64_t n = 0, others; n < number; tokens += sizes[n], scores += sizes[n], n++) {
+        double whole = 0;
+        others = size;
+        for (int64_t i = 0; i < sizes[n]; i++) whole += exp(((double)scores[i] - scores[0]) / by);
+        for (int64_t i = 0, at; i < sizes[n]; i++) {
+            for (at = 0; at < others && best[at] != tokens[i];) at++;
+            if (at == others) at = size++, best[at] = tokens[i], sums[at] = 0;
+            sums[at] += exp(((double)scores[i] - scores[0]) / by) / (whole * number);
+        }
+    }
+    for (int64_t i = 0; i < size; i++) { /* in the same room: no more are kept than were looked at */
+        if (!(sums[i] > 0)) continue;
+        uint64_t x = key + (best[i] + 1) * golden;
+        int64_t token = best[i];
+        double sum = gumbel(HASH(x)) + log(sums[i]);
         if (known == count && sum <= sums[count - 1]) continue;
         int64_t at = known < count ? known++ : count - 1;
         for (; at > 0 && sum > sums[at - 1]; at--) best[at] = best[at - 1], sums[at] = sums[at - 1];
-        best[at] = tokens[i], sums[at] = sum;
+        best[at] = token, sums[at] = sum;
     }
+    return known;
 }
 
 /* Whether this machine multiplies pairs. */

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -134,7 +134,9 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "specdec_look_up": [POINTER(CProduct), c_void_p, c_int64, c_void_p, c_int],
     "specdec_top": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int64, c_void_p, c_void_p],
     "specdec_draw": [c_void_p, c_int64, c_int, c_float, c_uint64],
-    "specdec_rank": [c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_void_p, c_void_p],
+    "specdec_rank": [
+        c_void_p, c_void_p, c_void_p, c_int64, c_double, c_uint64, c_int64, c_void_p, c_void_p,
+    ],
     "specdec_pairs": [],
 }  # fmt: skip
 

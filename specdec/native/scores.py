@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int64
+from ctypes import c_double, c_int64
 
 import torch
 
@@ -28,20 +28,21 @@ def largest(scores: torch.Tensor, rows: Sequence[int] | None, count: int) -> lis
     Of equal ones the first comes first, and NaN before all numbers.
     """
     found = weighed(scores, rows, count)
-    return None if found is None else found[0]
+    return None if found is None else [row.tolist() for row in found[0]]
 
 
 def weighed(
     scores: torch.Tensor, rows: Sequence[int] | None, count: int
-) -> tuple[list[list[int]], list[list[float]]] | None:
-    """The same, and the scores there."""
+) -> tuple[list[array[int]], list[array[float]]] | None:
+    """The same, "q", and the scores there, "f"."""
     if not _reads(scores):
         return None
     number, size = len(scores) if rows is None else len(rows), scores.shape[-1]
     count = min(count, size)
-    places, values = (c_int64 * (number * count))(), (c_float * (number * count))()
+    places, values = array("q", bytes(8 * number * count)), array("f", bytes(4 * number * count))
     wanted = None if rows is None else (c_int64 * number)(*rows)
-    library().specdec_top(scores.data_ptr(), wanted, number, size, _HALF[scores.dtype], count, places, values)
+    found = places.buffer_info()[0], values.buffer_info()[0]
+    library().specdec_top(scores.data_ptr(), wanted, number, size, _HALF[scores.dtype], count, *found)
     firsts = range(0, number * count, count)
     return [places[first : first + count] for first in firsts], [values[first : first + count] for first in firsts]
 
@@ -58,15 +59,19 @@ def draw(scores: torch.Tensor, key: int, temperature: float = 1.0) -> int | None
     return None if token < 0 else token
 
 
-def rank(tokens: array[int], scores: array[float], key: int, count: int) -> tuple[list[int], list[float]] | None:
-    """The ``count`` tokens with the largest sums of their score and the Gumbel number that a key gives them; the sums.
+def rank(
+    known: Sequence[tuple[array[int], array[float]]], temperature: float, key: int, count: int
+) -> tuple[list[int], list[float]] | None:
+    """The ``count`` likeliest winners of a draw by the Gumbel numbers that a key gives, and their sums.
 
-    Both are arrays of 8 bytes a number, "q" and "d", and as long; the largest sum comes first, of equal ones the first.
+    What is drawn from, and the order, are those of :meth:`specdec.sampling.Noise.ranked`.
     """
     if library() is None:
         return None
-    count = min(count, len(tokens))
-    best, sums = (c_int64 * count)(), (c_double * count)()
-    given = tokens.buffer_info()[0], scores.buffer_info()[0]
-    library().specdec_rank(*given, len(tokens), key, count, best, sums)
-    return best[:], sums[:]
+    tokens, scores = known[0]
+    for more, theirs in known[1:]:
+        tokens, scores = tokens + more, scores + theirs
+    sizes, best, sums = array("q", [len(own) for own, _ in known]), array("q", tokens), (c_double * len(tokens))()
+    given = (one.buffer_info()[0] for one in (tokens, scores, sizes))
+    found = library().specdec_rank(*given, len(known), temperature, key, count, best.buffer_info()[0], sums)
+    return best[:found].tolist(), sums[:found]

@@ -13,6 +13,7 @@ from drafters.merge import Bandit, Part, Tree, kind_of
 from specdec import Draft, Engine, SamplingParams
 from specdec.draft import Entry
 from specdec.errors import ConfigError
+from specdec.policy import Prices
 from specdec.target import FINAL
 from tests.fakes import Oracle
 from tests.models import FAMILIES, greedy, prompt_of, target_of
@@ -128,6 +129,16 @@ def test_chances_by_depth_rank_and_match() -> None:
     assert right > 0.85
     assert onward == right * right  # not seen: as the row above it
     assert reach_of(record, chain_of(1))[0] < 0.15
+
+
+def test_a_part_whose_drafting_costs_more_than_is_hoped_for_sleeps_from_the_start_on() -> None:
+    drafter, prices = Fixed(), Prices(curve_of(row=0.001), clock=False)
+    awake = dict[float, list[bool]]()
+    for rows in (0, 0.05, 0.07):  # of a plain step; 0.05 tokens are hoped for, and 0.01 may be lost
+        drafter.fixed_cost_rows = round(rows * prices.plain(0) / 1e-4)
+        bandit = Bandit(drafter, 0.9)
+        awake[rows] = [bandit.awake(prices, 0) for _ in range(4)]
+    assert awake == {0: [True] * 4, 0.05: [True] * 4, 0.07: [False, False, False, True]}
 
 
 def test_kinds_are_told_apart() -> None:

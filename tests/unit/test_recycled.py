@@ -47,15 +47,22 @@ def test_tokens_are_ranked_by_score_and_the_noise_of_a_full_vocabulary(
     if not compiled:
         monkeypatch.setattr(sampling, "rank", lambda *_: None)
     rng = np.random.default_rng(0)
-    for seed, size in ((0, 1), (1, 2), (2, 40), (-3, 300)):
-        noise, scores = Noise(seed, 1000, torch.device("cpu")), rng.normal(0, 2, size)
-        tokens = rng.permutation(1000)[:size]
+    for seed, sizes in ((0, [1]), (1, [2, 1]), (2, [40, 32, 1]), (-3, [300, 200, 600])):
+        noise, known, shares = Noise(seed, 1000, torch.device("cpu")), [], np.zeros(1000)
+        for size in sizes:
+            scores = np.sort(rng.normal(0, 2, size).astype(np.float32))[::-1]
+            tokens = rng.permutation(1000)[:size]
+            scores[size // 2 :] = scores[size // 2 :] if size < 40 else -np.inf
+            known.append((array("q", tokens.tolist()), array("f", scores.tolist())))
+            odds = np.exp(scores.astype(np.float64) / 0.7)
+            shares[tokens] += odds / odds.sum() / len(sizes)
+        with np.errstate(divide="ignore"):
+            logs = np.log(shares)
         for position in (0, 1, 7, 100_000):
-            sums = scores + noise.gumbel(position).numpy()[tokens]
-            best = np.argsort(-sums, kind="stable")[:8]
-            given = array("q", tokens.tolist()), array("d", scores.tolist())
-            found, reached = noise.ranked(*given, position, 8)
-            assert found == tokens[best].tolist(), (seed, size, position)
+            sums = logs + noise.gumbel(position).numpy()
+            best = np.argsort(-sums, kind="stable")[: min(8, np.isfinite(logs).sum())]
+            found, reached = noise.ranked(known, 0.7, position, 8)
+            assert found == best.tolist(), (seed, sizes, position)
             assert np.allclose(reached, sums[best], rtol=0, atol=1e-12)
 
 
@@ -86,10 +93,8 @@ def test_a_known_distribution_drafts_the_target_s_own_draws() -> None:
     session = started(context, rows=6, depth=6)
     assert isinstance(session, DrawnSession)
     for token in range(V):
-        session._table.learn(
-            [(None, token)], [logits[token].argsort(descending=True).tolist()],
-            [(logits[token].sort(descending=True).values / 0.7).tolist()],
-        )  # fmt: skip
+        best = logits[token].sort(descending=True)
+        session._table.learn(None, token, best.indices.tolist(), best.values.tolist())
     text = [0]
     for _ in range(6):
         text.append(int((logits[text[-1]].double() / 0.7 + context.noise.gumbel(len(text))).argmax()))
@@ -109,7 +114,7 @@ def test_a_row_is_as_likely_as_its_lead_says_in_logits() -> None:
         session = started(context, rows=4, depth=1)
         assert isinstance(session, DrawnSession)
         logits = torch.tensor([2.0, 1.5, 0.5, 0.0], dtype=torch.float64)
-        session._table.learn([(5, 5)], [[0, 1, 2, 3]], [(logits / temperature).tolist()])
+        session._table.learn(5, 5, [0, 1, 2, 3], logits.tolist())
         draft = session.propose(9)
         sums = logits / temperature + context.noise.gumbel(len(context.tokens))[:4]
         chances = torch.softmax(sums * temperature / 1.25, -1)
@@ -119,25 +124,31 @@ def test_a_row_is_as_likely_as_its_lead_says_in_logits() -> None:
 
 def scores_of(shares: dict[int, float]) -> tuple[list[int], list[float]]:
     tokens = sorted(shares, key=lambda token: -shares[token])
-    return tokens, [math.log(shares[token]) if shares[token] else -math.inf for token in tokens]
+    return tokens, [0.5 * math.log(shares[token]) for token in tokens]
 
 
 def shares_of(table: Distributions, before: int | None, token: int) -> dict[int, float]:
-    guess = table.of(before, token)
-    return {} if guess is None else dict(zip(guess.tokens, np.exp(guess.logs).tolist(), strict=True))
+    """As a draw at temperature 0.5 has them, of ``scores_of``."""
+    guess, shares = table.of(before, token, 0.5), dict[int, float]()
+    for tokens, scores in guess.known if guess else ():
+        assert guess is not None
+        odds = np.exp(np.array(scores) / 0.5)
+        for one, odd in zip(tokens, (odds / odds.sum()).tolist(), strict=True):
+            if odd:
+                shares[one] = shares.get(one, 0.0) + guess.mass * odd / len(guess.known)
+    return shares
 
 
 def test_a_guess_is_the_mean_of_the_latest_and_of_the_same_pair_where_it_is_known() -> None:
     table = Distributions()
-    for before, shares in ((1, {4: 0.9, 5: 0.1}), (2, {4: 0.5, 6: 0.5}), (3, {7: 1.0}), (2, {6: 0.8, 4: 0.2, 9: 0.0})):
-        tokens, scores = scores_of(shares)
-        table.learn([(before, 8)], [tokens], [scores])
+    for before, shares in ((1, {4: 0.9, 5: 0.1}), (2, {4: 0.5, 6: 0.5}), (3, {7: 1.0}), (2, {6: 0.8, 4: 0.2})):
+        table.learn(before, 8, *scores_of(shares))
     assert shares_of(table, 2, 8) == pytest.approx({4: 0.35, 6: 0.65})
     assert shares_of(table, 1, 8) == pytest.approx({4: 0.9, 5: 0.1})
     assert shares_of(table, 9, 8) == pytest.approx({4: 0.7 / 3, 6: 1.3 / 3, 7: 1 / 3})  # the latest three after any
     assert shares_of(table, None, 8) == shares_of(table, 9, 8)
     assert shares_of(table, 2, 9) == {}
-    table.learn([(2, 8)], [[1]], [[-3.0]])
+    table.learn(2, 8, [1], [-3.0])
     assert shares_of(table, 2, 8) == pytest.approx({4: 0.35 * 2 / 3, 6: 0.65 * 2 / 3, 1: 1 / 3})
 
 
@@ -147,7 +158,7 @@ def test_pairs_of_the_prompt_serve_until_a_distribution_is_known() -> None:
     assert shares_of(table, 0, 1) == pytest.approx({5: 2 / 5, 6: 1 / 5})
     table.read([1, 5])
     assert shares_of(table, 0, 1) == pytest.approx({5: 3 / 6, 6: 1 / 6})
-    table.learn([(0, 1)], [[9]], [[0.0]])
+    table.learn(0, 1, [9], [0.0])
     assert shares_of(table, 3, 1) == {9: 1.0}
 
 
@@ -172,7 +183,7 @@ def test_rows_are_learned_under_their_own_pair_and_accepted_ones_last() -> None:
     table = session._table
     assert [shares_of(table, *pair) for pair in ((7, 9), (8, 6))] == [{20: 1.0}, {}]
     assert shares_of(table, 9, 8) == {21: 0.5, 23: 0.5}
-    assert list(table._of[9, 8][-1][0]) == [23]
+    assert table._of[9, 8][-1][0][0] == 23
 
 
 def test_without_logits_ranks_stand_for_them() -> None:
@@ -184,7 +195,7 @@ def test_without_logits_ranks_stand_for_them() -> None:
     with patch.object(Scores, "weighed", lambda self, count: (self.likeliest(count), None)):
         session.observe(Observation(Draft.chain([5]), [0], [5], scores))
     assert isinstance(session, DrawnSession)
-    expected = np.arange(1, 33) ** -1.8
+    expected = np.arange(1, 33) ** (-1.8 / 0.5)  # at the temperature of shares_of
     assert shares_of(session._table, 5, 5) == pytest.approx(dict(enumerate(expected / expected.sum())))
 
 
@@ -193,11 +204,11 @@ def test_likeliest_tokens_come_with_their_logits_where_these_are_at_hand() -> No
     best = logits.topk(20)
     for dtype in (torch.float32, torch.float64):  # the second is none that the library reads
         scores = Scores(logits.to(dtype), [0, 2, 5])
-        assert scores.weighed(20) == (best.indices.tolist(), best.values.tolist())
-        assert scores.select([5, 0], None).weighed(1) == (
-            best.indices[[2, 0], :1].tolist(),
-            best.values[[2, 0], :1].tolist(),
-        )
+        for own, places, count in ((scores, [0, 1, 2], 20), (scores.select([5, 0], None), [2, 0], 1)):
+            tokens, values = own.weighed(count)
+            assert values is not None
+            assert [[*row] for row in tokens] == best.indices[places, :count].tolist()
+            assert [[*row] for row in values] == best.values[places, :count].tolist()
     assert GatheredScores([[3, 1], [2, 5]], None).weighed(2) == ([[3, 1], [2, 5]], None)
 
 
