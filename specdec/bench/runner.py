@@ -260,8 +260,8 @@ def answer_prompts(
                 memory.reset()
                 output = asdict(system.answer(prompt, plan.max_new_tokens))
                 turn = Turn(**output, prompt_ids=prompt, text="", retokenized=0, peak_memory=memory.read())
-                about = {"question_id": number, "category": "prompts", "system": system.label, "repeat": repeat}
-                records.append(Record(**about, turns=[turn]))
+                about: dict[str, Any] = {"question_id": number, "category": "prompts", "repeat": repeat}
+                records.append(Record(**about, system=system.label, turns=[turn]))
             on_round()
     return records
 
