@@ -11,7 +11,6 @@ and ``table.md``.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ import torch
 from specdec import Engine
 from specdec.config import load_yaml, parse
 from specdec.errors import SpecdecError
+from specdec.files import write_json, write_text
 from training.acceptance import Written, continued_texts
 from training.data import Sample, load_samples
 from training.kangaroo import Config, KangarooTraining, new_adapter
@@ -98,14 +98,13 @@ def main() -> None:
             here = replace(config, loop=replace(config.loop, seed=seed))
             out = args.out / f"{name.replace(' ', '_')}_{seed}"
             figures.setdefault(name, []).append(trained_once(here, engine, learnt, texts, out))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(args.out / "figures.json", figures)
     lines = [f"| training | {' | '.join(SHOWN.values())} |", "|---|" + "---:|" * len(SHOWN)]
     for name, runs in figures.items():
         cells = [" ".join(f"{run[key]:.3f}" for run in runs) for key in SHOWN]
         means = [statistics.mean(run[key] for run in runs) for key in SHOWN]
         lines.append(f"| {name} | " + " | ".join(f"{m:.3f} ({c})" for m, c in zip(means, cells, strict=True)) + " |")
-    (args.out / "table.md").write_text("\n".join(lines) + "\n")
+    write_text(args.out / "table.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
