@@ -53,7 +53,7 @@ def trained_once(
     """Train to the end, and judge what came out last."""
     accelerator = new_accelerator(config.loop)
     adapter = new_adapter(config.adapter, engine.target, seed=config.loop.seed)
-    trainable = KangarooTraining(adapter, engine.target, texts, labels=config.labels, top_k=config.top_k)
+    trainable = KangarooTraining(adapter, engine.target, texts, config)
     train(trainable, pack(samples, config.text.length), config.loop, accelerator, out, run={"case": out.name})
     with torch.no_grad():
         openings = [rank == 0 for text in texts for rank in trainable.judge(text)[0][:2]]

@@ -151,7 +151,7 @@ def main() -> None:
     parts: dict[str, KangarooTraining] = {}
     for name, (layer, variant) in kinds.items():
         adapter = new_adapter(replace(config.adapter, exit_layer=layer, variant=variant), plain.target)
-        parts[name] = KangarooTraining(adapter, plain.target, texts)
+        parts[name] = KangarooTraining(adapter, plain.target, texts, config)
     windows = pack([sample for sample in samples if not sample.held_out], config.text.length)
     train(Together(parts, EVERY), windows, loop, accelerator, args.out, run={"kinds": kinds, "every": EVERY})
 
