@@ -7,8 +7,9 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -94,13 +95,18 @@ def test_peak_memory_is_of_a_process_each(monkeypatch: pytest.MonkeyPatch, capsy
     """The processes are played here; what they would do runs as well."""
     script, sides = load("peak_memory"), list[str]()
 
-    def process(command: list[str], **_: Any) -> Any:
-        sides.append(command[-1])
-        assert script.decode(command[-1], "tiny" if command[-1] == "specdec" else command[-3], "auto", 4, 2) > 0
-        return SimpleNamespace(stdout=f"{100.0 + len(sides)}\n")
+    def process(function: Callable[..., Any], *arguments: Any) -> Any:
+        found = function(*arguments)
+        if function is script.place_of:
+            return found
+        sides.append(arguments[0])
+        assert found > 0
+        return 100.0 + len(sides)
 
-    monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=process))
-    monkeypatch.setattr(sys, "argv", ["peak_memory.py", "--repeats", "1"])
+    monkeypatch.setattr(script, "alone", process)
+    monkeypatch.setattr(
+        sys, "argv", ["peak_memory.py", "--repeats", "1", "--prompt-tokens", "4", "--max-new-tokens", "2"]
+    )
     script.main()
     assert sides == ["transformers", "specdec"]
     assert "102 MiB (102), 1.010" in capsys.readouterr().out
