@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Gt, Le, Lt
 from torch import nn
 
 from drafters.vocabulary import check_draft_tokens
 from drafters.weights import WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
-from specdec.config import check_positive, parse
-from specdec.errors import ConfigError, shown
+from specdec.config import parse
+from specdec.errors import ConfigError
 from specdec.rotary import rotate, signed
 from specdec.target import Target
+from specdec.values import AtLeast1, check_fields
 
 __all__ = ["VARIANTS", "Adapter", "AdapterConfig", "fitting_heads", "rotations"]
 
@@ -28,7 +31,9 @@ VARIANTS = ("attention", "head", "layer", "mlp")
 there is ``none``, which is not trained: the target's own last norm and head (LayerSkip)."""
 
 _WEIGHTS = "model.safetensors"
-_LONGEST, _WIDEST = 1024, 64  # most drafts of a round; most widths of the MLP
+_WIDEST = 64  # most widths of the MLP
+AtLeast0 = Annotated[int, Ge(0), "an integer >= 0"]
+Drafts = Annotated[int, Ge(1), Le(1024), "an integer from 1 to 1024"]  # of a round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,47 +56,34 @@ class AdapterConfig(WeightsConfig):
         branch: alternatives for the token with which a round ends for want of confidence.
     """
 
-    exit_layer: int
-    heads: int
-    key_heads: int = 0
-    draft_vocab: int = 0
-    variant: str = "attention"
-    intermediate_size: int = 0
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-6
-    eta: float | None = 0.6
-    gamma: int = 6
-    branch: int = 1
+    exit_layer: AtLeast1
+    heads: AtLeast1
+    key_heads: AtLeast0 = 0
+    draft_vocab: AtLeast0 = 0
+    variant: Literal["attention", "head", "layer", "mlp", "none"] = "attention"
+    intermediate_size: AtLeast0 = 0
+    rope_base: Annotated[float, Gt(0), Lt(1e15), "a number > 0 and < 1e15"] = 10000.0
+    norm_eps: Annotated[float, Gt(0), Lt(1), "a number > 0 and < 1"] = 1e-6
+    eta: Annotated[float, Ge(0), Le(1), "a probability, in [0, 1]"] | None = 0.6
+    gamma: Drafts = 6
+    branch: Drafts = 1
 
     def __post_init__(self) -> None:
-        names = ("hidden_size", "vocab_size", "exit_layer", "heads", "gamma", "branch")
-        check_positive("adapter.", **{name: getattr(self, name) for name in names})
-        check_positive("adapter.", most=_LONGEST, gamma=self.gamma, branch=self.branch)
-        if self.variant not in (*VARIANTS, "none"):
-            raise ConfigError(f"adapter.variant is {shown(self.variant)}; it must be one of {', '.join(VARIANTS)}")
-        if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
-            raise ConfigError(
-                f"adapter.heads is {shown(self.heads)} at hidden_size {shown(self.hidden_size)}; it must divide it "
-                "into even parts"
-            )
-        if self.key_heads < 0 or (self.key_heads and self.heads % self.key_heads):
-            raise ConfigError(
-                f"adapter.key_heads is {shown(self.key_heads)}; it must divide the {self.heads} heads, or be 0"
-            )
-        if not 0 <= self.draft_vocab <= self.vocab_size:
-            raise ConfigError(f"adapter.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {self.vocab_size}]")
-        if self.has_mlp and self.intermediate_size < 1:
+        check_fields(self, "adapter.")
+        size = self.hidden_size
+        if size % self.heads or size // self.heads % 2:
+            raise ConfigError(f"adapter.heads is {self.heads} at hidden_size {size}; it must divide it into even parts")
+        if self.key_heads and self.heads % self.key_heads:
+            raise ConfigError(f"adapter.key_heads is {self.key_heads}; it must divide the {self.heads} heads, or be 0")
+        if self.draft_vocab > self.vocab_size:
+            raise ConfigError(f"adapter.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
+        if self.has_mlp and not self.intermediate_size:
             raise ConfigError(f"adapter.variant {self.variant!r} has an MLP and needs intermediate_size >= 1")
-        if self.intermediate_size > _WIDEST * self.hidden_size:
+        if self.intermediate_size > _WIDEST * size:
             raise ConfigError(
-                f"adapter.intermediate_size is {shown(self.intermediate_size)}; it must be at most {_WIDEST} times the "
-                f"hidden_size of {shown(self.hidden_size)}"
+                f"adapter.intermediate_size is {self.intermediate_size}; it must be at most {_WIDEST} times the "
+                f"hidden_size of {size}"
             )
-        if self.eta is not None and not 0 <= self.eta <= 1:
-            raise ConfigError(f"adapter.eta is {shown(self.eta)}; it is a probability, in [0, 1]")
-        for name, value, most in (("rope_base", self.rope_base, 1e15), ("norm_eps", self.norm_eps, 1.0)):
-            if not 0 < value < most:
-                raise ConfigError(f"adapter.{name} is {shown(value)}; it must be more than 0 and less than {most:g}")
 
     @property
     def attends(self) -> bool:

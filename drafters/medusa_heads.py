@@ -11,24 +11,25 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Le
 from safetensors import safe_open
 from torch import nn
 
 from drafters.vocabulary import check_draft_tokens
 from drafters.weights import CONFIG, WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
-from specdec.config import check_positive
 from specdec.errors import ConfigError, shown
 from specdec.target import Target
+from specdec.values import check_fields
 
 __all__ = ["HeadsConfig", "MedusaHeads"]
 
 _WEIGHTS, _PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _MERGED = "medusa_head."
-_MOST = 64  # heads, and blocks of a head
+Few = Annotated[int, Ge(1), Le(64), "an integer from 1 to 64"]  # heads, and blocks of a head
 _NAME = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
 _BLOCK, _HEAD = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), re.compile(r"lm_heads\.(\d+)\.weight")
 _TOKENS, _MAP = "draft_tokens", "token_map"
@@ -48,18 +49,16 @@ class HeadsConfig(WeightsConfig):
             known.
     """
 
-    heads: int
-    layers: int
+    heads: Few
+    layers: Few
     own_head: bool = False
-    draft_vocab: int = 0
+    draft_vocab: Annotated[int, Ge(0), "an integer >= 0"] = 0
     accuracy: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        names = ("heads", "layers", "hidden_size", "vocab_size")
-        check_positive("heads.", **{name: getattr(self, name) for name in names})
-        check_positive("heads.", most=_MOST, heads=self.heads, layers=self.layers)
-        if not 0 <= self.draft_vocab <= self.vocab_size:
-            raise ConfigError(f"heads.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {self.vocab_size}]")
+        check_fields(self, "heads.")
+        if self.draft_vocab > self.vocab_size:
+            raise ConfigError(f"heads.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
 
     @property
     def ranks(self) -> int:

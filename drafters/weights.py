@@ -19,7 +19,7 @@ from specdec.errors import CheckpointError, ConfigError, first_line, shown
 from specdec.files import replacing
 from specdec.pretrained import embedded_model
 from specdec.target import Target
-from specdec.values import read_json
+from specdec.values import AtLeast1, read_json
 
 __all__ = [
     "CONFIG",
@@ -47,8 +47,8 @@ class WeightsConfig:
         target: fingerprint of the model that they were trained for; empty if not known.
     """
 
-    hidden_size: int
-    vocab_size: int
+    hidden_size: AtLeast1
+    vocab_size: AtLeast1
     target: str = ""
 
 

@@ -11,7 +11,6 @@ and ``table.md``.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +19,9 @@ from pathlib import Path
 import torch
 
 from specdec import Engine
-from specdec.config import load_yaml, parse
+from specdec.config import load_yaml, merge, override, parse
 from specdec.errors import SpecdecError
+from specdec.files import write_json, write_text
 from training.acceptance import Written, continued_texts
 from training.data import Sample, load_samples
 from training.kangaroo import Config, KangarooTraining, new_adapter
@@ -31,6 +31,12 @@ from training.packing import pack
 CASES = {"as it should be": (False, False), "mask late": (True, False), "no BOS": (False, True), "both": (True, True)}
 SHOWN = {"tokens_per_step": "tokens per step", "accepted_1": "first draft accepted", "overlap": "overlap"}
 SHOWN |= {"opening": "right on an answer's first two tokens"}
+
+OPTIONS = {
+    "adapter": {"variant": "attention"},
+    "evaluation": {"prompts": 64, "prompt": 384, "new": 64},  # prompts that end where the answer begins
+    "loop": {"steps": 150, "wandb": "off"},
+}
 
 
 def damaged(sample: Sample, *, late: bool, no_bos: bool, bos: int | None) -> Sample:
@@ -53,7 +59,7 @@ def trained_once(
     """Train to the end, and judge what came out last."""
     accelerator = new_accelerator(config.loop)
     adapter = new_adapter(config.adapter, engine.target, seed=config.loop.seed)
-    trainable = KangarooTraining(adapter, engine.target, texts, labels=config.labels, top_k=config.top_k)
+    trainable = KangarooTraining(adapter, engine.target, texts, config)
     train(trainable, pack(samples, config.text.length), config.loop, accelerator, out, run={"case": out.name})
     with torch.no_grad():
         openings = [rank == 0 for text in texts for rank in trainable.judge(text)[0][:2]]
@@ -64,29 +70,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=Path, default=Path("configs/train/kangaroo.yaml"))
     parser.add_argument("--data", nargs="+", required=True, help="conversations: .json or .jsonl")
-    parser.add_argument("--template", default="auto", help="auto, tokenizer or vicuna")
-    parser.add_argument("--length", type=int, default=256, help="of a training window, tokens")
-    parser.add_argument("--variant", default="attention")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument(
-        "--prompt", type=int, default=384, help="longest prompt, so that it ends where the answer begins"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as of `specdec train kangaroo`"
     )
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=0, help="0 leaves torch's own choice")
     parser.add_argument("--out", type=Path, default=Path("runs/defects"))
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    config = parse(Config, {**load_yaml(args.config), "data": args.data}, where=str(args.config))
-    config = replace(
-        config,
-        text=replace(config.text, template=args.template, length=args.length),
-        adapter=replace(config.adapter, variant=args.variant),
-        evaluation=replace(config.evaluation, prompts=args.prompts, prompt=args.prompt, new=args.new),
-        loop=replace(config.loop, steps=args.steps, eval_every=args.steps, wandb="off"),
-    )
+    values = merge(load_yaml(args.config), {**OPTIONS, "data": args.data})
+    config = parse(Config, override(values, args.set, Config), where=str(args.config))
+    config = replace(config, loop=replace(config.loop, eval_every=config.loop.steps))
     engine = Engine.from_pretrained(config.model)
     samples, held = load_samples(config.data, config.eval_data, config.text, engine.tokenizer)
     texts = continued_texts(Engine(engine.target), held, config.evaluation)
@@ -98,14 +93,13 @@ def main() -> None:
             here = replace(config, loop=replace(config.loop, seed=seed))
             out = args.out / f"{name.replace(' ', '_')}_{seed}"
             figures.setdefault(name, []).append(trained_once(here, engine, learnt, texts, out))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(args.out / "figures.json", figures)
     lines = [f"| training | {' | '.join(SHOWN.values())} |", "|---|" + "---:|" * len(SHOWN)]
     for name, runs in figures.items():
         cells = [" ".join(f"{run[key]:.3f}" for run in runs) for key in SHOWN]
         means = [statistics.mean(run[key] for run in runs) for key in SHOWN]
         lines.append(f"| {name} | " + " | ".join(f"{m:.3f} ({c})" for m, c in zip(means, cells, strict=True)) + " |")
-    (args.out / "table.md").write_text("\n".join(lines) + "\n")
+    write_text(args.out / "table.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import socket
 import statistics
 import sys
@@ -26,10 +27,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from specdec import Context, Draft, DraftSession, Engine, Observation, SamplingParams
-from specdec.bench.environment import describe_environment
+from specdec.bench.environment import caption, describe_environment
 from specdec.bench.questions import build_prompt, find_questions, read_questions, select
 from specdec.cost import CostCurve, measure
 from specdec.drafter import DrafterWrapper
+from specdec.files import write_text
 from specdec.parallel.split import split
 
 Step = tuple[Sequence[int], list[int]]  # parents of the tree, accepted rows
@@ -171,13 +173,12 @@ def main() -> None:
         f"T(rows), ms: {costs}<br>",
         f"one collective of {4 * WORDS} bytes, us by ranks: {sent} ({os.cpu_count()} cores)<br>",
         "",
-        f"{args.model}, T={args.temperature:g}, {len(prompts)} questions, {args.max_new_tokens} new tokens | specdec "
-        f"{environment['commit']}, torch {environment['versions']['torch']}<br>",
-        f"`{' '.join(['python', *sys.argv])}`",
+        f"{args.model}, T={args.temperature:g}, {len(prompts)} questions, {args.max_new_tokens} new tokens | "
+        f"{caption(environment)}<br>",
+        f"`{shlex.join(['python', *sys.argv])}`\n",
     ]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text("\n".join(text) + "\n", encoding="utf-8")
-    print("\n".join(text))
+    write_text(args.out, "\n".join(text))
+    print(*text, sep="\n")
 
 
 if __name__ == "__main__":

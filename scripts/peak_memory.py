@@ -11,13 +11,14 @@ in it, such as the pages of a checkpoint and of libraries. Linux and macOS, CPU 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,23 +26,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 SIDES = ("transformers", "specdec")
 
 
-def decode(side: str, path: str, dtype: str, prompt_tokens: int, new: int) -> float:
+def decode(side: str, path: str, options: argparse.Namespace) -> float:
     """Load and decode in this process; its peak resident set in MiB."""
     import transformers  # whichever side: neither pays for the other's imports
 
     transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
     if side == "specdec":
         from specdec import Engine, TransformersTarget
 
-        target = TransformersTarget.from_pretrained(path, dtype=dtype)
+        target = TransformersTarget.from_pretrained(path, dtype=options.dtype)
         engine = Engine(target)
         for _ in range(2):
-            engine.generate(prompt_of(target.vocab_size, prompt_tokens), new)
+            engine.generate(prompt_of(target.vocab_size, options.prompt_tokens), options.max_new_tokens)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        ids = torch.tensor([prompt_of(model.config.vocab_size, prompt_tokens)])
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=options.dtype)
+        ids = torch.tensor([prompt_of(model.config.vocab_size, options.prompt_tokens)])
+        new = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
         for _ in range(2):
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+            model.generate(ids, attention_mask=torch.ones_like(ids), **new)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
@@ -51,24 +54,23 @@ def prompt_of(vocab_size: int, length: int) -> list[int]:
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
-def measure(options: argparse.Namespace, path: str) -> dict[str, list[float]]:
-    """Peaks of each side, the sides in turn."""
-    found: dict[str, list[float]] = {side: [] for side in SIDES}
-    for _ in range(options.repeats):
-        for side in SIDES:
-            command = [sys.executable, __file__, *sys.argv[1:], "--model", path, "--side", side]
-            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found[side].append(json.loads(out.splitlines()[-1]))
-    return found
+def place_of(options: argparse.Namespace, folder: str) -> str:
+    """The folder of the model, which is made where it is a shape's."""
+    if options.shape:
+        from specdec.bench.shapes import random_model
+
+        dtype = torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
+        random_model(options.shape, dtype).save_pretrained(folder)
+        return folder
+    from specdec.pretrained import model_source
+
+    return str(model_source(options.model))
 
 
-def save_shape(shape: str, dtype: str, folder: str) -> None:
-    """In a process of its own too: what made the model should not be in anybody's way."""
-    code = (
-        "import sys, torch; from specdec.bench.shapes import random_model; "
-        "random_model(sys.argv[1], getattr(torch, sys.argv[2])).save_pretrained(sys.argv[3])"
-    )
-    subprocess.run([sys.executable, "-c", code, shape, dtype, folder], check=True, capture_output=True)
+def alone(function: Any, *arguments: Any) -> Any:
+    """What a function returns, called in a new process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
 
 
 def main() -> None:
@@ -80,21 +82,11 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    if options.side:
-        print(decode(options.side, options.model, options.dtype, options.prompt_tokens, options.max_new_tokens))
-        return
     with tempfile.TemporaryDirectory() as folder:
-        if options.shape:
-            save_shape(options.shape, "float32" if options.dtype == "auto" else options.dtype, folder)
-            path = folder
-        else:
-            from specdec.pretrained import embedded_model
-
-            path = str(embedded_model()) if options.model == "tiny" else options.model
-        found = measure(options, path)
+        path = alone(place_of, options, folder)
+        rounds = [{side: alone(decode, side, path, options) for side in SIDES} for _ in range(options.repeats)]
+    found = {side: [peaks[side] for peaks in rounds] for side in SIDES}
     middle = {side: statistics.median(peaks) for side, peaks in found.items()}
     for side, peaks in found.items():
         spread = ", ".join(f"{peak:.0f}" for peak in peaks)

@@ -24,18 +24,22 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from drafters.stdlib_corpus import HELD_OUT_ONE_IN, read_files
+from specdec.errors import SpecdecError
 from specdec.files import replacing
+from training.card import command_line
+from training.checkpoint import load_checkpoint, save_checkpoint
+from training.log import TrainingLog, read_log
+from training.loop import LoopConfig, rate_at
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 VOCABULARY = 4096
+RATES = LoopConfig(warmup=0.02, decay=0.45)  # shares of the steps over which the learning rates rise and fall
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ message['content'] + '\\n\\n' }}"
     "{% else %}{{ '# ' + message['role'].capitalize() + ': ' + message['content'].replace('\\n', '\\n# ') + '\\n' }}"
@@ -136,42 +140,6 @@ def optimizers_of(model: LlamaForCausalLM, lr: float, muon_lr: float) -> list[to
     ]
 
 
-def rate_at(step: int, steps: int) -> float:
-    """Factor on the learning rates: 2% linear warm-up, flat, linear decay to zero over the last 45%."""
-    warm, decay = 0.02 * steps, 0.45 * steps
-    return min(1.0, (step + 1) / warm, max(0.0, (steps - step) / decay))
-
-
-def save_checkpoint(path: Path, model, optimizers, step: int) -> None:
-    """Written beside, then renamed: a kill at any moment leaves the former checkpoint whole."""
-    tensors = {f"model.{k}": v for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    for number, optimizer in enumerate(optimizers):
-        for index, state in optimizer.state_dict()["state"].items():
-            for key, value in state.items():
-                tensors[f"optimizer.{number}.{index}.{key}"] = torch.as_tensor(value).contiguous()
-    with replacing(path) as new:
-        save_file(tensors, new, metadata={"step": str(step)})
-
-
-def load_checkpoint(path: Path, model, optimizers) -> int:
-    states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimizers]
-    weights = {}
-    with safe_open(path, framework="pt") as file:
-        step = int(file.metadata()["step"])
-        for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-            kind, rest = name.split(".", 1)
-            if kind == "model":
-                weights[rest] = file.get_tensor(name)
-            else:
-                number, index, key = rest.split(".")
-                states[int(number)].setdefault(int(index), {})[key] = file.get_tensor(name)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights)
-    for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return step
-
-
 @torch.no_grad()
 def held_out_loss(model, stream: np.ndarray, length: int, windows: int = 64) -> float:
     """Mean nats per token over evenly spaced windows of the held-out stream."""
@@ -210,13 +178,6 @@ def model_card(args, model, sizes: dict[str, int], losses: list[tuple[int, float
         if args.teacher is None
         else "It writes ahead for the embedded model, whose distribution it learned and whose tokenizer it has."
     )
-    shape = (
-        ""
-        if args.teacher is None
-        else f" --layers {args.layers} --width {args.width} --mlp {args.mlp} --heads {args.heads} "
-        f"--kv-heads {args.kv_heads} --lr {args.lr:g} --muon-lr {args.muon_lr:g} --teacher "
-        f"specdec/assets/{args.teacher.name}"
-    )
     return f"""# {title}
 
 A decoder of the Llama architecture: {config.num_hidden_layers} layers of width {config.hidden_size}, \
@@ -228,7 +189,7 @@ A decoder of the Llama architecture: {config.num_hidden_layers} layers of width 
 files, {sizes["train_tokens"]:,} tokens. One file in {HELD_OUT_ONE_IN}, by a hash of its path, is held out: \
 {sizes["held_out_files"]} files, {sizes["held_out_tokens"]:,} tokens.
 - Licence: the data is under the PSF License Version 2; the weights are under this project's Apache-2.0.
-- Training: `python scripts/train_tiny.py --steps {args.steps} --tokens {args.tokens} --seed {args.seed}{shape}`, \
+- Training: `python scripts/{command_line()}`, {args.steps} steps of {args.tokens} tokens, \
 {args.steps * args.tokens / 1e6:.0f} M tokens; windows of 256 tokens, then 512, 1,024 and, in the last 3%, \
 {config.max_position_embeddings:,}; Muon for matrices, AdamW for the rest; bf16 autocast on a CPU.
 - Held-out loss: {last:.3f} nats per token ({last / math.log(2) / bytes_per_token:.3f} bits per byte).
@@ -269,12 +230,8 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     train, held = encode(tokenizer, train_texts), encode(tokenizer, held_texts)
     bytes_per_token = sum(len(t.encode()) for t in held_texts) / len(held)
-    sizes = {
-        "train_files": len(train_texts),
-        "held_out_files": len(held_texts),
-        "train_tokens": len(train),
-        "held_out_tokens": len(held),
-    }
+    sizes = {"train_files": len(train_texts), "held_out_files": len(held_texts)}
+    sizes |= {"train_tokens": len(train), "held_out_tokens": len(held)}
     digest = hashlib.sha256(train.tobytes()).hexdigest()[:12]
     print(f"{sizes} | {bytes_per_token:.2f} bytes per token | corpus {digest}")
 
@@ -284,17 +241,18 @@ def main() -> None:
     if args.teacher is not None:
         teacher = LlamaForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval().requires_grad_(False)
     optimizers = optimizers_of(model, args.lr, args.muon_lr)
-    checkpoint, log = args.out / "checkpoint.safetensors", args.out / "log.jsonl"
-    step = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else 0
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    losses = [(line["step"], line["held_out"]) for line in lines if line["step"] <= step]
+    checkpoint, step = args.out / "checkpoint.safetensors", 0
+    same = {"steps": args.steps, "tokens": args.tokens, "seed": args.seed, "data": digest}
+    if checkpoint.exists():  # of all but the head, which is the embedding
+        step = load_checkpoint(checkpoint, model.model, optimizers, run=same)["step"]
+    log = TrainingLog(args.out, step)
     compiled = loss_of if args.no_compile else torch.compile(loss_of, dynamic=False)
     bar = tqdm(total=args.steps, initial=step, unit="step", mininterval=10)
     began, running = time.time(), []
     while step < args.steps:
         length = window_at(step, args.steps, args.context)
         for optimizer, base in zip(optimizers, (args.lr, args.muon_lr), strict=True):
-            optimizer.param_groups[0]["lr"] = base * rate_at(step, args.steps)
+            optimizer.param_groups[0]["lr"] = base * rate_at(step, args.steps, RATES)
         loss = compiled(model, batch_at(train, step, args.tokens, length, args.seed), teacher)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -309,23 +267,21 @@ def main() -> None:
         running.append(loss.item())
         bar.update()
         if step % args.save_every == 0 or step == args.steps:
-            save_checkpoint(checkpoint, model, optimizers, step)
+            save_checkpoint(checkpoint, model.model, optimizers, state={"step": step}, run=same)
         if step % args.eval_every == 0 or step == args.steps:
-            losses.append((step, held_out_loss(model, held, 1024)))
-            entry = {
-                "step": step,
-                "train": float(np.mean(running)),
-                "held_out": losses[-1][1],
-                "seconds": time.time() - began,
-            }
+            entry = {"loss": float(np.mean(running)), "held_out": held_out_loss(model, held, 1024)}
             running.clear()
-            with log.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-            bar.write(json.dumps(entry))
+            log.write(step=step, **entry, seconds=time.time() - began)
+            bar.write(f"step {step}: {entry}")
     bar.close()
+    log.close()
+    losses = [(line["step"], line["held_out"]) for line in read_log(log.path)]
     export(args.out / "export", args, model, tokenizer, model_card(args, model, sizes, losses, bytes_per_token))
     print(f"exported to {args.out / 'export'}; held-out loss {losses[-1][1]:.3f}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SpecdecError as error:
+        raise SystemExit(f"error: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -19,9 +18,8 @@ from specdec.errors import ConfigError
 from specdec.model import TransformersTarget
 from training.acceptance import Tally, Written
 from training.card import CardText, among
-from training.features import FrozenTarget
 from training.packing import Batch
-from training.run import DTYPES, TrainConfig, parameters_of, run_training, started
+from training.run import DrafterTraining, TrainConfig, parameters_of, run_training, started
 
 __all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
 
@@ -62,29 +60,14 @@ class Config(TrainConfig):
     adapter: NewAdapter = field(default_factory=NewAdapter)
 
 
-class KangarooTraining:
-    """An adapter, its frozen target and the texts that it is judged by; see :class:`training.loop.Trainable`."""
+class KangarooTraining(DrafterTraining):
+    """An adapter's training."""
 
-    metric = "tokens_per_step"
+    config: Config
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        target: TransformersTarget,
-        texts: Sequence[Written],
-        *,
-        labels: str = "soft",
-        top_k: int = 0,
-        hard_share: float = 0.0,
-        save_dtype: str = "float32",
-        keep: int = 0,
-    ) -> None:
-        self.module: nn.Module = adapter
-        self.adapter = adapter
-        self._layer = adapter.config.exit_layer
-        self.frozen = FrozenTarget(target, [self._layer], draft_tokens=adapter.draft_tokens, keep=keep)
-        self._texts, self._labels, self._top_k, self._hard = texts, labels, top_k, hard_share
-        self._dtype = DTYPES[save_dtype]
+    def __init__(self, adapter: Adapter, target: TransformersTarget, texts: Sequence[Written], config: Config) -> None:
+        self.adapter, self._layer = adapter, adapter.config.exit_layer
+        super().__init__(adapter, target, texts, config, [self._layer])
 
     def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         features, states = self.frozen.read(batch)
@@ -93,19 +76,19 @@ class KangarooTraining:
         guess = module(
             features[self._layer].float(), batch.positions, self.frozen.head, mask=batch.mask, rows=batch.targets
         )
-        guess = guess.float()
-        loss = soft_loss(guess, wanted.float(), labels=self._labels, top_k=self._top_k)
-        if not self._hard:
+        guess, share = guess.float(), self.config.hard_share
+        loss = soft_loss(guess, wanted.float(), labels=self.config.labels, top_k=self.config.top_k)
+        if not share:
             return loss
         text = number_in(self.adapter.draft_tokens, batch.tokens.flatten()[batch.targets + 1])
         hard = F.cross_entropy(guess, text, ignore_index=-1, reduction="sum")
-        return (1 - self._hard) * loss + self._hard * hard
+        return (1 - share) * loss + share * hard
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         config = self.adapter.config
         tally, matched, count = Tally(config.gamma), 0.0, 0
-        for text in self._texts:
+        for text in self.texts:
             ranks, confidence, overlap = self.judge(text)
             trusted = [config.eta is None or c > config.eta for c in confidence]
             right = [rank < (1 if sure else config.branch) for rank, sure in zip(ranks, trusted, strict=True)]
@@ -117,23 +100,16 @@ class KangarooTraining:
         """For each new token: its rank among the guesses, 0 being the best, how sure that one was; and the sum of
         ``min(p, q)`` over them.
         """
-        size, device = len(text.tokens), self.frozen.target.device
-        tokens = torch.tensor([text.tokens], device=device)
-        places = torch.arange(text.prompt - 1, size - 1, device=device)
-        batch = Batch(tokens, places, torch.arange(size, device=device)[None], torch.zeros_like(tokens))
+        batch = self.batch_of(text, text.prompt - 1, len(text.tokens) - 1)
         features, states = self.frozen.read(batch)
-        weight = self.adapter.norm
-        early = features[self._layer].to(weight.dtype)
-        guess = self.adapter(early, batch.positions, self.frozen.head, rows=places).float()
+        early = features[self._layer].to(self.adapter.norm.dtype)
+        guess = self.adapter(early, batch.positions, self.frozen.head, rows=batch.targets).float()
         q = torch.softmax(guess, -1)
         p = torch.softmax(self.frozen.target.head(states).float(), -1)
         drafted = self.adapter.draft_tokens
         overlap = torch.minimum(p if drafted is None else p[:, drafted], q).sum()
-        ranks = ranks_of(guess, number_in(drafted, tokens[0, places + 1]))
+        ranks = ranks_of(guess, number_in(drafted, batch.tokens[0, batch.targets + 1]))
         return ranks.tolist(), q.max(-1).values.tolist(), float(overlap)
-
-    def save(self, folder: Path) -> None:
-        self.adapter.save_pretrained(folder, dtype=self._dtype)
 
     def card(self) -> CardText:
         own, size = self.adapter.config, f"{parameters_of(self.adapter):,} parameters"
@@ -199,15 +175,10 @@ def new_adapter(
 
 def run(config: Config) -> dict[str, float]:
     """Train an adapter; see :func:`training.run.run_training`."""
-    options: dict[str, Any] = {name: getattr(config, name) for name in ("labels", "top_k", "hard_share", "save_dtype")}
-    options["keep"] = int(config.keep_features * 2**30)
-    return run_training(
-        config,
-        "kangaroo.adapter",
-        make=lambda target, counts: (
-            new_adapter(config.adapter, target, counts=counts, seed=config.loop.seed)
-            if config.start is None
-            else started(Adapter, config.start, target, "kangaroo")
-        ),
-        trainable=lambda adapter, target, texts: KangarooTraining(adapter, target, texts, **options),
-    )
+
+    def make(target: TransformersTarget, counts: torch.Tensor) -> Any:
+        if config.start is not None:
+            return started(Adapter, config.start, target, "kangaroo")
+        return new_adapter(config.adapter, target, counts=counts, seed=config.loop.seed)
+
+    return run_training(config, "kangaroo.adapter", make, KangarooTraining)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -19,9 +18,8 @@ from drafters.vocabulary import most_frequent, number_in, ranks_of
 from specdec.model import TransformersTarget
 from training.acceptance import Written
 from training.card import CardText, among
-from training.features import FrozenTarget
 from training.packing import Batch
-from training.run import DTYPES, TrainConfig, parameters_of, run_training, started
+from training.run import DrafterTraining, TrainConfig, parameters_of, run_training, started
 
 __all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
 
@@ -65,33 +63,21 @@ class Config(TrainConfig):
         return paths_of(self.tree)
 
 
-class MedusaTraining:
-    """Heads, their frozen target and the texts that they are judged by; see :class:`training.loop.Trainable`."""
+class MedusaTraining(DrafterTraining):
+    """Heads' training."""
 
-    metric = "tokens_per_step"
+    config: Config
 
     def __init__(
-        self,
-        heads: MedusaHeads,
-        target: TransformersTarget,
-        texts: Sequence[Written],
-        *,
-        tree: Sequence[Sequence[int]],
-        labels: str = "hard",
-        decay: float = 0.8,
-        save_dtype: str = "float32",
-        keep: int = 0,
+        self, heads: MedusaHeads, target: TransformersTarget, texts: Sequence[Written], config: Config
     ) -> None:
-        self.module: nn.Module = heads
-        self.heads = heads
-        self.frozen = FrozenTarget(target, [], draft_tokens=heads.draft_tokens, keep=keep)
-        self._dtype = DTYPES[save_dtype]
-        self._texts, self._nodes, self._labels, self._decay = texts, nodes_of(tree), labels, decay
+        self.heads, self._nodes = heads, nodes_of(config.paths)
+        super().__init__(heads, target, texts, config)
 
     def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         _, states = self.frozen.read(batch)
         with torch.no_grad():
-            wanted = torch.softmax(self.frozen.head(states).float(), -1) if self._labels == "soft" else None
+            wanted = torch.softmax(self.frozen.head(states).float(), -1) if self.config.labels == "soft" else None
         total = states.new_zeros((), dtype=torch.float32)
         for number, guess in enumerate(module(states.float()), 1):
             rows, places = ahead(batch, number)
@@ -100,7 +86,8 @@ class MedusaTraining:
             logits = self._logits(guess[rows]).float()
             text = number_in(self.heads.draft_tokens, batch.tokens.flatten()[batch.targets[places] + 1])
             label = text if wanted is None else wanted[places]
-            total = total + self._decay**number * F.cross_entropy(logits, label, ignore_index=-1, reduction="sum")
+            loss = F.cross_entropy(logits, label, ignore_index=-1, reduction="sum")
+            total = total + self.config.decay**number * loss
         return total
 
     @torch.no_grad()
@@ -108,7 +95,7 @@ class MedusaTraining:
         """Tokens per step with the tree; for each head, how often the text's token has rank 0, 1, ... among its own."""
         heads, steps, tokens = self.heads.config.heads, 0, 0
         ranks: list[list[int]] = [[] for _ in range(heads)]
-        for text in self._texts:
+        for text in self.texts:
             found = self.judge(text)
             steps += len(roots_of(found, self._nodes, text))
             tokens += len(text.tokens) - text.prompt
@@ -127,21 +114,15 @@ class MedusaTraining:
 
         -1 before the first position that drafting reads, which is the last but one of the prompt.
         """
-        size, device = len(text.tokens), self.frozen.target.device
-        tokens = torch.tensor([text.tokens], device=device)
-        places = torch.arange(size, device=device)
-        _, states = self.frozen.read(Batch(tokens, places, places[None], torch.zeros_like(tokens)))
-        first = max(text.prompt - 2, 0)
-        ranks = []
+        size, first, ranks = len(text.tokens), max(text.prompt - 2, 0), []
+        batch = self.batch_of(text, 0, size)
+        _, states = self.frozen.read(batch)
         like = next(self.heads.parameters())
         for number, guess in enumerate(self.heads(states.to(like.dtype)), 1):
             logits = self._logits(guess[first : size - 1 - number]).float()
-            right = number_in(self.heads.draft_tokens, tokens[0, first + 1 + number :][: len(logits)])
+            right = number_in(self.heads.draft_tokens, batch.tokens[0, first + 1 + number :][: len(logits)])
             ranks.append([-1] * first + ranks_of(logits, right).tolist())
         return ranks
-
-    def save(self, folder: Path) -> None:
-        self.heads.save_pretrained(folder, dtype=self._dtype)
 
     def card(self) -> CardText:
         own, size = self.heads.config, f"{parameters_of(self.heads):,} parameters"
@@ -226,20 +207,10 @@ def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
 
 def run(config: Config) -> dict[str, float]:
     """Train heads; see :func:`training.run.run_training`."""
-    return run_training(
-        config,
-        "medusa.heads",
-        make=lambda target, counts: (
-            new_heads(config.heads, target, counts=counts) if config.start is None else started_heads(config, target)
-        ),
-        trainable=lambda heads, target, texts: MedusaTraining(
-            heads,
-            target,
-            texts,
-            tree=config.paths,
-            labels=config.labels,
-            decay=config.decay,
-            save_dtype=config.save_dtype,
-            keep=int(config.keep_features * 2**30),
-        ),
-    )
+
+    def make(target: TransformersTarget, counts: torch.Tensor) -> MedusaHeads:
+        if config.start is not None:
+            return started_heads(config, target)
+        return new_heads(config.heads, target, counts=counts)
+
+    return run_training(config, "medusa.heads", make, MedusaTraining)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
@@ -21,15 +21,14 @@ from specdec.model import TransformersTarget
 from specdec.text import load_tokenizer
 from specdec.values import check_fields
 from training.acceptance import EvalConfig, Written, continued_texts
-from training.card import CardText, identity, model_card, write_card
+from training.card import identity, model_card, write_card
 from training.data import TextConfig, load_samples
+from training.features import FrozenTarget
 from training.log import read_log
-from training.loop import LoopConfig, Trainable, half_is_fast, new_accelerator, train
-from training.packing import pack
+from training.loop import LoopConfig, half_is_fast, new_accelerator, train
+from training.packing import Batch, pack
 
-__all__ = ["DTYPES", "TrainConfig", "frozen_target", "parameters_of", "run_training", "started"]
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+__all__ = ["DrafterTraining", "TrainConfig", "frozen_target", "parameters_of", "run_training", "started"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +103,49 @@ def started(kind: Any, folder: str, target: TransformersTarget, drafter: str) ->
     return module.float()
 
 
-class Trained(Trainable, Protocol):
-    """A trainable that can tell of itself."""
+class DrafterTraining:
+    """A drafter's module, its frozen target and the texts that it is judged by; see :class:`training.loop.Trainable`.
 
-    def card(self) -> CardText:
-        """What its card says."""
+    Subclasses add ``loss`` and ``evaluate``, and ``card``, a :class:`training.card.CardText`.
+
+    Args:
+        module: what is trained; it has ``draft_tokens``, a dataclass ``config`` and ``save_pretrained``.
+        target: the model that is drafted for.
+        texts: what it wrote.
+        config: the run's.
+        layers: the target's early layers that ``loss`` reads.
+    """
+
+    metric = "tokens_per_step"
+
+    def __init__(
+        self,
+        module: Any,
+        target: TransformersTarget,
+        texts: Sequence[Written],
+        config: TrainConfig,
+        layers: Sequence[int] = (),
+    ) -> None:
+        self.module, self.texts, self.config = module, texts, config
+        keep = int(config.keep_features * 2**30)
+        self.frozen = FrozenTarget(target, layers, draft_tokens=module.draft_tokens, keep=keep)
+
+    def batch_of(self, text: Written, first: int, end: int) -> Batch:
+        """A text as a batch by itself, whose targets are the positions from ``first`` to before ``end``."""
+        tokens = torch.tensor([text.tokens], device=self.frozen.target.device)
+        places = torch.arange(len(text.tokens), device=tokens.device)
+        return Batch(tokens, places[first:end], places[None], torch.zeros_like(tokens))
+
+    def save(self, folder: Path) -> None:
+        """Write the module for use."""
+        self.module.save_pretrained(folder, dtype=getattr(torch, self.config.save_dtype))
 
 
 def run_training(
     config: TrainConfig,
     option: str,
     make: Callable[[TransformersTarget, torch.Tensor], Any],
-    trainable: Callable[[Any, TransformersTarget, Sequence[Written]], Trained],
+    kind: Any,
 ) -> dict[str, float]:
     """Train as a config says; returns the best checkpoint's evaluation.
 
@@ -123,7 +153,7 @@ def run_training(
         config: the run's.
         option: the drafter's option that takes the weights' folder, such as ``medusa.heads``.
         make: the module to train, for a target and [V] counts of the data's tokens; it has a dataclass ``config``.
-        trainable: module, target and the texts that it is judged by, as the loop takes them.
+        kind: the class of :class:`DrafterTraining` that trains it.
 
     Raises:
         SpecdecError: whatever is wrong with config, data, model or disk; see the parts.
@@ -138,7 +168,7 @@ def run_training(
     )
     module = make(target, token_counts((sample.tokens for sample in learnt), target.vocab_size))
     windows = pack(learnt, config.text.length)
-    part = trainable(module, target, continued_texts(Engine(target), held, config.evaluation))
+    part = kind(module, target, continued_texts(Engine(target), held, config.evaluation), config)
     text = part.card()
     say(
         f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "

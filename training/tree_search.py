@@ -26,6 +26,7 @@ from rich.table import Table
 
 from drafters.medusa import Medusa, MedusaConfig, nodes_of
 from drafters.medusa_heads import MedusaHeads
+from drafters.stdlib_corpus import STDLIB
 from drafters.weights import check_fit, weights_folder
 from specdec.drafter import Drafter
 from specdec.engine import Decoding, Engine
@@ -36,7 +37,7 @@ from specdec.sampling import SamplingParams
 from training.acceptance import EvalConfig, Written, continued_texts
 from training.data import Skips, TextConfig, read_samples
 from training.log import draw_curves
-from training.medusa import MedusaTraining, roots_of
+from training.medusa import Config, MedusaTraining, roots_of
 
 __all__ = [
     "Judged",
@@ -137,7 +138,7 @@ class Judged:
 
 def judge(heads: MedusaHeads, engine: Engine, texts: Sequence[Written]) -> list[Judged]:
     """Judge heads on texts that the target wrote."""
-    judging = MedusaTraining(heads, engine.target, texts, tree=[[0]])  # type: ignore[arg-type]
+    judging = MedusaTraining(heads, engine.target, texts, Config(data=[STDLIB], tree=[[0]]))  # type: ignore[arg-type]
     return [Judged(text, judging.judge(text)) for text in texts]
 
 

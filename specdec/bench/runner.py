@@ -29,7 +29,7 @@ from specdec.load import load
 from specdec.model import TransformersTarget
 from specdec.parallel.target import ParallelTarget
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "answer_prompts"]
 
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -238,6 +238,32 @@ class Runner:
         typical = statistics.median_high(len(turn.prompt_ids) + len(turn.token_ids) // 2 for turn in last)
         curve = measure(self.target, rows=COST_ROWS, lengths=[typical])
         return {"context": curve.lengths[0], "seconds": dict(zip(map(str, curve.rows), curve.seconds[0], strict=True))}
+
+
+def answer_prompts(
+    plan: Plan, engine: Engine, prompts: Sequence[list[int]], on_round: Callable[[], object] = lambda: None
+) -> list[Record]:
+    """What a plan's systems answer to prompts that are tokens, in turn, prompt by prompt and repeat by repeat.
+
+    Nothing is written, and what fails is raised. Each answers the first prompt once before, uncounted; ``on_round`` is
+    called when all have answered a prompt. A record's question is the number of its prompt.
+    """
+    systems = [entrant.system for entrant in make_systems(plan, engine)[0]]
+    memory = MemoryMeter(engine.target.device)
+    for system in systems:
+        system.warm_up(prompts[0], plan.max_new_tokens)
+    records = []
+    for repeat in range(plan.repeats):
+        for number, prompt in enumerate(prompts):
+            for system in systems:
+                system.reset()
+                memory.reset()
+                output = asdict(system.answer(prompt, plan.max_new_tokens))
+                turn = Turn(**output, prompt_ids=prompt, text="", retokenized=0, peak_memory=memory.read())
+                about: dict[str, Any] = {"question_id": number, "category": "prompts", "repeat": repeat}
+                records.append(Record(**about, system=system.label, turns=[turn]))
+            on_round()
+    return records
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from specdec.batch import forward_together
 from specdec.bench.audit import Audit, audit, rounding_bound
 from specdec.bench.plan import Plan
 from specdec.bench.records import Record, RunFolder, Turn
-from specdec.bench.runner import Runner
+from specdec.bench.runner import Runner, answer_prompts
 from specdec.bench.systems import Drafted, Output, TransformersSystem, make_systems
 from specdec.errors import CheckpointError, ConfigError
 from specdec.load import load
@@ -104,6 +104,31 @@ def test_the_cache_is_kept_between_turns_where_one_asks_for_it(make: Make) -> No
         first, second = record.turns
         assert first.reused == 0
         assert len(first.prompt_ids) - 1 <= second.reused < len(second.prompt_ids)
+
+
+def test_prompts_of_tokens_are_answered_in_turn(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt by prompt and repeat by repeat, after one uncounted answer of each; drafters learn nothing from before."""
+    asked: list[tuple[str, list[int]]] = []
+    warmed, reset = list[str](), list[str]()
+    answer, forget = Drafted.answer, Drafted.reset
+    monkeypatch.setattr(Drafted, "warm_up", lambda own, prompt, budget: warmed.append(own.label))
+    monkeypatch.setattr(Drafted, "answer", lambda own, *rest: asked.append((own.label, rest[0])) or answer(own, *rest))
+    monkeypatch.setattr(Drafted, "reset", lambda own: reset.append(own.label) or forget(own))
+    prompts, rounds = [[0, 5, 6], [0, 7, 5, 7, 5]], list[int]()
+    plan = Plan(drafters=["prompt_lookup"], systems=[], max_new_tokens=6, repeats=2)
+    records = answer_prompts(plan, tiny_engine, prompts, lambda: rounds.append(len(asked)))
+    systems = ["none", "prompt_lookup"]
+    turns = [(system, prompt) for _ in range(2) for prompt in prompts for system in systems]
+    assert asked == turns
+    assert warmed == systems
+    assert reset == systems * 4
+    assert rounds == [2, 4, 6, 8]
+    assert [(r.system, r.turns[0].prompt_ids) for r in records] == turns
+    assert [r.key for r in records][:4] == [(n, system, 0) for n in (0, 1) for system in systems]
+    for record in records:
+        expected = tiny_engine.generate(record.turns[0].prompt_ids, 6).token_ids
+        assert record.turns[0].token_ids == expected
+        assert record.seconds("wall") > record.seconds("prefill") > 0
 
 
 @pytest.mark.slow

@@ -15,11 +15,13 @@ from transformers import AutoTokenizer
 
 from specdec.bench.plan import Plan
 from specdec.bench.questions import Question, build_prompt, find_questions, group_of, read_questions, select
+from specdec.bench.systems import check_specs
 from specdec.config import resolve
 from specdec.errors import ConfigError, PromptError
 from specdec.options import Given
 from specdec.pretrained import embedded_model
 
+CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["Why?"]}\n'
 
 
@@ -194,8 +196,7 @@ def test_unknown_option_and_setting_of_an_absent_system(tmp_path: Path) -> None:
         plan_of(None, ["window=5"])
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny_sampled", "spec_bench"])
-def test_shipped_configs_are_plans(name: str) -> None:
-    file = Path(__file__).parents[2] / "configs" / "bench" / f"{name}.yaml"
-    assert plan_of(file).model
-    assert file.read_text().startswith("# specdec bench --config")
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_shipped_configs_are_plans(file: Path) -> None:
+    check_specs(plan_of(file))
+    assert file.read_text().startswith(f"# specdec bench --config configs/bench/{file.name}")

@@ -7,16 +7,18 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from specdec.bench.oracle import OraclePoint
-from specdec.bench.plan import Plan, label_of
 from specdec.bench.shapes import random_model, weight_bytes
 from specdec.registry import drafter_names
 from tests.models import new_model
@@ -60,44 +62,31 @@ def test_fit_finds_the_law_that_made_the_points() -> None:
     assert error < 1e-3
 
 
-def test_ablation_is_a_plan_whose_rows_all_reach_the_table() -> None:
-    script = load("lookahead_ablation")
-    plan = Plan(drafters=script.drafters())
-    labels = [label_of(spec) for spec in plan.drafters]
-    assert labels == ["none", "prompt_lookup", *(row[0] for row in script.ROWS)]
-    balanced = plan.drafters[labels.index("balanced")]
-    assert isinstance(balanced, dict)
-    assert (balanced["ngram"], balanced["window"], balanced["guesses"]) == (5, 15, 15)
-    assert not balanced["pool_from_prompt"]
-
-
 # -- The engine's benchmark --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_engine_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_benchmark(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     figure, out = tmp_path / "oracle.png", tmp_path / "figures.json"
+    app = typer.Typer()
+    app.command()(load("bench_engine").main)
     arguments = (
         "--shape toy --prompts 1 --prompt-tokens 16 --max-new-tokens 12 --repeats 1 --temperatures 0 "
-        "--drafters none,prompt_lookup --oracle 0,1 --oracle-depths 3"
+        "--drafters none,prompt_lookup --set prompt_lookup.tokens=3 --oracle 0,1 --oracle-depths 3"
     )
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(
-        sys, "argv", ["bench_engine.py", *arguments.split(), "--oracle-figure", str(figure), "--out", str(out)]
-    )
-    load("bench_engine").main()
+    command = [*arguments.split(), "--oracle-figure", str(figure), "--out", str(out)]
+    shown = CliRunner().invoke(app, command, catch_exceptions=False).output
     report = json.loads(out.read_text())
     systems = report["tables"]["T=0"]
-    assert list(systems) == ["none", "prompt_lookup", "transformers", "transformers lookup"]
+    assert list(systems) == ["none", "prompt_lookup", "transformers", "transformers_lookup"]
     assert {system["tokens"] for system in systems.values()} == {12}
-    assert 0 < systems["prompt_lookup"]["draft_share"] < 1
-    assert systems["none"]["peak_bytes"] >= 0
+    assert 0 < systems["prompt_lookup"]["shares"]["draft"] < 1
     assert [p["tokens_per_step"] for p in report["oracle"]["T=0"]] == [1, 4]
     assert report["cost"]["1"] == 1
-    assert report["environment"]["command"].startswith("python bench_engine.py --shape toy")
     assert figure.stat().st_size > 1000
-    shown = capsys.readouterr().out
     assert "Oracle, T=0, 1 prompts of 16 tokens" in shown
+    assert "drafting" in shown
     assert "differs" not in shown
 
 
@@ -106,13 +95,18 @@ def test_peak_memory_is_of_a_process_each(monkeypatch: pytest.MonkeyPatch, capsy
     """The processes are played here; what they would do runs as well."""
     script, sides = load("peak_memory"), list[str]()
 
-    def process(command: list[str], **_: Any) -> Any:
-        sides.append(command[-1])
-        assert script.decode(command[-1], "tiny" if command[-1] == "specdec" else command[-3], "auto", 4, 2) > 0
-        return SimpleNamespace(stdout=f"{100.0 + len(sides)}\n")
+    def process(function: Callable[..., Any], *arguments: Any) -> Any:
+        found = function(*arguments)
+        if function is script.place_of:
+            return found
+        sides.append(arguments[0])
+        assert found > 0
+        return 100.0 + len(sides)
 
-    monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=process))
-    monkeypatch.setattr(sys, "argv", ["peak_memory.py", "--repeats", "1"])
+    monkeypatch.setattr(script, "alone", process)
+    monkeypatch.setattr(
+        sys, "argv", ["peak_memory.py", "--repeats", "1", "--prompt-tokens", "4", "--max-new-tokens", "2"]
+    )
     script.main()
     assert sides == ["transformers", "specdec"]
     assert "102 MiB (102), 1.010" in capsys.readouterr().out
@@ -267,24 +261,3 @@ def test_drafters_of_a_checkout_that_is_not_installed_are_found(monkeypatch: pyt
     checkout.use_checkout()
     added = list(importlib.metadata.distributions(path=[sys.path[-1]]))
     assert sorted(e.name for e in added[0].entry_points if e.group == "specdec.drafters") == expected
-
-
-def test_whole_steps_are_a_line_for_each_way_to_run_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    script, threads = load("step_table"), torch.get_num_threads()
-    taken = {"transformers": 4e-3, "fused": 2e-3, "native": 1.234e-3}
-
-    def measure(target: Any, *, rows: Any, **_: Any) -> Any:
-        return SimpleNamespace(seconds=[[taken[target.name] * row for row in rows]])
-
-    monkeypatch.setattr(script, "measure", measure)
-    monkeypatch.setattr(script, "target_of", lambda model, dtype, execution: SimpleNamespace(name=execution))
-    try:
-        _, _, *lines = script.whole_steps("tiny", 0.0)
-        assert lines[0] == "| embedded, float32, 1 | 4.00 / 32.0 | 2.00 / 16.0 | 1.23 / 9.87 |"
-        assert [line[2:].partition(" |")[0] for line in lines[1:]] == [
-            *("embedded, float32, 2", "embedded, bfloat16, 1", "embedded, bfloat16, 2")
-        ]
-        many = "1.00, 4.00, 8.00, 16.00, 32.00, 64.00"
-        assert all(line.endswith(f"in steps of one row: {many}") for line in script.many_rows("tiny", 0.0))
-    finally:
-        torch.set_num_threads(threads)

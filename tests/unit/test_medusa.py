@@ -327,7 +327,8 @@ def test_loss_is_the_papers(target_of: Callable[..., TransformersTarget], labels
         torch.nn.init.normal_(parameter, std=0.2)
     text = list(prompt_of(12))
     batch = pack([Sample(text, [True] * 12, False)], 12).at(np.array([0]))
-    found = MedusaTraining(heads, target, [], tree=[[0]], labels=labels).loss(heads, batch)
+    config = Config(data=["stdlib"], tree=[[0]], labels=labels)
+    found = MedusaTraining(heads, target, [], config).loss(heads, batch)
     hidden = target.decoder(torch.tensor([text])).last_hidden_state[0]
     own = torch.softmax(target.head(hidden), -1)
     expected = torch.zeros(())
@@ -353,7 +354,7 @@ def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget], t
         found = Engine(target, None, drafter).generate(prompt, 30)
         texts.append(Written([*prompt, *found.token_ids], len(prompt)))
         steps, tokens = steps + found.stats.steps, tokens + 30
-    figures = MedusaTraining(heads, target, texts, tree=tree).evaluate()
+    figures = MedusaTraining(heads, target, texts, Config(data=["stdlib"], tree=tree)).evaluate()
     assert figures["tokens_per_step"] == tokens / steps > 1.1
 
 
