@@ -169,7 +169,7 @@ class Block(Rows):
             whole = np.empty(copies.pack(self.shapes)[1], dtype=np.uint8)
             copies.fill(whole, self.shapes)
             rows = {"positions": self._places()[None, first:]}
-            if not type(tokens) is copies.Later:
+            if type(tokens) is not copies.Later:
                 rows["tokens"] = np.array([tokens], dtype=np.int64)
             self.sent = copies.copy_in({"step": whole, **rows, **self._more}, device)
             if type(tokens) is copies.Later:

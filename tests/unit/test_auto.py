@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+import random
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from drafters.auto import Auto, AutoConfig
 from drafters.merge import Bandit, Part, Tree, kind_of
 from specdec import Draft, Engine, SamplingParams
+from specdec.cost import CostCurve
 from specdec.draft import Entry
 from specdec.errors import ConfigError
 from specdec.policy import Prices
@@ -129,6 +131,34 @@ def test_chances_by_depth_rank_and_match() -> None:
     assert right > 0.85
     assert onward == right * right  # not seen: as the row above it
     assert reach_of(record, chain_of(1))[0] < 0.15
+
+
+def test_rows_that_cannot_pay_are_left_out_before_they_are_merged() -> None:
+    """What is taken then is what would have been taken of all rows, with steps of any shape; and little is merged."""
+    chooser, merged = random.Random(5), [0, 0]
+    for _ in range(200):
+        rows = (1, 2, 4, 8, 16, 32)
+        each = [chooser.choice([0.1, 0.2, 0.4]) * (after - before) for before, after in pairwise(rows)]
+        curve = CostCurve(machine={}, rows=rows, lengths=(8,), seconds=[[*accumulate(each, initial=1.0)]])
+        prices, drafters, taken = Prices(curve, clock=False), [Fixed(), Fixed()], list[set[tuple[int, ...]]]()
+        bandits = [Bandit(drafter, 0.9) for drafter in drafters]
+        for bandit, depth in product(bandits, range(1, 9)):
+            for _ in range(chooser.randrange(20)):
+                bandit.note(kind_of(3, depth, 0, False), chooser.random() < 0.6)
+        drafts = [chain_of(8, match=7), Draft([9, 1, 2, 3, 4], [-1, 0, 0, 1, 1], chances=[1, 0.6, 0.2, 0.5, 0.1])]
+        for number, least in enumerate((0.0, prices.least(0, 17))):
+            tree = Tree(9)
+            for bandit, drafter, draft in zip(bandits, drafters, drafts, strict=True):
+                part = Part(drafter, bandit, context_of([9]))
+                part.draft = draft
+                part.place(tree, least)
+            merged[number] += len(tree.tokens)
+            best = tree.best(16)
+            best = best[: prices.keep([tree.reach[row] for row in best], 0)]
+            whole = Draft(tree.tokens, tree.parents)
+            taken.append({tuple(whole.path_tokens(row)) for row in best})
+        assert taken[0] == taken[1]
+    assert merged[1] < 0.8 * merged[0]
 
 
 def test_a_part_whose_drafting_costs_more_than_is_hoped_for_sleeps_from_the_start_on() -> None:
