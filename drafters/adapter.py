@@ -19,7 +19,7 @@ from torch import nn
 from drafters.vocabulary import check_draft_tokens
 from drafters.weights import WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.config import parse
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.rotary import rotate, signed
 from specdec.target import Target
 from specdec.values import AtLeast1, check_fields
@@ -72,17 +72,23 @@ class AdapterConfig(WeightsConfig):
         check_fields(self, "adapter.")
         size = self.hidden_size
         if size % self.heads or size // self.heads % 2:
-            raise ConfigError(f"adapter.heads is {self.heads} at hidden_size {size}; it must divide it into even parts")
+            raise ConfigError(
+                f"adapter.heads is {shown(self.heads)} at hidden_size {shown(size)}; it must divide it into even parts"
+            )
         if self.key_heads and self.heads % self.key_heads:
-            raise ConfigError(f"adapter.key_heads is {self.key_heads}; it must divide the {self.heads} heads, or be 0")
+            raise ConfigError(
+                f"adapter.key_heads is {shown(self.key_heads)}; it must divide the {shown(self.heads)} heads, or be 0"
+            )
         if self.draft_vocab > self.vocab_size:
-            raise ConfigError(f"adapter.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
+            raise ConfigError(
+                f"adapter.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {shown(self.vocab_size)}]"
+            )
         if self.has_mlp and not self.intermediate_size:
             raise ConfigError(f"adapter.variant {self.variant!r} has an MLP and needs intermediate_size >= 1")
         if self.intermediate_size > _WIDEST * size:
             raise ConfigError(
-                f"adapter.intermediate_size is {self.intermediate_size}; it must be at most {_WIDEST} times the "
-                f"hidden_size of {size}"
+                f"adapter.intermediate_size is {shown(self.intermediate_size)}; it must be at most {_WIDEST} times the "
+                f"hidden_size of {shown(size)}"
             )
 
     @property

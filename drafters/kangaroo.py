@@ -180,7 +180,8 @@ class KangarooSession(BatchedSession):
         self._accepted, self._guesses = _ACCEPTED * _GUESSES, _GUESSES  # where all above was right
         self._right, self._promised = _RIGHT * _PROMISED, _PROMISED
         # By rank how many were right, and how many there were; what is not known takes its share of what is left over.
-        self._ranks = [[_ACCEPTED * (1 - _ACCEPTED) ** rank * _GUESSES, _GUESSES] for rank in range(drafter.branch)]
+        ranks = range(min(drafter.branch, context.max_rows))
+        self._ranks = [[_ACCEPTED * (1 - _ACCEPTED) ** rank * _GUESSES, _GUESSES] for rank in ranks]
 
     def passes(self, room: int) -> Passes[Draft]:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""

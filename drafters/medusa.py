@@ -25,6 +25,7 @@ from drafters.medusa_heads import MedusaHeads
 from drafters.tree import Grown, grow
 from drafters.vocabulary import DraftVocabulary, coupled, processed
 from drafters.weights import check_fit, weights_folder
+from specdec import copies
 from specdec.config import read_value
 from specdec.cost import pass_price
 from specdec.draft import Draft
@@ -249,8 +250,7 @@ class MedusaSession(BatchedSession):
             return Draft(tokens, parents)
         vocabulary = self._drafter.vocabulary
         if self._guesses is None:
-            rule = self._drawn if self._samples else None
-            self._guesses = yield Pass(self._drafter.lists, (self._seen[self._last : self._last + 1], rule))
+            self._guesses = yield Pass(self._drafter.lists, self._brought())
         guesses = self._guesses
         rows = [0]
         for node in self._drafter.nodes or self._grown(guesses):
@@ -290,6 +290,11 @@ class MedusaSession(BatchedSession):
         ids = torch.empty(1, 0, dtype=torch.long, device=logits.device)
         return coupled(processed(logits, ids, self._processors), noise, self._temperature)
 
+    def _brought(self) -> tuple[torch.Tensor, Rule | None]:
+        """What the heads guess from."""
+        assert self._seen is not None
+        return self._seen[self._last : self._last + 1], self._drawn if self._samples else None
+
     def ask(self, question: Question) -> torch.Tensor | None:
         hidden = question.taps[FINAL]
         if question.last is None:
@@ -306,6 +311,10 @@ class MedusaSession(BatchedSession):
             if not right:
                 break
         self._seen, self._last, self._guesses = seen.taps[FINAL], seen.path[-1], None
+        prompt_ends = seen.draft is None and self._context.cache.length == self._context.prompt_length - 1
+        if prompt_ends and copies.is_apart(self._context.target.head_device):
+            # Read with the prompt, as later guesses come with a step's copy: no step has a copy of its own for them.
+            (self._guesses,) = self._drafter.lists([self._brought()])
         if seen.answer is not None:
             found = np.array(seen.answer, dtype=np.int64).view(np.float64)
             self._guesses = [(own[0], own[1]) for own in found.reshape(-1, 2, self._drafter.ranks).tolist()]

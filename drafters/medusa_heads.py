@@ -58,7 +58,9 @@ class HeadsConfig(WeightsConfig):
     def __post_init__(self) -> None:
         check_fields(self, "heads.")
         if self.draft_vocab > self.vocab_size:
-            raise ConfigError(f"heads.draft_vocab is {self.draft_vocab}; it must be in [0, {self.vocab_size}]")
+            raise ConfigError(
+                f"heads.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {shown(self.vocab_size)}]"
+            )
 
     @property
     def ranks(self) -> int:

@@ -49,10 +49,10 @@ def test_free_heap_pages_go_back() -> None:
     blocks = [torch.ones(4096) for _ in range(3000)]  # 16 KiB each, below what malloc maps
     last = torch.ones(4096)
     trim_heap()
-    before = resident("[heap]")
+    before = resident("")  # of all mappings: which heap a thread's blocks are from depends on who else allocates
     del blocks
     trim_heap()
-    assert resident("[heap]") < before - (30 << 20)
+    assert resident("") < before - (30 << 20)
     assert torch.equal(last, torch.ones(4096))
 
 
