@@ -81,8 +81,21 @@ def test_a_row_that_was_not_verified_is_judged_by_the_text() -> None:
     assert set(out.stats.rows[-20:-1]) == {2}
 
 
+def jump_of(second: float) -> CostCurve:
+    """The second row of a step costs this much, in plain steps, and no further one costs anything."""
+    return CostCurve(machine={}, rows=[1, 2, 64], lengths=[100], seconds=[[1.0, 1.0 + second, 1.0 + second]])
+
+
+def test_rows_that_are_cheap_but_for_the_first_are_weighed_together() -> None:
+    wrong = Fixed([1, 2, 3], [0, 0, 0])
+    engine = Engine(target_of("llama"), None, Auto(AutoConfig(), [wrong]), policy="acceptance", costs=jump_of(0.9))
+    assert set(engine.generate(PROMPT, 30).stats.rows) == {1}
+
+
 def test_rows_that_held_less_than_they_promised_are_trusted_less() -> None:
-    engine = engine_of(Fixed([5], [0]), row=0.1)
+    part = Fixed([5], [0])
+    part.needs_observe = False
+    engine = Engine(target_of("llama"), None, Auto(AutoConfig(), [part]), policy="cost", costs=jump_of(0.1))
     auto: Any = engine.drafter
     assert engine.generate(PROMPT, 2).stats.rows[0] == 2
     assert auto.sure < 1
@@ -188,7 +201,7 @@ def test_equal_rows_are_one_and_go_to_the_first() -> None:
 
 def test_rows_to_be_read_are_verified_whatever_they_cost() -> None:
     window = Fixed([3, 4, 5], [0, 1, 1], probes=[1, 2, 3], read=[2])
-    engine_of(window, row=0.03, learns=True).generate(PROMPT, 3)
+    assert engine_of(window, row=0.03, learns=True).generate(PROMPT, 3).stats.rows == [3, 3, 1]
     seen = window.seen[0]
     assert seen.draft is not None
     assert seen.scores is not None
