@@ -107,8 +107,8 @@ class Bandit:
     def __init__(self, part: Drafter, memory: float) -> None:
         self._memory, self._fixed_rows = memory, part.fixed_cost_rows
         self._hits, self._tries = array("d", bytes(8 * _KINDS)), array("d", bytes(8 * _KINDS))
+        self._net: float | None = None  # until the prices of its first step are known
         # A part that has no model to run is simply tried, one that has waits until it may pay.
-        self._net: float | None = None
         self._computes = bool(part.taps)
         self._patience = Patience(32, 256) if part.taps else Patience(4, 32)
 
