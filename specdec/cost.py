@@ -45,6 +45,7 @@ __all__ = [
     "new_curve",
     "pass_price",
     "roofline",
+    "source_of",
     "stored_at",
 ]
 
@@ -299,6 +300,16 @@ def kept_curve(machine: Mapping[str, Any], path: Path | None = None) -> CostCurv
         warnings.warn(f"the cost file {path} was made for {told}; measuring anew", SpecdecWarning, stacklevel=3)
         return None
     return curve
+
+
+def source_of(curve: CostCurve, file: str | Path | None = None) -> str:
+    """Where a curve was read or made, for people: ``file``, the place where curves are kept, or neither."""
+    if not curve.machine:
+        return "a roofline, as nothing was timed here"
+    for path in (Path(file or ""), stored_at(curve.machine)):
+        if path.is_file() and CostCurve.load(path) == curve:
+            return str(path)
+    return "a measurement that was not kept"
 
 
 def measure(

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from specdec.arguments import checked
 from specdec.batch import Event, Request, Scheduler, make_requests
-from specdec.cost import CostCurve, cost_curve, describe, roofline, stored_at
+from specdec.cost import CostCurve, cost_curve, describe, kept_curve, roofline, source_of
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
@@ -78,11 +78,11 @@ class Engine:
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
         self.policy = check_policy(policy)
+        self._by_file = policy not in ("off", "acceptance", "cost")
         self._progress = progress
         self._weighs = self.drafter.proposes and (policy != "off" or self.drafter.plans_rows)
         if costs is None and self._weighs:
-            file = None if policy in ("off", "acceptance", "cost") else policy
-            costs = cost_curve(target, file, progress=progress)
+            costs = cost_curve(target, policy if self._by_file else None, progress=progress)
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
         by_clock = self._weighs and policy not in ("off", "acceptance")
@@ -171,7 +171,8 @@ class Engine:
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What runs here, and why: section -> name -> value; `specdec info` prints it."""
-        curve, file = self.costs, stored_at(describe(self.target))
+        machine = describe(self.target)
+        curve = self._known_costs or kept_curve(machine) or self.costs
         steps = curve.steps(0, 8)
         return {
             **self.target.describe(),
@@ -179,7 +180,7 @@ class Engine:
                 "drafter": self.drafter.name,
                 "policy": self.policy,
                 "a step of 2, 4, 8 rows": " / ".join(f"{steps[rows]:.2f}" for rows in (2, 4, 8)) + " plain steps",
-                "known from": str(file) if file.exists() else "a roofline, as nothing was timed here",
+                "known from": source_of(curve, self.policy if self._by_file else None),
             },
         }
 

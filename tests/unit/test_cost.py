@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import copies, cost, machine
+from specdec import Engine, copies, cost, machine
 from specdec.block import Block
 from specdec.cache import KVCache
 from specdec.cost import CostCurve, cost_curve, describe, measure, roofline, stored_at
@@ -215,6 +216,27 @@ def test_a_busy_machine_s_curve_is_not_kept(counted: list[int], monkeypatch: pyt
     assert cost_curve(target()).steady
     assert stored_at(describe(target())).exists()
     assert len(counted) == 2
+
+
+def test_an_engine_tells_the_curve_that_is_kept_and_where_it_is_from(
+    counted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not its own drafter asks for one: what is shown is what its source says."""
+
+    def told(**options: Any) -> tuple[str, str]:
+        decoding = Engine(target(), **options).describe()["decoding"]
+        return decoding["a step of 2, 4, 8 rows"].split()[0], decoding["known from"]
+
+    assert told() == ("1.10", "a roofline, as nothing was timed here")
+    with monkeypatch.context() as patch:
+        patch.setattr(cost, "thread_time", lambda: 0.0)
+        assert told(drafter="auto")[1] == "a measurement that was not kept"
+    kept = replace(cost_curve(target()), seconds=[[1.0, 2.5]])
+    kept.save(stored_at(kept.machine))
+    assert told() == told(drafter="auto") == ("2.50", str(stored_at(kept.machine)))
+    own = tmp_path / "own.json"
+    replace(kept, seconds=[[1.0, 1.5]]).save(own)
+    assert told(drafter="auto", policy=str(own)) == ("1.50", str(own))
 
 
 @pytest.mark.parametrize("part", ["layers.c", "runners/new.py"])
