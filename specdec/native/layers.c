@@ -13,16 +13,16 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
-#ifdef __AVX512F__ /* registers hold 24 sums of 16 values, 6 rows of 4 vectors, beside the weights that they share */
+#ifdef __AVX512F__ /* registers hold 24 sums of 16 values beside the weights that they share: 6 rows of 4 vectors */
 #define LANES 16
-enum { FEW = 6 };
-#else /* 12 sums of 8 values, 3 rows of 4 vectors */
+enum { FEW = 6, SHARES = 1 };
+#else /* 12 sums of 8 values: 3 rows of 4 vectors, or 6 of two and then of the other two, for which less is read */
 #define LANES 8
-enum { FEW = 3 };
+enum { FEW = 6, SHARES = 4 };
 #endif
 /* A strip is what rows in registers are multiplied with: one panel or two, side by side. */
 enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };
@@ -93,8 +93,10 @@ INLINE floats spread(float x) { return x - (floats){0}; }
 INLINE floats load(const void *from, int64_t at, int half) {
     if (!half) return *(const floats *)((const float *)from + at);
     const uint16_t *first = (const uint16_t *)from + at;
-#if LANES == 16 /* one instruction, where gcc makes five of the line below */
+#if LANES == 16 /* one instruction, where gcc makes five of the last line */
     return (floats)((ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)first)) << 16);
+#elif defined(__AVX2__)
+    return (floats)((ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)first)) << 16);
 #else
     return (floats)(__builtin_convertvector(*(const halves *)first, ints) << 16);
 #endif
@@ -208,49 +210,53 @@ typedef struct {
     float *y;
     const char *weight; /* the first panel's; the next one's is `apart` bytes on */
     const char *soon;   /* what is needed next of one panel, or of both, `soon_apart` bytes apart; or NULL */
+    int64_t soon_step;  /* bytes of it that are asked for at a step */
     float *wide;        /* [panels][STRETCH][PANEL] gets the weights in float32; or NULL */
     int64_t x_stride, y_stride, apart, soon_apart, steps;
 } Task;
 
-/* Ask for step i of what is needed soon: into the second cache, as the first has no room for it. */
-INLINE void ask(const char *first, int64_t apart, int64_t i, const int bytes) {
-    if (!first) return;
-    const char *soon = first + i * PANEL * bytes;
+/* Ask for what is needed soon: into the second cache, as the first has no room for it. */
+INLINE void ask(const char *soon, int64_t apart, const int lines) {
 #pragma GCC unroll 2
-    for (int at = 0; at < PANEL * bytes; at += 64) {
+    for (int at = 0; at < 64 * lines; at += 64) {
         __builtin_prefetch(soon + at, 0, 2);
         if (apart) __builtin_prefetch(soon + at + apart, 0, 2);
     }
 }
 
-/* y [rows, STRIP] += x [rows, steps] times the weight. */
-INLINE void multiply(const Task *t, const int rows, const int kind) {
+/* Vectors [from, to) of y [rows, STRIP] += x [rows, steps] times the weight. */
+INLINE void multiply(const Task *t, const int rows, const int from, const int to, const int kind) {
     const int bytes = kind == HALF ? 2 : 4;
-    const int64_t steps = t->steps, x_stride = t->x_stride, soon_apart = t->soon_apart;
+    const int whole = to - from == VECTORS, enough = LANES == 16 || !whole, lines = whole ? PANEL * bytes / 64 : 1;
+    const int64_t steps = t->steps, x_stride = t->x_stride, soon_apart = t->soon_apart, soon_step = t->soon_step;
     const float *x = t->x;
     const char *panel[2] = {t->weight, t->weight + t->apart}, *soon = t->soon;
+    if (soon && from) soon += steps * soon_step;
     float *wide = t->wide;
     floats sums[FEW][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = (floats){0};
+        for (int v = from; v < to; v++) sums[r][v] = (floats){0};
     for (int64_t i = 0; i < steps; i++) {
         /* A compiler reads nothing past this, so that with registers enough the weights are read before it, and kept;
          * otherwise after it, and read anew for every row. */
-        if (LANES < 16) ask(soon, soon_apart, i, bytes);
+        if (soon && !enough) ask(soon + i * soon_step, soon_apart, lines);
         floats weight[VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) {
+        for (int v = from; v < to; v++) {
             const int one = v * LANES / PANEL, at = v * LANES % PANEL;
             weight[v] = load(panel[one], i * PANEL + at, kind == HALF);
+#if LANES == 8 && defined(__AVX2__) /* or gcc reads them anew for each row */
+            if (enough) __asm__("" : "+x"(weight[v]));
+#endif
             if (kind == HALF && wide) *(floats *)(wide + (one * STRETCH + i) * PANEL + at) = weight[v];
         }
-        if (LANES == 16) ask(soon, soon_apart, i, bytes);
+        if (soon && enough) ask(soon + i * soon_step, soon_apart, lines);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) {
+            for (int v = from; v < to; v++) {
                 const float *input = x + r * x_stride + i;
                 sums[r][v] = accumulate(sums[r][v], weight[v], input, kind);
             }
@@ -258,18 +264,23 @@ INLINE void multiply(const Task *t, const int rows, const int kind) {
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) *(floats *)(t->y + r * t->y_stride + v * LANES) += sums[r][v];
+        for (int v = from; v < to; v++) *(floats *)(t->y + r * t->y_stride + v * LANES) += sums[r][v];
 }
 
-#define ROWS(n) \
-    case n: multiply(t, n, kind); return;
+/* How often rows in registers pass over a strip's weights; bfloat16 needs registers to be widened in. */
+INLINE int passes_of(const int64_t rows, const int kind) {
+    return LANES == 8 && rows > (kind == HALF ? 2 : 3) ? 2 : 1;
+}
+
+#define ROWS(n)                                                                 \
+    case n:                                                                     \
+        multiply(t, n, 0, VECTORS / passes_of(n, kind), kind);                  \
+        if (passes_of(n, kind) > 1) multiply(t, n, VECTORS / 2, VECTORS, kind); \
+        return;
 
 INLINE void multiply_any(const Task *t, int64_t rows, const int kind) {
     switch (rows) {
-        ROWS(1) ROWS(2) ROWS(3)
-#if LANES == 16
-        ROWS(4) ROWS(5) ROWS(6)
-#endif
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
     }
 }
 
@@ -281,16 +292,21 @@ static void multiply_strip(const Product *p, const float *x, float *y, int64_t y
     const int64_t stretches = (steps + STRETCH - 1) / STRETCH;
     const char *weight = (const char *)p->weight + strip * panels * apart;
     float wide[STRIP * STRETCH] __attribute__((aligned(64)));
+    int64_t passes = 0;
+    for (int64_t g = begin; g < end; g++) passes += passes_of(rows * (g + 1) / groups - rows * g / groups, p->kind);
+    const int64_t shares = passes < SHARES ? passes : SHARES; /* passes that ask, so that memory never waits for one */
     for (int64_t s = 0; s < stretches; s++) {
-        int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches;
+        int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches, pass = 0;
         const char *soon = weight + (s + 1 < stretches ? to * PANEL * size : panels * apart);
         for (int64_t g = begin; g < end; g++) {
             int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
             Task task = {.x = x + row * p->inputs + from, .y = y + row * y_stride + strip * STRIP,
                          .weight = weight + from * PANEL * size, .apart = apart, .steps = to - from,
-                         .x_stride = p->inputs, .y_stride = y_stride};
-            if (g - begin < panels) task.soon = soon + (g - begin) * apart;
-            if (panels > 1 && end - begin == 1) task.soon_apart = apart;
+                         .x_stride = p->inputs, .y_stride = y_stride, .soon_step = PANEL * size / shares};
+            if (pass < panels * shares)
+                task.soon = soon + pass / shares * apart + pass % shares * task.steps * task.soon_step;
+            if (panels > 1 && passes == 1) task.soon_apart = apart;
+            pass += passes_of(count, p->kind);
             int64_t kind = p->kind;
             if (kind == HALF && g == begin && end - begin > 1) task.wide = wide;
             if (kind == HALF && g > begin) {
