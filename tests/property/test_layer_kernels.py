@@ -86,7 +86,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["mistral", "qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2"))]
+)
 def test_a_model_is_itself(family: str, target_of: Callable[..., TransformersTarget]) -> None:
     """The self-check at load holds it against the model; entries and taps; and the text of a few steps."""
     target = TransformersTarget(new_model(family, torch.float32), execution="fused", owned=True)
@@ -107,11 +109,11 @@ def test_a_model_is_itself(family: str, target_of: Callable[..., TransformersTar
         assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("replayed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of other lengths, so that the rows stand elsewhere in each; replayed, a fourth one has none."""
     recorder = launch(monkeypatch, kernels)
-    target = TransformersTarget(new_model("mistral", torch.float32), execution="fused", owned=True)
+    target = TransformersTarget(new_model("mistral", torch.float32, num_hidden_layers=2), execution="fused", owned=True)
     assert isinstance(target.runner, CudaRunner)
     drafts = [Draft((3, 4, 5, 6), (-1, 0, 0, 2)), Draft.chain((3,)), Draft((8, 4, 5, 6), (-1, 0, 1, 1))]
     made, found = len(recorder.made), []

@@ -49,7 +49,7 @@ def test_rows_see_their_ancestors_and_the_window(case: Case) -> None:
     assert (attended(world).double() - world.naive()).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("length", "rows"), [(0, 45), (21, 45), (700, 3)])
+@pytest.mark.parametrize(("length", "rows"), [pytest.param(0, 45, marks=pytest.mark.slow), (21, 45), (700, 3)])
 def test_more_rows_and_keys_than_one_program_takes(length: int, rows: int) -> None:
     """Several programs beside each other over rows, over heads and over keys; half precision stays near."""
     parents = [-1, *(max(0, row - 3) for row in range(1, rows))]

@@ -26,9 +26,8 @@ def compile_kernels(*arguments: str) -> list[str]:
     return lines[:-1]
 
 
-@pytest.mark.parametrize(
-    "arch", [pytest.param("80", marks=pytest.mark.slow), "90", pytest.param("89", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "89", "90"])
 def test_a_sample_compiles(arch: str) -> None:
     lines = compile_kernels("--sample", "--arch", arch)
     assert len(lines) >= 18

@@ -22,9 +22,11 @@ from specdec.runners.graphs import CudaRecorder
 from specdec.target import FINAL
 from tests.launching import Recorder, fused, launch
 from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
+from tests.tiers import matrix
 
 SIZES = {"max_position_embeddings": 2048}
 TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 9, 10, 8, 12, 5)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=4)
 PROMPT, NEW = prompt_of(20), 24
 
 
@@ -139,8 +141,7 @@ def test_layers_in_parts(recorder: Recorder) -> None:
     assert found[0][1].taps.keys() == {1, 2}
 
 
-@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, top_p=0.9, seed=4)])
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize(("drafter", "sampling"), matrix(drafter_names(), [None, SAMPLED]))
 def test_texts_are_those_of_steps_that_are_launched(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
 ) -> None:
@@ -176,9 +177,10 @@ def test_one_graph_does_for_two_engines_and_for_texts_that_alternate(recorder: R
     assert len(recorder.made) == made
 
 
-@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, top_p=0.9, seed=4)])
-@pytest.mark.parametrize("drafter", ["none", "token_recycling", "kangaroo", "draft_model"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("drafter", "family", "sampling"),
+    matrix(["none", "token_recycling", "kangaroo", "draft_model"], ["llama", "mistral"], [None, SAMPLED]),
+)
 def test_texts_of_a_batch_are_those_of_each(
     family: str, drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
 ) -> None:

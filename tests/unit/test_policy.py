@@ -14,6 +14,7 @@ from specdec.policy import AcceptancePolicy, CostPolicy, Patience, Prices, check
 from specdec.registry import drafter_names
 from tests.fakes import Oracle
 from tests.models import greedy, prompt_of, settings_of, target_of
+from tests.tiers import matrix
 
 PROMPT = prompt_of(9)
 
@@ -245,8 +246,7 @@ def test_the_engine_leaves_a_losing_drafter_alone_and_lets_a_winning_one_be(choi
     assert won.stats.tokens_per_step > 4
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize(("drafter", "temperature"), matrix(drafter_names(), [0.0, 0.8]))
 def test_no_token_changes_by_the_clock(drafter: str, temperature: float, tmp_path: Path) -> None:
     target = target_of("llama")
     sampling = SamplingParams(temperature=temperature, acceptance="match" if temperature else "auto", seed=3)

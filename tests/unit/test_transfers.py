@@ -118,8 +118,7 @@ def steps_of(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalised", "both"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("drafter", ONCE)
+@pytest.mark.parametrize(("drafter", "family"), [*zip(ONCE, 4 * ["llama", "mistral"], strict=True)])
 def test_one_copy_in_and_one_out(
     drafter: str, family: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
