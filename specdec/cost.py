@@ -12,6 +12,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -307,8 +308,9 @@ def source_of(curve: CostCurve, file: str | Path | None = None) -> str:
     if not curve.machine:
         return "a roofline, as nothing was timed here"
     for path in (Path(file or ""), stored_at(curve.machine)):
-        if path.is_file() and CostCurve.load(path) == curve:
-            return str(path)
+        with suppress(ConfigError):  # a broken file is not where it came from, and was told of when it was passed over
+            if path.is_file() and CostCurve.load(path) == curve:
+                return str(path)
     return "a measurement that was not kept"
 
 

@@ -223,6 +223,8 @@ def test_an_engine_tells_the_curve_that_is_kept_and_where_it_is_from(
 ) -> None:
     """Whether or not its own drafter asks for one: what is shown is what its source says."""
 
+    monkeypatch.setattr(TransformersTarget, "describe", lambda target: {})  # it compiles for an empty cache folder
+
     def told(**options: Any) -> tuple[str, str]:
         decoding = Engine(target(), **options).describe()["decoding"]
         return decoding["a step of 2, 4, 8 rows"].split()[0], decoding["known from"]
@@ -237,6 +239,9 @@ def test_an_engine_tells_the_curve_that_is_kept_and_where_it_is_from(
     own = tmp_path / "own.json"
     replace(kept, seconds=[[1.0, 1.5]]).save(own)
     assert told(drafter="auto", policy=str(own)) == ("1.50", str(own))
+    own.write_text("{", encoding="utf-8")
+    with pytest.warns(UserWarning, match="no cost curve .* measuring anew"):
+        assert told(drafter="auto", policy=str(own))[1] == "a measurement that was not kept"
 
 
 @pytest.mark.parametrize("part", ["layers.c", "runners/new.py"])
