@@ -113,7 +113,7 @@ def test_a_model_is_itself(family: str, target_of: Callable[..., TransformersTar
 def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of other lengths, so that the rows stand elsewhere in each; replayed, a fourth one has none."""
     recorder = launch(monkeypatch, kernels)
-    target = TransformersTarget(new_model("mistral", torch.float32, num_hidden_layers=2), execution="fused", owned=True)
+    target = TransformersTarget(new_model("mistral", torch.float32), execution="fused", owned=True)
     assert isinstance(target.runner, CudaRunner)
     drafts = [Draft((3, 4, 5, 6), (-1, 0, 0, 2)), Draft.chain((3,)), Draft((8, 4, 5, 6), (-1, 0, 1, 1))]
     made, found = len(recorder.made), []

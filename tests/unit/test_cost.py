@@ -222,7 +222,6 @@ def test_an_engine_tells_the_curve_that_is_kept_and_where_it_is_from(
     counted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether or not its own drafter asks for one: what is shown is what its source says."""
-
     monkeypatch.setattr(TransformersTarget, "describe", lambda target: {})  # it compiles for an empty cache folder
 
     def told(**options: Any) -> tuple[str, str]:

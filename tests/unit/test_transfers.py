@@ -118,7 +118,14 @@ def steps_of(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalised", "both"])
-@pytest.mark.parametrize(("drafter", "family"), [*zip(ONCE, 4 * ["llama", "mistral"], strict=True)])
+@pytest.mark.parametrize(
+    ("drafter", "family"),
+    [
+        pytest.param(drafter, family, marks=() if (number + place) % 2 == 0 else pytest.mark.slow)
+        for number, drafter in enumerate(ONCE)
+        for place, family in enumerate(("llama", "mistral"))
+    ],
+)
 def test_one_copy_in_and_one_out(
     drafter: str, family: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
