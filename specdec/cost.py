@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import accumulate, cycle, pairwise
 from pathlib import Path
+from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ __all__ = [
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
-_QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 4, 8, 16, 32, 64), (256,)
+_QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 3, 4, 8, 16, 32, 64), (256,)
 _REPEATS = 15
 _GROWTH = 32  # texts grow by so many tokens while forwards are timed, and begin anew: some kernels plan by length
 _STEADY = 0.8  # share of a measurement's time in which its thread must have had a processor
@@ -80,7 +81,7 @@ class CostCurve:
         machine: what it holds for, see :func:`describe`.
         rows: ascending; the first is 1.
         lengths: tokens in the cache, ascending.
-        seconds: per length, the least seconds of a forward of so many rows, all with logits.
+        seconds: per length, the median seconds of a forward of so many rows, all with logits.
         steady: whether the processor was its own while it was measured; only such a curve is kept.
     """
 
@@ -377,28 +378,27 @@ def measure(
 def _times(
     take: Callable[[int], float], rows: Sequence[int], seconds: float, clock: Callable[[], float]
 ) -> list[float]:
-    """Least seconds for each number of rows, taken in turn, for as many of ``rows`` as the time allows.
+    """Median seconds for each number of rows, for as many of ``rows`` as the time allows.
 
-    The second of two forwards counts: in decoding, too, the one before has left the weights in the caches. And the
-    least, as a busy machine only ever adds, and adds more to what is short.
+    The first forward of a number does not count. All numbers get as much of the time as the others, in turn, so that
+    few rows, which decide most, are timed most often. And the median, as steps are paid for with what they usually
+    take: where a neighbour shares the core, arithmetic may take twice as long every other moment, and a plain step,
+    which waits for memory, does not; the least of some forwards would know nothing of it.
     """
     began = clock()
     warm = take(rows[0])
     if warm > seconds / 4:  # one forward is all that there is time for
         return [warm]
-    best: list[float] = []
-    for repeat in range(_REPEATS):
-        for number, count in enumerate(rows):
-            if repeat == 0:
-                ahead = 4 * best[-1] if best else 0.0  # twice the rows take at most twice as long, twice
-                if clock() + ahead > began + _FIRST_PASS * seconds:
-                    rows = rows[:number]
-                    break
-                take(count)
-                best.append(take(count))
-            elif clock() + 2 * best[number] > began + seconds:
-                return best
-            else:
-                take(count)
-                best[number] = min(best[number], take(count))
-    return best
+    times: list[list[float]] = []
+    for count in rows:
+        ahead = 4 * times[-1][0] if times else 0.0  # twice the rows take at most twice as long, twice
+        if clock() + ahead > began + _FIRST_PASS * seconds:
+            break
+        take(count)
+        times.append([take(count)])
+    while open_ := [(sum(of), number) for number, of in enumerate(times) if len(of) < _REPEATS]:
+        _, number = min(open_)
+        if clock() + times[number][0] > began + seconds:
+            break
+        times[number].append(take(rows[number]))
+    return [median(of) for of in times]

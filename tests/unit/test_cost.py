@@ -174,6 +174,30 @@ def test_texts_grow_while_they_are_timed_and_rows_are_trees_where_a_device_is_ap
     assert [(rows, tree) for _, rows, tree in seen[:3]] == [(1, False), (4, True), (1, False)]
 
 
+def test_rows_cost_what_they_usually_take_and_few_are_timed_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour on the core: now and then arithmetic is fast, and a step that waits for memory never is."""
+    clock, timed = Clock(0.0), dict[int, list[float]]()
+
+    def block(cache: KVCache, tokens: Sequence[int], **options: Any) -> Block:
+        timed[len(tokens)] = timed.pop(len(tokens), [])  # the latest is the last
+        return Block(cache, tokens, **options)
+
+    def taken(work: Callable[[], Any], device: torch.device, now: Callable[[], float]) -> float:
+        rows = next(reversed(timed))
+        often = len(timed[rows]) % 3 > 0
+        timed[rows].append({1: 0.01, 2: 0.016 if often else 0.01, 8: 0.04 if often else 0.02}[rows])
+        clock.now += timed[rows][-1]
+        return timed[rows][-1]
+
+    monkeypatch.setattr(cost, "Block", block)
+    monkeypatch.setattr(copies, "seconds_of", taken)
+    curve = measure(target(), rows=(1, 2, 8), lengths=(8,), seconds=0.4, clock=clock)
+    assert curve.seconds == [[0.01, 0.016, 0.04]]
+    assert clock.now <= 0.4
+    assert len(timed[1]) > len(timed[2]) > len(timed[8]) > 2
+    assert max(map(sum, timed.values())) - min(map(sum, timed.values())) <= 0.04
+
+
 def test_a_device_s_own_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
