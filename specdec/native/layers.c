@@ -816,6 +816,10 @@ enum { HASHES = LANES / 2 }; /* a register's: of longer vectors gcc makes single
 typedef uint64_t hashes __attribute__((vector_size(8 * HASHES)));
 typedef int64_t signed_hashes __attribute__((vector_size(8 * HASHES))); /* which are compared by one instruction */
 
+/* No less than a finite Gumbel number: with u = (hash + .5) / 2^53 that is -log(-log u) < -log(1 - u), which the bits of
+ * 2^53 - hash bound. */
+INLINE double most_gumbel(uint64_t hash) { return (__builtin_clzll((1ull << 53) - hash) - 9) * 0.6931471805599454; }
+
 INLINE double gumbel(uint64_t hash) { return -log(-log(((double)hash + .5) * 0x1p-53)); }
 
 /* The token with the largest sum of its score, divided `by` a number, and its Gumbel number under a key. -1 where the
@@ -837,6 +841,7 @@ int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t
     for (int i = 0; i < HASHES; i++) largest = most[i] > largest ? most[i] : largest;
     /* A token that would not reach the likeliest one's sum with the largest number needs none. */
     double reach = gumbel(largest), best = -INFINITY, second = best;
+    if (isinf(reach)) return -1;
     double bar = gumbel(HASH(x)) + value_of(scores, likeliest, half) / by;
     int64_t winner = 0;
     for (int64_t i = 0, end; i < count; i = end) {
@@ -847,7 +852,9 @@ int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t
             float score = value_of(scores, n, half);
             if (!(score > least)) continue;
             x = key + (n + 1) * golden;
-            double sum = gumbel(HASH(x)) + score / by;
+            uint64_t hash = HASH(x);
+            if (most_gumbel(hash) + score / by < bar - .01) continue; /* most, for which logarithms are dear */
+            double sum = gumbel(hash) + score / by;
             second = sum > best ? best : sum > second ? sum : second;
             if (sum > best) best = sum, winner = n;
         }
