@@ -192,7 +192,8 @@ class Tree:
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.reach = [root], [-1], [1.0]
-        self.probes, self.needed = set[int](), set[int]()
+        self.probes: set[int] = set()  # an alias, as set[int] is, would take as long to call as all else here
+        self.needed: set[int] = set()
         self._rows: dict[tuple[int, int], int] = {}
         self._heirs: dict[int, int] = {}  # row -> its first child
 
@@ -289,7 +290,8 @@ class Part:
         """What ``_merge`` does, for a chain of candidates where nothing else is yet."""
         draft, of = self.draft, self.bandit.chance
         first = kind_of(match, 0, 0, False)
-        chance, reached, reach, kinds = _BY_MATCH[match], 1.0, list[float](), [first]
+        reach: list[float] = []
+        chance, reached, kinds = _BY_MATCH[match], 1.0, [first]
         for own in range(1, len(draft)):
             kinds.append(first + min(own, _DEPTHS))
             chance = of(kinds[own], max(chance, _ONWARD) if own > 1 else chance)
@@ -444,11 +446,13 @@ class MergedSession(BatchedSession):
         return torch.cat(answers) if answers else None
 
     def observe(self, seen: Observation) -> None:
-        answers, first = dict[Part, Sequence[int]](), 0
+        answers: dict[Part, Sequence[int]] = {}
+        first = 0
         for part, count in self._asked if seen.answer is not None else ():
             assert seen.answer is not None
             answers[part], first = seen.answer[first : first + count], first + count
-        place, whole = dict[int, int](), seen.draft
+        place: dict[int, int] = {}
+        whole = seen.draft
         # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
         if whole is not None and (whole is self._draft or _begins_with(whole, self._draft)):
             rows, size = self._rows, len(self._rows)
@@ -494,34 +498,31 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     and taps fit together as if the part had proposed them too. A row that was left out, -1, counts as a probe that
     nobody reads, and its taps mean nothing.
     """
-    whole = seen.draft
+    whole, path, scores = seen.draft, seen.path, seen.scores
     assert whole is not None
-    assert seen.scores is not None
-    path = list(seen.path)
+    assert scores is not None
     if len(rows) == len(whole) and rows == list(range(len(whole))):  # it had the step for itself
         hidden = {layer: seen.taps[layer] for layer in taps}
-        return Observation(draft, path, seen.tokens, seen.scores, hidden, seen.answer)
+        return Observation(draft, list(path), seen.tokens, scores, hidden, seen.answer)
     if len(rows) == 1:  # it had none of it: all that concerns it is the text
         chain = Draft.chain([whole.tokens[row] for row in path])
         hidden = {layer: copies.pick(seen.taps[layer], path) for layer in taps}
-        return Observation(chain, range(len(path)), seen.tokens, seen.scores.select(path, None), hidden, seen.answer)
-    place = {row: own for own, row in reversed([*enumerate(rows)])}  # the first of equal rows
-    tokens, parents, union_rows = list(draft.tokens), list(draft.parents), list(rows)
-    above = 0
-    for row in path:
-        if row not in place:
-            place[row] = len(tokens)
-            tokens.append(whole.tokens[row])
-            parents.append(above)
-            union_rows.append(row)
-        above = place[row]
-    path = [place[row] for row in path]
-    unscored = whole.probes.difference(whole.read)
+        return Observation(chain, range(len(path)), seen.tokens, scores.select(path, None), hidden, seen.answer)
+    others = [row for row in path if row not in rows]  # its end, as what is behind another's row is not the part's
+    union_rows = [*rows, *others]
+    path = [union_rows.index(row) for row in path]  # the first of equal rows
+    size, unscored = len(union_rows), whole.probes.difference(whole.read)
     probes = draft.probes.difference(path) | {own for own, row in enumerate(rows) if row < 0 or row in unscored}
-    unread = probes.difference(draft.read)
-    scored = [own for own in range(len(tokens)) if own not in unread]
-    own_draft = Draft(tokens, parents, probes=probes, read=draft.read)
-    every = len(scored) == len(tokens)
-    scores = seen.scores.select([union_rows[own] for own in scored], None if every else scored)
+    if others:
+        tokens = [*draft.tokens, *(whole.tokens[row] for row in others)]
+        parents = [*draft.parents, *path[-len(others) - 1 : -1]]
+        own_draft = Draft(tokens, parents, probes=probes, read=draft.read)
+    else:
+        own_draft = draft.marked(probes)
+    if unread := probes.difference(draft.read):
+        numbers = [own for own in range(size) if own not in unread]
+        scores = scores.select([union_rows[own] for own in numbers], numbers)
+    else:
+        scores = scores.select(union_rows, None)
     hidden = {layer: copies.pick(seen.taps[layer], union_rows) for layer in taps}  # [rows of own_draft, D]
     return Observation(own_draft, path, seen.tokens, scores, hidden, seen.answer)

@@ -92,9 +92,7 @@ class Draft:
             depths, is_chain = [*range(len(parents))], True
         else:
             depths, is_chain = _depths(parents)
-        if (self.probes or self.read or self.q) and not all(
-            0 <= row < len(tokens) for row in (*self.probes, *self.read, *self.q)
-        ):
+        if (named := (*self.probes, *self.read, *self.q)) and not 0 <= min(named) <= max(named) < len(tokens):
             raise DraftError(f"probes, read or q name a row outside [0, {len(tokens)})")
         if 0 in self.probes:
             raise DraftError("row 0 is the root and cannot be a probe")
@@ -109,6 +107,14 @@ class Draft:
     ) -> Draft:
         """The root and a single path below it."""
         return cls(tokens, range(-1, len(tokens) - 1), q=q or {}, match_length=match_length)
+
+    def marked(self, probes: frozenset[int]) -> Draft:
+        """The same rows, of which these are the probes and the root is none; their tree is not looked at again."""
+        made = object.__new__(Draft)
+        for name in Draft.__slots__:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "probes", probes)
+        return made
 
     def scored_rows(self) -> list[int] | None:
         """The rows whose logits somebody reads, ascending; None for all of them."""

@@ -216,7 +216,8 @@ class TransformersTarget:
             hidden, found, logits, peaks = runner.finish(hidden, block, first, last, taps, rows, self.joints)
         if last in taps:
             found[last] = hidden
-        return TargetOutput(logits, hidden, found, None if peaks is None else (peaks, 0))
+        count = block.rows if rows is None else len(rows)
+        return TargetOutput(logits, hidden, found, None if peaks is None else (peaks, 0, count))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)

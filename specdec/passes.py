@@ -183,7 +183,7 @@ def forward_together(
         last = first + part.block.rows
         # Of a layer that later rows did not come through, there are only the rows before those.
         tapped = {tap: rows[first:last] for tap, rows, size in came_through if last <= size}
-        shared = None if peaks is None else (peaks, place)
+        shared = None if peaks is None else (peaks, place, place + count)
         outputs[number] = TargetOutput(scored if count else None, own, tapped, shared)
         first, place = last, place + count
     return [outputs[number] for number in range(len(parts))]

@@ -22,7 +22,7 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 from specdec import copies
 from specdec.errors import NumericalError
 from specdec.grammar import Grammar, States
-from specdec.native.scores import draw, largest, rank, weighed
+from specdec.native.scores import Stored, draw, largest, rank, weighed
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.processors import FREE, check_scores, judged, masked, takes_rows
 from specdec.results import TokenLogprobs
@@ -112,7 +112,7 @@ class Noise:
             return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
         return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
-    def drawn(self, scores: torch.Tensor, position: int, temperature: float = 1.0) -> int | None:
+    def drawn(self, scores: torch.Tensor | Stored, position: int, temperature: float = 1.0) -> int | None:
         """The winner by scores [V] over a temperature, in float32, where one look at them tells; else None."""
         return draw(scores, self._key(position, Noise.TARGET, 0), temperature)
 
@@ -218,10 +218,11 @@ class Peaks:
 
     Args:
         found: the logits [R, V], or the tokens, where they are known.
+        stored: where the logits are, if the library reads them there.
     """
 
-    def __init__(self, found: torch.Tensor | list[int]) -> None:
-        self._found = found
+    def __init__(self, found: torch.Tensor | list[int], stored: Stored | None = None) -> None:
+        self._found, self.stored = found, stored
 
     def of(self, first: int, last: int) -> list[int]:
         """Tokens of rows [first, last); -1 where a row's logits are no distribution."""
@@ -237,13 +238,14 @@ class Scores:
     Attributes:
         logits: [R, V], raw, in the target's dtype.
         rows: the R draft rows, ascending; None where row i is logits[i].
-        shared: where the rows went through the target beside others: the peaks of all, and the first of these rows.
+        shared: where the rows went through the target, perhaps beside others: the peaks of all, the first of these rows
+            and the one after their last.
         processed: [R, V] after the processors, where these took all rows at once (``Sampler.together``).
     """
 
     logits: torch.Tensor
     rows: Sequence[int] | None = None
-    shared: tuple[Peaks, int] | None = None
+    shared: tuple[Peaks, int, int] | None = None
     processed: torch.Tensor | None = None
     _place: dict[int, int] = field(default_factory=dict)
     _best: list[int] = field(default_factory=list)
@@ -270,8 +272,8 @@ class Scores:
             NumericalError: a row holds NaN, or no finite logit at all.
         """
         if not self._best:
-            peaks, first = self.shared or (Peaks(self.logits), 0)
-            tokens = peaks.of(first, first + self.logits.shape[0])
+            peaks, first, last = self.shared or (Peaks(self.logits), 0, self.logits.shape[0])
+            tokens = peaks.of(first, last)
             if _UNSOUND in tokens:
                 raise _no_distribution(self.logits)
             self._best.extend(tokens)
@@ -322,10 +324,10 @@ class Scores:
 
         None in the place of logits that are elsewhere, on an accelerator or another rank.
         """
-        whole, places = self._source
         if self._values:
             return [row[:count] for row in self._top], [row[:count] for row in self._values]
-        if copies.is_apart(whole.device):
+        whole, places = self._source
+        if isinstance(whole, torch.Tensor) and copies.is_apart(whole.device):
             return self.likeliest(count), None
         if (found := weighed(whole, places, count)) is not None:
             return found
@@ -333,9 +335,18 @@ class Scores:
         return tokens.tolist(), logits.tolist()
 
     @property
-    def _source(self) -> tuple[torch.Tensor, Sequence[int] | None]:
-        """Logits, and which of their rows are these; None for all."""
-        return self.logits, None
+    def _source(self) -> tuple[torch.Tensor | Stored, Sequence[int] | None]:
+        """Logits, as the library reads them where that is known, and which of their rows are these; None for all."""
+        if self.shared is None or (whole := self.shared[0].stored) is None:
+            return self.logits, None
+        _, first, last = self.shared
+        return whole.part(first, last - first), None
+
+    def row(self, row: int) -> torch.Tensor | Stored:
+        """[V] raw logits of a draft row, for who draws from them."""
+        if self.shared is None or (whole := self.shared[0].stored) is None:
+            return self.of(row)
+        return whole.part(self.shared[1] + self.place(row), 1)
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
@@ -377,8 +388,9 @@ class _Selected(Scores):
         pass
 
     @property
-    def _source(self) -> tuple[torch.Tensor, Sequence[int]]:
-        return self._whole.logits, self._places
+    def _source(self) -> tuple[torch.Tensor | Stored, Sequence[int]]:
+        whole, places = self._whole._source
+        return whole, self._places if places is None else [places[place] for place in self._places]
 
 
 def _no_distribution(logits: torch.Tensor) -> NumericalError:
@@ -513,7 +525,7 @@ class Sampler:
         """
         position = len(self.tokens) + len(path)
         if self._temperature is not None:
-            token = self.noise.drawn(scores.of(row), position, self._temperature)
+            token = self.noise.drawn(scores.row(row), position, self._temperature)
             if token is not None:
                 return token
         if self._top_p is None:

@@ -27,13 +27,14 @@ class TargetOutput:
         logits: [R, V] of the rows asked for, in the target's dtype; None where none were, or the forward left early.
         hidden: [T, D] residual stream after the last layer that ran.
         taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
-        peaks: the likeliest tokens of a batch's rows, found for all at once, and where these rows begin among them.
+        peaks: the likeliest tokens of a batch's rows, found for all at once, and where these rows begin and end among
+            them.
     """
 
     logits: torch.Tensor | None
     hidden: torch.Tensor
     taps: dict[int, torch.Tensor] = field(default_factory=dict)
-    peaks: tuple[Peaks, int] | None = None
+    peaks: tuple[Peaks, int, int] | None = None
 
     def scores(self, rows: Sequence[int] | None) -> Scores:
         """Of the ``rows`` that logits were asked for."""

@@ -82,7 +82,8 @@ def verify(scores: Scores, draft: Draft, sampler: Sampler) -> tuple[Verdict, Sco
 
 def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     """Follow the target's own tokens through the draft."""
-    row, path, tokens = 0, [0], list[int]()
+    row, path = 0, [0]
+    tokens: list[int] = []
     while True:
         token = sampler.token(scores, row, tokens)
         tokens.append(token)

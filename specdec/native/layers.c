@@ -26,6 +26,8 @@ enum { FEW = 6, SHARES = 4 };
 #endif
 /* A strip is what rows in registers are multiplied with: one panel or two, side by side. */
 enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };
+/* Values of which the largest is found at once: a peak's; and how many such blocks there are of a row, at most. */
+enum { PEAK = 256, BLOCKS = 1024 };
 enum { MOST_DIM = 256, MOST_VECTORS = MOST_DIM / LANES };
 
 enum Kind { FULL, HALF, PAIRS }; /* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16 */
@@ -584,28 +586,39 @@ INLINE const void *row_of(const void *rows, int64_t row, int64_t size, int half)
     return (const char *)rows + row * size * (half ? 2 : 4);
 }
 
+/* The largest of values [first, end), or NaN where one of them is that. */
+INLINE float highest(const void *values, int64_t first, int64_t end, const int half) {
+    floats most[VECTORS], odd = {0};
+    for (int v = 0; v < VECTORS; v++) most[v] = spread(-INFINITY);
+    for (; first + STRIP <= end; first += STRIP)
+        for (int v = 0; v < VECTORS; v++) {
+            floats own = load(values, first + v * LANES, half);
+            most[v] = larger(own, most[v]);
+            odd = (floats)((ints)odd | (own != own)); /* all bits set are NaN, too */
+        }
+    for (int v = 1; v < VECTORS; v++) most[0] = larger(most[v], most[0]);
+    float best = largest(most[0])[0], sum = total(odd);
+    for (; first < end; first++) {
+        float own = value_of(values, first, half);
+        if (own > best) best = own;
+        if (own != own) sum = own;
+    }
+    return sum != sum ? sum : best;
+}
+
 /* The first of the largest values; -1 where that is no finite number, or one of them is none. */
 static int64_t peak(const void *values, int64_t count, int half) {
-    floats most = spread(-INFINITY), odd = {0};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        floats v = load(values, i, half);
-        most = larger(v, most);
-        odd += (floats)((ints)v & (v != v)); /* NaN, or nothing */
+    float best = -INFINITY;
+    int64_t first = 0;
+    for (int64_t i = 0, end; i < count; i = end) {
+        end = i + PEAK < count ? i + PEAK : count;
+        float most = half ? highest(values, i, end, 1) : highest(values, i, end, 0);
+        if (most != most) return -1;
+        if (most > best) best = most, first = i;
     }
-    float best = largest(most)[0], sum = total(odd);
-    for (; i < count; i++) {
-        float v = value_of(values, i, half);
-        if (v > best) best = v;
-        if (v != v) sum = v;
-    }
-    if (sum != sum || !(fabsf(best) < INFINITY)) return -1;
-    for (i = 0; i + LANES <= count; i += LANES) {
-        floats v = load(values, i, half);
-        if (total((floats)((ints)spread(1.f) & (v == best))) > 0) break;
-    }
-    while (value_of(values, i, half) != best) i++;
-    return i;
+    if (!(fabsf(best) < INFINITY)) return -1;
+    while (value_of(values, first, half) != best) first++;
+    return first;
 }
 
 /* Rows `wanted` (all `count`, where it is NULL) of `hidden` through the last norm, and on to `logits` [count, outputs]
@@ -749,6 +762,39 @@ INLINE int reaches(const void *values, int64_t at, float least, const int half) 
 /* Whether a comes before b where the largest come first; NaN is larger than every number. */
 INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
 
+/* Puts the places of values [first, end) in among `known` ones of the `count` largest, the largest first, of equal ones
+ * the first; none that comes after a value of `least`. Returns how many are known. */
+INLINE int64_t rise(const void *values, int64_t first, int64_t end, float least, int64_t known, int64_t count,
+                    int64_t *best, const int half) {
+    if (known == count) least = value_of(values, best[count - 1], half);
+    for (int64_t i = first; i < end; i++) {
+        float value = value_of(values, i, half);
+        if (known == count ? !before(value, least) : before(least, value)) continue;
+        int64_t at = known < count ? known++ : count - 1;
+        for (; at > 0 && before(value, value_of(values, best[at - 1], half)); at--) best[at] = best[at - 1];
+        best[at] = i;
+        if (known == count) least = value_of(values, best[count - 1], half);
+    }
+    return known;
+}
+
+/* specdec_top of one row. As many blocks as there are places to find hold a value that is no less than the least of the
+ * largest blocks' own largest ones: no block below that, and no value, is looked at again. */
+INLINE void top(const void *row, int64_t size, int64_t count, int64_t *best, const int half) {
+    const int64_t width = (size / BLOCKS / STRIP + 1) * STRIP, blocks = (size + width - 1) / width;
+    float most[BLOCKS], least = -INFINITY;
+    for (int64_t b = 0; b < blocks; b++)
+        most[b] = highest(row, b * width, b * width + width < size ? b * width + width : size, half);
+    if (count <= blocks) {
+        rise(most, 0, blocks, least, 0, count, best, 0);
+        least = most[best[count - 1]];
+    }
+    for (int64_t b = 0, known = 0; b < blocks; b++)
+        if (!before(least, most[b]))
+            known = rise(row, b * width, b * width + width < size ? b * width + width : size, least, known, count, best,
+                         half);
+}
+
 /* The places of the `count` largest of each row's `size` values, the largest first, of equal ones the first, to `best`
  * [rows, count], and these values to `found`, if that is not NULL. The rows are those `wanted` of `values`; where it is
  * NULL, the first ones. */
@@ -756,19 +802,8 @@ void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_
                  int64_t *best, float *found) {
     for (int64_t r = 0; r < rows; r++, best += count) {
         const void *row = row_of(values, wanted ? wanted[r] : r, size, half);
-        float least = 0; /* the last one's value */
-        for (int64_t i = 0, known = 0, end; i < size; i = end) {
-            end = i + STRIP < size ? i + STRIP : size;
-            if (known == count && end - i == STRIP && !reaches(row, i, least, half)) continue;
-            for (int64_t n = i; n < end; n++) {
-                float value = value_of(row, n, half);
-                if (known == count && !before(value, least)) continue;
-                int64_t at = known < count ? known++ : count - 1;
-                for (; at > 0 && before(value, value_of(row, best[at - 1], half)); at--) best[at] = best[at - 1];
-                best[at] = n;
-                least = value_of(row, best[known - 1], half);
-            }
-        }
+        if (half) top(row, size, count, best, 1);
+        else top(row, size, count, best, 0);
         for (int64_t n = 0; found && n < count; n++) *found++ = value_of(row, best[n], half);
     }
 }
@@ -777,7 +812,13 @@ void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_
 #define HASH(x) \
     (x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9, x = (x ^ x >> 27) * 0x94D049BB133111EB, (x ^ x >> 31) >> 11)
 static const uint64_t golden = 0x9E3779B97F4A7C15;
-typedef uint64_t hashes __attribute__((vector_size(64)));
+enum { HASHES = LANES / 2 }; /* a register's: of longer vectors gcc makes single numbers */
+typedef uint64_t hashes __attribute__((vector_size(8 * HASHES)));
+typedef int64_t signed_hashes __attribute__((vector_size(8 * HASHES))); /* which are compared by one instruction */
+
+/* No less than a finite Gumbel number: with u = (hash + .5) / 2^53 that is -log(-log u) < -log(1 - u), which the bits of
+ * 2^53 - hash bound. */
+INLINE double most_gumbel(uint64_t hash) { return (__builtin_clzll((1ull << 53) - hash) - 9) * 0.6931471805599454; }
 
 INLINE double gumbel(uint64_t hash) { return -log(-log(((double)hash + .5) * 0x1p-53)); }
 
@@ -787,16 +828,20 @@ INLINE double gumbel(uint64_t hash) { return -log(-log(((double)hash + .5) * 0x1
 int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t key) {
     const int64_t likeliest = peak(scores, count, half);
     if (likeliest < 0) return -1;
-    hashes states, most = {0};
-    for (int i = 0; i < 8; i++) states[i] = key + (i + 1) * golden;
-    for (int64_t i = 0; i < count; i += 8, states += 8 * golden) { /* a few too many, which does no harm */
-        hashes x = states, own = HASH(x), larger = (hashes)(own > most);
+    hashes states;
+    signed_hashes most = {0};
+    for (int i = 0; i < HASHES; i++) states[i] = key + (i + 1) * golden;
+    for (int64_t i = 0; i < count; i += HASHES, states += HASHES * golden) { /* a few too many, which does no harm */
+        hashes x = states;
+        signed_hashes own = (signed_hashes)HASH(x), larger = own > most;
         most = (own & larger) | (most & ~larger);
     }
-    uint64_t largest = 0, x = key + (likeliest + 1) * golden;
-    for (int i = 0; i < 8; i++) largest = most[i] > largest ? most[i] : largest;
+    int64_t largest = 0;
+    uint64_t x = key + (likeliest + 1) * golden;
+    for (int i = 0; i < HASHES; i++) largest = most[i] > largest ? most[i] : largest;
     /* A token that would not reach the likeliest one's sum with the largest number needs none. */
     double reach = gumbel(largest), best = -INFINITY, second = best;
+    if (isinf(reach)) return -1;
     double bar = gumbel(HASH(x)) + value_of(scores, likeliest, half) / by;
     int64_t winner = 0;
     for (int64_t i = 0, end; i < count; i = end) {
@@ -807,7 +852,9 @@ int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t
             float score = value_of(scores, n, half);
             if (!(score > least)) continue;
             x = key + (n + 1) * golden;
-            double sum = gumbel(HASH(x)) + score / by;
+            uint64_t hash = HASH(x);
+            if (most_gumbel(hash) + score / by < bar - .01) continue; /* most, for which logarithms are dear */
+            double sum = gumbel(hash) + score / by;
             second = sum > best ? best : sum > second ? sum : second;
             if (sum > best) best = sum, winner = n;
         }

@@ -8,54 +8,95 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import c_double, c_int64
+from typing import Any, NamedTuple
 
 import torch
 
 from specdec.native.library import library
 
-__all__ = ["draw", "largest", "rank", "weighed"]
+__all__ = ["Stored", "draw", "largest", "rank", "weighed"]
 
 _HALF = {torch.float32: False, torch.bfloat16: True}
 
 
-def _reads(scores: torch.Tensor) -> bool:
-    return scores.dtype in _HALF and scores.device.type == "cpu" and scores.is_contiguous() and library() is not None
+class Stored(NamedTuple):
+    """Rows of scores where the library reads them; whoever has this holds their memory.
+
+    What torch would say of a tensor is known here: with the weights gone by since, each question to it reads pages of
+    its code that no cache holds any more, and takes as long as a row of scores.
+
+    Attributes:
+        address: of the first row.
+        rows, size: they are [rows, size].
+        half: in bfloat16, not float32.
+    """
+
+    address: int
+    rows: int
+    size: int
+    half: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As of a tensor."""
+        return self.rows, self.size
+
+    def part(self, first: int, rows: int) -> Stored:
+        """Some rows, from ``first`` on."""
+        return Stored(self.address + first * self.size * (2 if self.half else 4), rows, self.size, self.half)
 
 
-def largest(scores: torch.Tensor, rows: Sequence[int] | None, count: int) -> list[list[int]] | None:
+def _stored(scores: torch.Tensor | Stored) -> Stored | None:
+    """Where the library reads scores [R, V] or [V]."""
+    if isinstance(scores, Stored):
+        return scores
+    if scores.dtype not in _HALF or scores.device.type != "cpu" or not scores.is_contiguous() or library() is None:
+        return None
+    return Stored(scores.data_ptr(), len(scores) if scores.dim() > 1 else 1, scores.shape[-1], _HALF[scores.dtype])
+
+
+def largest(scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: int) -> list[list[int]] | None:
     """The places of the ``count`` largest of [V], of some rows of ``scores`` [R, V] (None: all), the largest first.
 
     Of equal ones the first comes first, and NaN before all numbers.
     """
-    found = weighed(scores, rows, count)
-    return None if found is None else [row.tolist() for row in found[0]]
+    if (stored := _stored(scores)) is None:
+        return None
+    number, count = stored.rows if rows is None else len(rows), min(count, stored.size)
+    best = (c_int64 * (number * count))()
+    _find(stored, rows, number, count, best, None)
+    return [best[first : first + count] for first in range(0, number * count, count)]
 
 
 def weighed(
-    scores: torch.Tensor, rows: Sequence[int] | None, count: int
+    scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: int
 ) -> tuple[list[array[int]], list[array[float]]] | None:
     """The same, "q", and the scores there, "f"."""
-    if not _reads(scores):
+    if (stored := _stored(scores)) is None:
         return None
-    number, size = len(scores) if rows is None else len(rows), scores.shape[-1]
-    count = min(count, size)
+    number, count = stored.rows if rows is None else len(rows), min(count, stored.size)
     places, values = array("q", bytes(8 * number * count)), array("f", bytes(4 * number * count))
-    wanted = None if rows is None else (c_int64 * number)(*rows)
-    found = places.buffer_info()[0], values.buffer_info()[0]
-    library().specdec_top(scores.data_ptr(), wanted, number, size, _HALF[scores.dtype], count, *found)
+    _find(stored, rows, number, count, places.buffer_info()[0], values.buffer_info()[0])
+    if number == 1:
+        return [places], [values]
     firsts = range(0, number * count, count)
     return [places[first : first + count] for first in firsts], [values[first : first + count] for first in firsts]
 
 
-def draw(scores: torch.Tensor, key: int, temperature: float = 1.0) -> int | None:
+def _find(stored: Stored, rows: Sequence[int] | None, number: int, count: int, best: Any, found: int | None) -> None:
+    """Have the ``number`` rows' largest written to ``best``, and their scores to ``found``."""
+    wanted = None if rows is None else (c_int64 * number)(*rows)
+    library().specdec_top(stored.address, wanted, number, stored.size, stored.half, count, best, found)
+
+
+def draw(scores: torch.Tensor | Stored, key: int, temperature: float = 1.0) -> int | None:
     """The token with the largest sum of its score, of [V], and the Gumbel number that a key [64 bits] gives it.
 
     Scores are divided by the temperature in float32. None, too, where they are no distribution or rounding decides.
     """
-    if not _reads(scores):
+    if (stored := _stored(scores)) is None:
         return None
-    half = _HALF[scores.dtype]
-    token: int = library().specdec_draw(scores.data_ptr(), scores.shape[0], half, temperature, key)
+    token: int = library().specdec_draw(stored.address, stored.size, stored.half, temperature, key)
     return None if token < 0 else token
 
 

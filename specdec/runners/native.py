@@ -20,6 +20,7 @@ from specdec.block import Block, Rows
 from specdec.cache import KVCache
 from specdec.joints import Joints
 from specdec.native.library import CHead, CLayer, CRows, CShape, CSlots, CTurns, library
+from specdec.native.scores import Stored
 from specdec.pages import FilePages, trim_heap
 from specdec.rotary import Rotary
 from specdec.runners.known import KnownHead, KnownLayer, Snapshot, gain, gains, is_known_norm, stacked
@@ -174,9 +175,10 @@ class NativeHead:
         count = hidden.shape[0] if rows is None else len(rows)
         normed = torch.empty_like(hidden) if final else None
         logits = torch.empty(count, self._product.outputs, dtype=hidden.dtype) if count else None
-        best = (c_int64 * count)()
+        best, address, half = (c_int64 * count)(), _address(logits), hidden.dtype is torch.bfloat16
         wanted = None if rows is None else (c_int64 * count)(*rows)
-        return Reading(normed, logits, best, (self._head, _address(normed), wanted, count, _address(logits), best))
+        stored = None if address is None else Stored(address, count, self._product.outputs, half)
+        return Reading(normed, logits, stored, best, (self._head, _address(normed), wanted, count, address, best))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,12 +188,14 @@ class Reading:
     Attributes:
         normed: [T, D] all rows after the last norm, if they are wanted.
         logits: [R, V] of the rows that are, if any.
+        stored: where they lie.
         best: the token with the largest of each row's, -1 where they are no distribution.
         arguments: of the library, that say so.
     """
 
     normed: torch.Tensor | None
     logits: torch.Tensor | None
+    stored: Stored | None
     best: ctypes.Array[c_int64]
     arguments: tuple[Any, ...]
 
@@ -273,7 +277,8 @@ class NativeRunner(LayerRunner):
         hidden, found = self._run(hidden, block, first, last, taps, reading)
         if reading.normed is not None:
             found[FINAL] = reading.normed
-        return hidden, found, reading.logits, None if reading.logits is None else Peaks(reading.best[:])
+        peaks = None if reading.stored is None else Peaks(reading.best[:], reading.stored)
+        return hidden, found, reading.logits, peaks
 
     def _run(
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], reading: Reading | None

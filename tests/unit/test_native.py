@@ -17,7 +17,7 @@ from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft, Entry
 from specdec.native import library as native
-from specdec.native.scores import draw, largest
+from specdec.native.scores import Stored, draw, largest, weighed
 from specdec.registry import drafter_names
 from specdec.runners.linear import PackedWeight, TiedEmbedding
 from specdec.sampling import Noise
@@ -190,9 +190,9 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int) -> None
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_s_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
-    """Of any width, with ties, infinities and NaN, which torch sorts before all numbers too."""
+    """Of any width, with ties, infinities and NaN, which torch sorts before all numbers too; as of a part of others."""
     torch.manual_seed(0)
-    for size in (1, 5, 16, 63, 64, 65, 200, 1003, 4096):
+    for size in (1, 5, 16, 63, 64, 65, 200, 1003, 4096, 70_001):
         scores = torch.randn(6, size).to(dtype)
         scores[1].round_()  # ties
         scores[2, ::2] = -torch.inf
@@ -203,6 +203,11 @@ def test_a_row_s_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
         for count in (1, 8, 20):
             assert largest(scores, None, count) == expected[:, :count].tolist(), (size, count)
             assert largest(scores, (5, 1, 1), count) == expected[[5, 1, 1], :count].tolist(), (size, count)
+            stored = Stored(scores.data_ptr(), 6, size, dtype is torch.bfloat16).part(2, 4)
+            places, values = weighed(stored, None, count) or ([], [])
+            assert [row.tolist() for row in places] == expected[2:, :count].tolist(), (size, count)
+            found = torch.tensor([row.tolist() for row in values], dtype=dtype)
+            assert torch.equal(found.nan_to_num(), scores[2:].gather(1, expected[2:, :count]).nan_to_num())
     assert largest(scores.double(), None, 1) is None
     assert largest(scores[:, ::2], None, 1) is None
 
