@@ -23,7 +23,7 @@ from tests.joint import assert_joint, five_token_target, joint_of
 from tests.models import VOCAB, prompt_of, settings_of, target_of
 from tests.tiers import matrix
 
-SAMPLED = ("llama", "mistral", "gemma3")
+SAMPLED = ("llama", "mistral", "gemma3")  # gemma3 is run by its own modules, the others fused
 PROMPT = prompt_of(7)
 NEW = 32
 
