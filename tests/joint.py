@@ -37,7 +37,7 @@ def five_token_target() -> tuple[TransformersTarget, PreTrainedModel]:
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(std=0.35)
-    return TransformersTarget(model), model
+    return TransformersTarget(model, execution="fused"), model
 
 
 def joint_of(

@@ -102,10 +102,15 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
 
 
 def target_of(
-    family: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa", execution: str = "transformers"
+    family: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa", execution: str | None = None
 ) -> TransformersTarget:
-    """The family's target, made once; run by its own modules, it is around the one model of the family."""
-    return _target_of(family, dtype, attention, execution)
+    """The family's target, made once; run by its own modules, it is around the one model of the family.
+
+    Unless told otherwise it is run as an engine would run it in float64, which takes half the time, and by its own
+    modules in a precision in which ways to run a layer round differently.
+    """
+    chosen = execution or ("auto" if dtype == torch.float64 else "transformers")
+    return _target_of(family, dtype, attention, chosen)
 
 
 @cache  # which takes f(x) and f(x, default) for two calls, hence the functions above

@@ -1,4 +1,7 @@
-"""What each process of ``test_processes.py`` runs: a case by its name, the result written down as JSON."""
+"""What each process of ``test_processes.py`` runs: a case by its name, the result written down as JSON.
+
+Started once, it makes the other ranks of itself, so that what takes seconds to import is imported once.
+"""
 
 from __future__ import annotations
 
@@ -115,6 +118,8 @@ def stopped() -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    rank = next((rank for rank in range(1, int(os.environ["WORLD_SIZE"])) if not os.fork()), 0)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     join()
     found = globals()[sys.argv[1]]()
     place = Path(os.environ["SPECDEC_TEST_OUT"]) / f"{dist.get_rank()}.json"

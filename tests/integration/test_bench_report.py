@@ -43,7 +43,7 @@ def run(tiny_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> RunFol
         questions=str(questions),
         drafters=["none", "prompt_lookup", "lookahead"],
         systems=["transformers"],
-        max_new_tokens=24,
+        max_new_tokens=12,
         repeats=2,
     )
     folder = Runner(plan, place / "run", command="specdec bench <x>", engine=tiny_engine, cost=False).run()
@@ -79,7 +79,7 @@ def test_markdown_table_has_a_row_per_system_and_how_it_was_made(run: RunFolder)
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == ["none", "prompt_lookup", "lookahead", "transformers"]
     assert all(row.count("|") == 10 for row in rows)
-    for part in ("torch 2", "transformers 5", "specdec bench <x>", "T=0", "24 new tokens"):
+    for part in ("torch 2", "transformers 5", "specdec bench <x>", "T=0", "12 new tokens"):
         assert part in text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def rows_run(target: ShardedTarget) -> list[int]:
     return found
 
 
+@cache
 def text_of(family: str, sampling: SamplingParams | None) -> list[int]:
     if sampling is None:
         return greedy(family, PROMPT, NEW)
@@ -87,8 +89,9 @@ def test_the_text_is_plain_decoding_s(
 ) -> None:
     """With drafts verified by ``match``: a draft that is drawn from a q is refused, see below."""
     chosen = None if sampling is None else SamplingParams(temperature=0.8, seed=5, acceptance="match")
+    together = Together(family, size)
     for settings in settings_of(drafter, target_of(family), tmp_path):
-        found = Together(family, size).run(settings, lambda engine: engine.generate(PROMPT, NEW, chosen).token_ids)
+        found = together.run(settings, lambda engine: engine.generate(PROMPT, NEW, chosen).token_ids)
         assert results(found) == [text_of(family, chosen)] * size, settings
 
 

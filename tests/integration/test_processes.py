@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +37,17 @@ def worker(processes: int, tmp_path: Path, *case: str, ends: int = 0) -> dict[in
         port = str(free.getsockname()[1])
     command = [sys.executable, str(ROOT / "tests" / "process_worker.py"), *case]
     shared = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
-    started = []
-    for rank in range(processes):
-        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "SPECDEC_TEST_OUT": str(tmp_path)}
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, env=own, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+    started = subprocess.Popen(
+        command, env={**shared, "SPECDEC_TEST_OUT": str(tmp_path)}, cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
-        printed = [process.communicate(timeout=500)[0] for process in started]
+        printed = started.communicate(timeout=500)[0]  # until the last of them has closed it
     finally:
-        for process in started:
-            process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
     found = {int(place.stem): json.loads(place.read_text()) for place in tmp_path.glob("*.json")}
-    assert len(found) == processes - ends, "\n".join(printed)[-4000:]
+    assert len(found) == processes - ends, printed[-4000:]
     return found
 
 

@@ -169,7 +169,7 @@ def test_sampled_texts_have_the_models_distribution(tmp_path: Path, eta: float |
     drafter.eta = eta
     engine = Engine(target, None, drafter)
     params = [SamplingParams(temperature=1.0, seed=seed, acceptance="reject") for seed in range(300)]
-    texts = [engine.generate([1, 2, 3, 1, 2], 2, own).token_ids for own in params]
+    texts = [one.token_ids for one in engine.generate_batch([[1, 2, 3, 1, 2]] * 300, 2, params, batch=30)]
     assert_joint(texts, joint_of(model, [1, 2, 3, 1, 2], 2))
 
 

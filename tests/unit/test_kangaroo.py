@@ -287,7 +287,7 @@ class Overruled(DrafterBase):
 
 
 def test_another_drafters_rows_are_learnt_from(target_of: Callable[..., TransformersTarget]) -> None:
-    target, prompt, adapter = target_of("llama"), prompt_of(9), adapter_of()
+    target, prompt, adapter = target_of("llama", execution="transformers"), prompt_of(9), adapter_of()
     text = [*prompt, *Engine(target).generate(prompt, 30).token_ids]
     drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter, target)
     decoding = Engine(target, None, Overruled(drafter, text)).start(prompt, 30)
@@ -299,6 +299,7 @@ def test_another_drafters_rows_are_learnt_from(target_of: Callable[..., Transfor
     check_cache(drafter.session, target, decoding.tokens)
 
 
+@torch.inference_mode()
 def check_cache(session: KangarooSession, target: TransformersTarget, tokens: list[int]) -> None:
     """The session's adapter cache against one computed afresh from the text."""
     states = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
@@ -312,7 +313,7 @@ def test_the_adapters_cache_is_that_of_the_text(
     shallow_target: TransformersTarget, target_of: Callable[..., TransformersTarget]
 ) -> None:
     """After steps of full, partial and no acceptance, and the plain steps that a small room makes."""
-    for target in (shallow_target, target_of("llama")):
+    for target in (shallow_target, target_of("llama", execution="transformers")):
         adapter = often_right() if target is shallow_target else adapter_of()
         drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter, target)
         decoding = Engine(target, None, drafter, prefill_chunk=4).start(prompt_of(9), 60)

@@ -17,7 +17,7 @@ NEW = 120
 
 @pytest.fixture(scope="module")
 def toy() -> Engine:
-    return Engine(TransformersTarget(random_model("toy"), owned=True))
+    return Engine(TransformersTarget(random_model("toy"), owned=True, execution="fused"))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def answer(toy: Engine) -> list[int]:
 def test_accuracy_sets_the_tokens_per_step(toy: Engine, answer: list[int], depth: int) -> None:
     for accuracy in (0.0, 0.5, 0.9, 1.0):
         lengths: list[int] = []
-        for seed in range(3):
+        for seed in range(3 if 0 < accuracy < 1 else 1):
             oracle = Oracle({tuple(PROMPT): answer}, accuracy=accuracy, depth=depth, seed=seed)
             out = toy.with_drafter(oracle).generate(PROMPT, NEW)
             assert out.token_ids == answer

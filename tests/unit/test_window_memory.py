@@ -150,7 +150,7 @@ def test_prefill_memory_does_not_grow_with_the_prompt(family: str, attention: st
 def test_prefill_makes_no_logits() -> None:
     """[n, V] logits of the prompt would be the largest tensor of all."""
     calls: list[int] = []
-    target = target_of("llama")
+    target = target_of("llama", execution="transformers")
     hook = target.model.lm_head.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
     try:
         Engine(target).generate(prompt_of(40), 3)
