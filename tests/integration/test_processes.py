@@ -38,9 +38,14 @@ def worker(processes: int, tmp_path: Path, *case: str, ends: int = 0) -> dict[in
     command = [sys.executable, str(ROOT / "tests" / "process_worker.py"), *case]
     shared = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
     started = subprocess.Popen(
-        command, env={**shared, "SPECDEC_TEST_OUT": str(tmp_path)}, cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        command,
+        env={**shared, "SPECDEC_TEST_OUT": str(tmp_path)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         printed = started.communicate(timeout=500)[0]  # until the last of them has closed it
     finally:
