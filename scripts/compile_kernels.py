@@ -1,6 +1,7 @@
 """Compile every Triton kernel for NVIDIA GPUs, on a machine that needs none: what the first run on one would do.
 
     python scripts/compile_kernels.py                        # all variants, for sm_80 and sm_90; some minutes
+    python scripts/compile_kernels.py --arch 90 --pairs      # a third, in which every two properties meet
     python scripts/compile_kernels.py --arch 90 --sample     # one of each kind
 
 Prints a line per variant with the shared memory that it takes; the exit status is 1 if any fails.
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,16 @@ def step_variants(sample: bool) -> Iterator[Variant]:
         yield f"join {dtype} width {width}", step._join, types, joined
 
 
+def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
+    """Those in which two properties meet, such as a dtype and a head width, that did not meet in one before."""
+    met = set[tuple[str, str]]()
+    for variant in variants:
+        pairs = set(combinations(re.findall(r"[a-z]\w*(?: \d+)?", variant[0]), 2))
+        if not pairs <= met:
+            met |= pairs
+            yield variant
+
+
 VARIANTS = (tree_variants, layer_variants, step_variants)
 
 
@@ -116,13 +128,15 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, 90 for 9.0")
+    parser.add_argument("--pairs", action="store_true", help="only until every two properties of a kernel have met")
     parser.add_argument("--sample", action="store_true", help="one variant of each kind")
     args = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         for arch, variants in product(args.arch, VARIANTS):
-            for name, kernel, types, constants in variants(args.sample):
+            chosen = variants(args.sample)
+            for name, kernel, types, constants in paired(chosen) if args.pairs else chosen:
                 try:
                     shared = compiled(kernel, types, constants, arch)
                     told = "ok" if shared <= SHARED.get(arch, shared) else "FAILED: more than a block may have"

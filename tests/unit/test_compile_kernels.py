@@ -35,6 +35,6 @@ def test_a_sample_compiles(arch: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_variant_compiles() -> None:
-    """For one architecture, as it takes minutes; the script without options does it for both."""
-    assert len(compile_kernels("--arch", "90")) >= 330
+def test_every_two_properties_of_a_kernel_compile() -> None:
+    """For one architecture: all variants take a quarter of an hour, which the script is for."""
+    assert len(compile_kernels("--arch", "90", "--pairs")) >= 220
