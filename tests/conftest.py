@@ -6,21 +6,15 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import transformers
 from hypothesis import HealthCheck, settings
 
-from specdec import Engine, cost
-from specdec.cost import roofline
-from specdec.model import TransformersTarget
-from specdec.text import load_tokenizer
-from tests import models
+if TYPE_CHECKING:
+    from specdec import Engine
+    from specdec.model import TransformersTarget
 
-torch.set_num_threads(1)  # the workers are the parallelism
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
 settings.register_profile(
     "specdec",
     deadline=None,  # a busy machine is no defect
@@ -29,6 +23,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("specdec")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests; one that only hands them out to workers waits for no library."""
+    if getattr(config.option, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which transformers does
+    import transformers
+
+    torch.set_num_threads(1)  # the workers are the parallelism
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -44,11 +53,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test's verdict depends on who else has the processor: measurements count as undisturbed."""
+    from specdec import cost
+
     monkeypatch.setattr(cost, "thread_time", count(step=10**9).__next__)
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
     torch.manual_seed(0)
     random.seed(0)
 
@@ -60,6 +73,13 @@ def tiny_engine() -> Engine:
     In float64, because equality of texts is only promised up to rounding. Nothing is timed, as steps that follow from
     what rows cost on a busy machine would be others on every run.
     """
+    import torch
+
+    from specdec import Engine
+    from specdec.cost import roofline
+    from specdec.model import TransformersTarget
+    from specdec.text import load_tokenizer
+
     target = TransformersTarget.from_pretrained("tiny", dtype=torch.float64, execution="fused")
     return Engine(target, load_tokenizer("tiny"), policy="acceptance", costs=roofline("cpu"))
 
@@ -67,4 +87,6 @@ def tiny_engine() -> Engine:
 @pytest.fixture(scope="session")
 def target_of() -> Callable[..., TransformersTarget]:
     """``target_of(family, dtype, attention, execution)``, see :mod:`tests.models`."""
+    from tests import models
+
     return models.target_of

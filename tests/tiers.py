@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -27,3 +27,19 @@ def matrix(drafters: Sequence[str], *axes: Sequence[Any], always: Always = lambd
         marks = () if own or always(*case) else (pytest.mark.slow,)
         cases.append(pytest.param(*case, marks=marks))
     return cases
+
+
+def each_once(*axes: Iterable[Any]) -> list[Any]:
+    """All combinations, of which the first tier has as many as the longest axis: each value of each axis in some.
+
+    What two values do only together, where neither does it with another one, is left to the second tier.
+    """
+    values = [tuple(axis) for axis in axes]
+    quick = {tuple(turn % len(axis) for axis in values) for turn in range(max(map(len, values)))}
+    return [
+        pytest.param(
+            *(axis[place] for axis, place in zip(values, places, strict=True)),
+            marks=() if places in quick else (pytest.mark.slow,),
+        )
+        for places in itertools.product(*map(range, map(len, values)))
+    ]

@@ -15,7 +15,7 @@ from specdec.native import library as native
 from specdec.registry import drafter_names
 from tests.fakes import Oracle
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
-from tests.tiers import matrix
+from tests.tiers import each_once, matrix
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 SIZES = {"max_rows": 24, "prefill_chunk": 16}
@@ -57,8 +57,7 @@ def test_a_batch_changes_no_token(family: str, drafter: str, batches: Sequence[i
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+@pytest.mark.parametrize(("family", "dtype"), each_once(["qwen3", "mistral"], [torch.float32, torch.bfloat16]))
 def test_native_rows_are_those_of_one_by_one_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Half precision, where the best logits are often nearer than rounding: rounding itself does not change."""
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}

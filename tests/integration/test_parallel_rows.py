@@ -24,7 +24,7 @@ from specdec.registry import drafter_names, make_drafter
 from tests.fakes import Drawing, Oracle, Scripted
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
 from tests.ranks import ThreadRanks, results, run_ranks
-from tests.tiers import matrix
+from tests.tiers import each_once, matrix
 
 PROMPT, NEW = prompt_of(7), 28
 SAMPLING = SamplingParams(temperature=0.8, seed=5)
@@ -95,8 +95,7 @@ def test_the_text_is_plain_decoding_s(
         assert results(found) == [text_of(family, chosen)] * size, settings
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "size"), each_once(FAMILIES, SIZES))
 def test_trees_around_the_truth(family: str, size: int) -> None:
     """Blocks of every length at scattered rows, with equal siblings and probes; some of them another rank's."""
     truth = greedy(family, PROMPT, 50)

@@ -1,6 +1,6 @@
 """Ranks as processes on gloo: the texts of one process, and an end for all where one is gone.
 
-Most of it is ``slow``: a process takes seconds to import what it needs. Threads show the same in
+All of it is ``slow``: a process takes seconds to import what it needs. Threads show the same in
 ``test_parallel_rows.py``.
 """
 
@@ -21,6 +21,8 @@ import pytest
 from specdec import Engine
 from tests.models import target_of
 from tests.process_worker import NEW, PROMPT, SAMPLING
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +65,6 @@ def test_two_processes_decode_one_text(tmp_path: Path) -> None:
         assert found["sent"] == [4 * (2 + 128 + 128)] * found["steps"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("case", ["random_families", "tiny_rows"])
 def test_rows(case: str, processes: int, tmp_path: Path) -> None:
@@ -71,7 +72,6 @@ def test_rows(case: str, processes: int, tmp_path: Path) -> None:
         assert found["together"] == found["alone"]
 
 
-@pytest.mark.slow
 def test_tensor(tmp_path: Path) -> None:
     """Every drafter, also those whose drafts carry a q: the same text as with the whole weights in one process."""
     for found in worker(2, tmp_path, "tiny_tensor").values():
@@ -80,14 +80,12 @@ def test_tensor(tmp_path: Path) -> None:
         assert "DTensor" in found["runner"]["because"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("SPECDEC_TEST_MODEL" not in os.environ, reason="SPECDEC_TEST_MODEL names no folder of a model")
 def test_rows_of_a_real_model(tmp_path: Path) -> None:
     for found in worker(2, tmp_path, "folder_rows", os.environ["SPECDEC_TEST_MODEL"]).values():
         assert found["together"] == found["alone"]
 
 
-@pytest.mark.slow
 def test_a_killed_process_ends_the_others(tmp_path: Path) -> None:
     found = worker(3, tmp_path, "killed", ends=1)
     for rank in (0, 2):
@@ -95,14 +93,12 @@ def test_a_killed_process_ends_the_others(tmp_path: Path) -> None:
         assert found[rank]["seconds"] < 10
 
 
-@pytest.mark.slow
 def test_a_process_that_does_not_come_is_given_up(tmp_path: Path) -> None:
     found = worker(2, tmp_path, "stopped")
     assert "has lost another one, which ended, or was 3 seconds late" in found[0]["error"]
     assert found[0]["seconds"] < 7
 
 
-@pytest.mark.slow
 def test_the_command_line_prints_once() -> None:
     def run(*options: str) -> str:
         launcher = [

@@ -21,7 +21,7 @@ from specdec.registry import drafter_names, make_drafter
 from tests.fakes import Oracle, Spy
 from tests.joint import assert_joint, five_token_target, joint_of
 from tests.models import VOCAB, prompt_of, settings_of, target_of
-from tests.tiers import matrix
+from tests.tiers import each_once, matrix
 
 SAMPLED = ("llama", "mistral", "gemma3")  # gemma3 is run by its own modules, the others fused
 PROMPT = prompt_of(7)
@@ -81,8 +81,7 @@ def test_drafter_changes_no_draw(drafter: str, case: str, tmp_path: Path) -> Non
             assert not out.lossy
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", SAMPLED)
+@pytest.mark.parametrize(("family", "case"), each_once(SAMPLED, CASES))
 def test_trees_around_the_truth(family: str, case: str) -> None:
     """As for greedy decoding, a drafter that knows the answer: long blocks, so long prefixes for the processors."""
     for seed in (0, 7, -1):

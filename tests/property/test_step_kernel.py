@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from tests.property.test_attention import GROUPS, HEADS, MOST, WIDTH, Case, World, cases
+from tests.tiers import each_once
 
 pytest.importorskip("triton", reason="Triton is not installed")
 step = pytest.importorskip("specdec.kernels.step")
@@ -56,16 +57,18 @@ def test_rows_see_their_ancestors_and_the_window(case: Case) -> None:
     assert (attended(world).double() - world.naive()).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("length", "rows"), [pytest.param(0, 45, marks=pytest.mark.slow), (21, 45), (700, 3)])
-def test_more_rows_and_keys_than_one_program_takes(length: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "precision"),
+    each_once([(21, 45), (700, 3), (0, 45)], [(torch.float32, 1e-6), (torch.float16, 4e-3)]),
+)
+def test_more_rows_and_keys_than_one_program_takes(size: tuple[int, int], precision: tuple[torch.dtype, float]) -> None:
     """Several programs beside each other over rows, over heads and over keys; half precision stays near."""
+    (length, rows), (dtype, bound) = size, precision
     parents = [-1, *(max(0, row - 3) for row in range(1, rows))]
-    case = Case(length=length, parents=parents, first=0, window=None, softcap=None, seed=0)
-    for dtype, bound in ((torch.float32, 1e-6), (torch.float16, 4e-3)):
-        world = World(case, dtype)
-        got = attended(world)
-        assert got.dtype == dtype
-        assert (got.double() - world.naive()).abs().max() < bound
+    world = World(Case(length=length, parents=parents, first=0, window=None, softcap=None, seed=0), dtype)
+    got = attended(world)
+    assert got.dtype == dtype
+    assert (got.double() - world.naive()).abs().max() < bound
 
 
 def test_keys_are_cut_into_few_parts_where_rows_are_many() -> None:

@@ -24,6 +24,7 @@ from specdec.cost import CostCurve, roofline
 from specdec.errors import CheckpointError, ConfigError, SpecdecError
 from specdec.options import Given
 from tests.models import greedy, prompt_of, random_adapter, random_heads, settings_of, target_of
+from tests.tiers import each_once
 from training.checkpoint import load_checkpoint
 from training.data import Skips, TextConfig, read_samples
 from training.distill import prompts_of
@@ -102,8 +103,7 @@ def refused(kind: str, folder: Path) -> str:
     return told
 
 
-@pytest.mark.parametrize("text", BROKEN)
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(("kind", "text"), each_once(FILES, BROKEN))
 def test_a_broken_file_is_refused_by_name(kind: str, text: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(kind)
     (folder / FILES[kind]).write_bytes(

@@ -34,6 +34,7 @@ from specdec.native import library as native
 from specdec.passes import Pass, Passes, run_together, timed
 from tests.fakes import Reciter
 from tests.models import new_model, prompt_of, random_adapter, random_heads, target_of
+from tests.tiers import each_once
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 HOT = SamplingParams(temperature=0.8, seed=3)
@@ -137,8 +138,9 @@ def same(found: Sequence[Generation], expected: Sequence[Generation]) -> bool:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["kangaroo", "draft_model", "medusa", "union"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), each_once(["kangaroo", "draft_model", "medusa", "union"], [torch.float32, torch.bfloat16])
+)
 def test_native_drafts_are_those_of_one_by_one(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Bit for bit, rejection among it, while others join, leave and wait for room."""
     target = native_target(dtype)

@@ -31,6 +31,7 @@ from specdec.runners.layers import FusedLayer, FusedNorm
 from specdec.runners.linear import PackedLinear
 from specdec.runners.native import NativeRunner
 from tests import models
+from tests.tiers import each_once
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # that the native library has code for
@@ -46,8 +47,7 @@ def storages(model: nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
     return {name: (value.data_ptr(), value.detach().clone()) for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "split"])
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize(("family", "attention"), each_once(KNOWN, ["sdpa", "split"]))
 def test_fused_text_is_that_of_generate(family: str, attention: str) -> None:
     model = models.new_model(family)
     prompt = models.prompt_of(11)
@@ -323,8 +323,7 @@ def hook_a_layer(model: Any) -> None:
 EDITS = [edit_a_norm, edit_the_last_norm, load_another_state, put_a_parameter, put_a_module, hook_a_layer, *HELD]
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("execution", ["transformers", "fused", "native"])
+@pytest.mark.parametrize(("execution", "edit"), each_once(["transformers", "fused", "native"], EDITS))
 def test_an_edit_after_the_engine_was_built_is_followed_or_refused(execution: str, edit: Callable[[Any], None]) -> None:
     if execution == "native" and library() is None:
         pytest.skip("no C compiler works here")

@@ -30,6 +30,7 @@ from specdec.verify import last_row, match, walk_arrays
 from tests.fakes import Alternating
 from tests.models import VOCAB, prompt_of, random_adapter, settings_of, target_of
 from tests.property.trees import parent_lists
+from tests.tiers import each_once
 
 READS = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy", "cpu", "nonzero", "equal")
 MAKES = ("tensor", "as_tensor", "from_numpy", "asarray")
@@ -117,15 +118,7 @@ def steps_of(
     return decoding.result().token_ids, found
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalised", "both"])
-@pytest.mark.parametrize(
-    ("drafter", "family"),
-    [
-        pytest.param(drafter, family, marks=() if (number + place) % 2 == 0 else pytest.mark.slow)
-        for number, drafter in enumerate(ONCE)
-        for place, family in enumerate(("llama", "mistral"))
-    ],
-)
+@pytest.mark.parametrize(("drafter", "family", "sampling"), each_once(ONCE, ("llama", "mistral"), SAMPLINGS))
 def test_one_copy_in_and_one_out(
     drafter: str, family: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -151,8 +144,9 @@ def test_one_copy_in_and_one_out(
     assert accepted or drafter == "none" or sampling is not None
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED])
-@pytest.mark.parametrize("drafter", ["none", "token_recycling", "medusa", "kangaroo"])
+@pytest.mark.parametrize(
+    ("drafter", "sampling"), each_once(["none", "token_recycling", "medusa", "kangaroo"], [None, SAMPLED])
+)
 def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -220,8 +214,7 @@ def test_all_rows_at_once_are_the_rows_one_by_one(name: str, parents: list[int],
     assert torch.equal(logits, scores.logits)
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", BY_ROW)
+@pytest.mark.parametrize(("name", "sampling"), each_once(BY_ROW, [None, SAMPLED]))
 def test_processors_of_transformers_copy_nothing(
     name: str, sampling: SamplingParams | None, request: pytest.FixtureRequest
 ) -> None:
@@ -307,8 +300,10 @@ def test_a_mask_that_is_none_is_refused(request: pytest.FixtureRequest) -> None:
         Engine(target_of("llama"), None, "none").generate(PROMPT, 3, logits_processor=[Biased()])
 
 
-@pytest.mark.parametrize("sampling", [*SAMPLINGS, SamplingParams(temperature=0.8, seed=4, acceptance="match")])
-@pytest.mark.parametrize("drafter", ["kangaroo", "draft_model"])
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    each_once(["kangaroo", "draft_model"], [*SAMPLINGS, SamplingParams(temperature=0.8, seed=4, acceptance="match")]),
+)
 def test_models_that_draft_copy_a_bounded_number_of_times(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -341,8 +336,10 @@ def test_models_that_draft_copy_a_bounded_number_of_times(
             assert counts["in"] <= 2 + step.rows * (1 + penalised), (options, step.rows, counts)
 
 
-@pytest.mark.parametrize("rule", ["typical", "reject"])
-@pytest.mark.parametrize("drafter", ["token_recycling", "prompt_lookup", "lookahead", "medusa", "draft_model"])
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    each_once(["token_recycling", "prompt_lookup", "lookahead", "medusa", "draft_model"], ["typical", "reject"]),
+)
 def test_rules_that_read_probabilities_copy_them_at_once(
     drafter: str, rule: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -372,8 +369,7 @@ SETTLED = [
 ]
 
 
-@pytest.mark.parametrize("draft_vocab", [0, VOCAB // 2])
-@pytest.mark.parametrize("sampling", SETTLED)
+@pytest.mark.parametrize(("sampling", "draft_vocab"), each_once(SETTLED, [0, VOCAB // 2]))
 def test_a_round_that_nothing_stops_stays_on_the_device(
     sampling: SamplingParams | None, draft_vocab: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
