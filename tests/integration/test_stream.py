@@ -12,6 +12,7 @@ from specdec import Chunk, Engine, SamplingParams, TransformersTarget
 from specdec.text import TextStream, stop_strings
 from tests.fakes import Oracle
 from tests.models import reference
+from tests.tiers import each_once
 
 PROMPT = "import os\n\n\ndef walk(folder):\n"
 NEW = 40
@@ -30,8 +31,7 @@ def long_blocks(engine: Engine, sampling: SamplingParams) -> Engine:
     return engine.with_drafter(Oracle([*engine.encode(PROMPT), *text], engine.target.vocab_size, deepest=5))
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), HOT], ids=["greedy", "hot"])
-@pytest.mark.parametrize("drafter", ["none", "oracle", "lookahead"])
+@pytest.mark.parametrize(("drafter", "sampling"), each_once(["oracle", "none", "lookahead"], [HOT, SamplingParams()]))
 def test_chunks_add_up(tiny_engine: Engine, drafter: str, sampling: SamplingParams) -> None:
     known = drafter == "oracle"
     engine = long_blocks(tiny_engine, sampling) if known else tiny_engine.with_drafter(drafter)

@@ -16,6 +16,7 @@ from specdec.draft import Entry, ancestors
 from specdec.errors import DraftError
 from tests.models import VOCAB, model_of, prompt_of, target_of
 from tests.property.trees import parent_lists
+from tests.tiers import each_once
 
 ROWS = 9
 CAPACITY = 64
@@ -128,8 +129,7 @@ def own_logits(family: str, text: Sequence[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "split"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(("family", "attention"), each_once(["llama", "mistral", "gemma2"], ["sdpa", "split"]))
 @given(data=st.data(), length=st.integers(0, 45))
 @settings(max_examples=25)
 def test_commit_equals_recompute(family: str, attention: str, data: st.DataObject, length: int) -> None:

@@ -12,6 +12,7 @@ from specdec import attention
 from specdec.draft import Draft, ancestors
 from specdec.errors import SpecdecWarning
 from tests.property.test_attention import Case, World, cases
+from tests.tiers import each_once
 
 CompilationError = pytest.importorskip("triton", reason="Triton is not installed").CompilationError
 kernel = pytest.importorskip("specdec.kernels.tree").tree_attention
@@ -56,9 +57,9 @@ def test_more_rows_and_keys_than_one_program_takes(calls: list[bool]) -> None:
     assert calls == [False, False, True, True]
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("rows", [1, 4, 32])  # also as many as a group has heads, and as there are heads
-@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize(  # also as many rows as a group has heads, and as there are heads
+    ("rows", "indexed", "window"), each_once([1, 4, 32], [True, False], [9, None])
+)
 def test_grouped_heads_of_width_128(indexed: bool, rows: int, window: int | None) -> None:
     """Llama's 32 query heads on 8 key heads, over a tail with a window's edge, going on from a prefix."""
     generator = torch.Generator().manual_seed(rows)
