@@ -16,7 +16,7 @@ demo: $(INSTALLED) ## Watch a conversation with a real model, decoded by several
 	$(BIN)/specdec demo $(ARGS)
 
 test: $(INSTALLED) ## Run the quick tests, one worker per core (ARGS="-k name" narrows them)
-	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow" $(ARGS)
 
 test-all: $(INSTALLED) ## Run all tests, the full matrices included
 	$(BIN)/python -m pytest -n auto $(ARGS)

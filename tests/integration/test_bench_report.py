@@ -255,6 +255,7 @@ def test_the_command_line_loads_without_the_extra() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_answered_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     questions = tmp_path / "long.txt"
     questions.write_text("x = 1\n" * 3000)

@@ -310,6 +310,7 @@ def test_a_rival_does_not_look_at_its_padding(make: Make, monkeypatch: pytest.Mo
     assert seen == prompts
 
 
+@pytest.mark.slow
 def test_a_text_that_ends_early_is_cut_from_its_batch(
     make: Make, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -365,7 +365,8 @@ class Anything:
 
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize(
-    ("drafter", "devices"), [("token_recycling", 1), pytest.param("draft_model", 2, marks=pytest.mark.slow)]
+    ("drafter", "devices"),
+    [pytest.param(*case, marks=pytest.mark.slow) for case in (("token_recycling", 1), ("draft_model", 2))],
 )
 def test_processors_and_other_rules(
     drafter: str, family: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

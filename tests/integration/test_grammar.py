@@ -148,7 +148,8 @@ SCHEMA = """{"type": "array", "minItems": 3, "maxItems": 3, "items": {"type": "o
         "name": {"type": "string", "maxLength": 12}, "size": {"type": "integer", "minimum": 0, "maximum": 99}}}}"""
 
 
-@pytest.mark.parametrize("sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), *SAMPLINGS[1:]])
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: f"T={sampling.temperature}")
 def test_a_schema_by_another_library(tiny_engine: Engine, sampling: SamplingParams) -> None:
     grammar = JsonSchema(SCHEMA, tiny_engine.tokenizer, tiny_engine.target.vocab_size)
     plain, *others = (

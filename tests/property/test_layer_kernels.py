@@ -94,7 +94,7 @@ def interpreted(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    "family", ["mistral", "qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2"))]
+    "family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "mistral", "qwen2"))]
 )
 def test_a_model_is_itself(family: str) -> None:
     """The self-check at load holds it against the model; entries and taps; and the text of a few steps."""
