@@ -27,6 +27,7 @@ from time import perf_counter
 
 import yaml
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,7 +149,8 @@ def check(mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
             for suite, unbroken in zip(suites, pool.map(lambda suite: outcome(None, [suite]), suites), strict=True):
                 if unbroken.verdict != "survived":
                     sys.exit(f"{suite} fails without any mutant: {unbroken.by}")
-            return list(pool.map(lambda mutant: outcome(mutant, mutant.tests), mutants))
+            found = pool.map(lambda mutant: outcome(mutant, mutant.tests), mutants)
+            return list(track(found, "Mutants", total=len(mutants)))
 
 
 def main() -> None:
