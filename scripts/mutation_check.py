@@ -6,7 +6,7 @@ A suite that shows exactness has to fail where exactness is lost. Each mutant in
 somebody could make, or that published code has made: a cache that is cropped where rows must be gathered, positions by
 row instead of depth, a rejection without its residual. It is made in a copy of the repository, the tests that it names
 run there, the ``slow`` ones left out, and a mutant that passes them has *survived*, which fails the check. So does one
-whose place is no longer in the source: it would never be made again. It takes some minutes, so neither pytest nor CI
+whose place is no longer in the source: it would never be made again. It takes half an hour, so neither pytest nor CI
 runs it.
 """
 
