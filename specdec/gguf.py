@@ -86,7 +86,8 @@ class GgufFile:
                 needed = header.data_start + max(one.offset + one.nbytes for one in header.tensors)
                 dtype = header.dtype or torch.bfloat16
         except Exception as error:  # the reader goes by the lengths in the file, and a broken one may raise anything
-            raise CheckpointError(f"cannot read {str(path)!r} as GGUF: {first_line(error)}; {remedy}") from error
+            why = first_line(error).rstrip(".")
+            raise CheckpointError(f"cannot read {str(path)!r} as GGUF: {why}; {remedy}") from error
         if (size := path.stat().st_size) < needed:
             raise CheckpointError(f"{str(path)!r} ends after {size} of {needed} bytes; {remedy}")
         return cls(path, metadata, names, dtype, table)

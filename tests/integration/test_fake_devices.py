@@ -363,11 +363,9 @@ class Anything:
         raise AssertionError("there are no numbers to mask; what is made of a mask on the host is a stand-in's")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize(
-    ("drafter", "devices"),
-    [pytest.param(*case, marks=pytest.mark.slow) for case in (("token_recycling", 1), ("draft_model", 2))],
-)
+@pytest.mark.parametrize(("drafter", "devices"), [("token_recycling", 1), ("draft_model", 2)])
 def test_processors_and_other_rules(
     drafter: str, family: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
