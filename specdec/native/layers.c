@@ -2,7 +2,7 @@
  *
  * Weights lie in panels of PANEL outputs, input by input, so that a product is one stream through memory whatever its
  * rows: a stretch of it is read, and widened, once for all of them. A weight is float32, or bfloat16 where that holds
- * it exactly.
+ * it exactly, and of bfloat16 twelve bits lie in memory where that is enough: they are coded.
  *
  * What a row computes does not depend on the rows beside it, its own sequence's or another's: every sum runs in one
  * order, over inputs and over the row's own path of keys. So a tree's accepted rows are, bit for bit, those of plain
@@ -24,13 +24,18 @@ enum { FEW = 6, SHARES = 1 };
 #define LANES 8
 enum { FEW = 6, SHARES = 4 };
 #endif
+enum { MANY = 12 }; /* groups of rows; for as many, decoding weights again and again is more work than keeping them */
 /* A strip is what rows in registers are multiplied with: one panel or two, side by side. */
 enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };
 /* Values of which the largest is found at once: a peak's; and how many such blocks there are of a row, at most. */
 enum { PEAK = 256, BLOCKS = 1024 };
 enum { MOST_DIM = 256, MOST_VECTORS = MOST_DIM / LANES };
 
-enum Kind { FULL, HALF, PAIRS }; /* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16 */
+/* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16; and both of these coded, by two inputs. */
+enum Kind { FULL, HALF, PAIRS, CODED, CODED_PAIRS };
+/* A bfloat16's high byte, its sign and all but one bit of its exponent, is one of few in nearly all of a weight: its
+ * code tells which of these. Of two inputs a panel has the low bytes, and then the codes, two in a byte. */
+enum { CODES = 16, LOWS = 2 * PANEL, CODE_BYTES = LOWS + LOWS / 2 };
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -39,9 +44,17 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_a
 #define INLINE static inline __attribute__((always_inline))
 #define EACH_ROW _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)")
 
+typedef struct { /* a weight whose high byte has no code; it lies as a zero */
+    int32_t output, input;
+    float value;
+} Odd;
+
 typedef struct {
-    const void *weight; /* [panels][inputs][PANEL], zeros up to a whole PAIR */
-    const float *bias;  /* [outputs] or NULL */
+    const void *weight;     /* [panels][inputs][PANEL], zeros up to a whole PAIR; coded [panels][inputs / 2][CODE_BYTES] */
+    const float *bias;      /* [outputs] or NULL */
+    const uint8_t *highs;   /* [CODES] of coded ones, of which the first is 0 */
+    const Odd *odd;         /* by panels */
+    const int64_t *odd_end; /* [panels] where a panel's end */
     int64_t inputs, outputs, kind;
 } Product;
 
@@ -109,6 +122,10 @@ INLINE float widen(uint16_t half) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+INLINE float value_of(const void *values, int64_t i, int half) {
+    return half ? widen(((const uint16_t *)values)[i]) : ((const float *)values)[i];
 }
 
 INLINE uint16_t narrow(float value) { /* to the nearest bfloat16, ties to even */
@@ -193,10 +210,13 @@ INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 b
     return (floats)(((ints)p + (power << 23)) & live);
 }
 
-/* sum + weight * x, where x is a float or, of PAIRS, two bfloat16. */
+/* Whether rows are in bfloat16, too. */
+INLINE int paired(const int kind) { return kind == PAIRS || kind == CODED_PAIRS; }
+
+/* sum + weight * x, where x is a float or, of pairs, two bfloat16. */
 INLINE floats accumulate(floats sum, floats weight, const float *x, const int kind) {
 #ifdef __AVX512BF16__
-    if (kind == PAIRS) {
+    if (paired(kind)) {
         int32_t two;
         memcpy(&two, x, sizeof two);
         return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)_mm512_set1_epi32(two));
@@ -206,15 +226,40 @@ INLINE floats accumulate(floats sum, floats weight, const float *x, const int ki
     return sum + weight * *x;
 }
 
+/* Bytes of a panel that a step of a product reads. */
+INLINE int bytes_of(const int kind) {
+    return kind >= CODED ? CODE_BYTES : kind == HALF ? 2 * PANEL : 4 * PANEL;
+}
+
+#if LANES == 16 && defined(__AVX512BW__)
+#define READS_CODES 1
+/* A panel's weights of two inputs, an output's side by side. */
+INLINE void decode(const char *from, __m512i highs, floats weight[2]) {
+    const __m512i low = _mm512_loadu_si512(from), sides = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
+    __m512i high = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(from + LOWS)));
+    high = _mm512_srlv_epi64(high, sides);
+#ifdef __AVX512VBMI__
+    high = _mm512_permutexvar_epi8(high, highs); /* by six bits, of which two do not matter */
+#else
+    high = _mm512_shuffle_epi8(highs, _mm512_and_si512(high, _mm512_set1_epi8(CODES - 1)));
+#endif
+    weight[0] = (floats)_mm512_unpacklo_epi8(low, high);
+    weight[1] = (floats)_mm512_unpackhi_epi8(low, high);
+}
+#else
+#define READS_CODES 0
+#endif
+
 /* What to multiply: `steps` inputs, or pairs of them, of a strip of outputs. */
 typedef struct {
-    const float *x;
+    const float *x;     /* [inputs, or pairs][rows] */
     float *y;
+    const uint8_t *highs;
     const char *weight; /* the first panel's; the next one's is `apart` bytes on */
     const char *soon;   /* what is needed next of one panel, or of both, `soon_apart` bytes apart; or NULL */
     int64_t soon_step;  /* bytes of it that are asked for at a step */
-    float *wide;        /* [panels][STRETCH][PANEL] gets the weights in float32; or NULL */
-    int64_t x_stride, y_stride, apart, soon_apart, steps;
+    float *wide;        /* [panels][STRETCH][PANEL] gets the weights in float32, or in pairs; or NULL */
+    int64_t y_stride, apart, soon_apart, steps;
 } Task;
 
 /* Ask for what is needed soon: into the second cache, as the first has no room for it. */
@@ -228,9 +273,9 @@ INLINE void ask(const char *soon, int64_t apart, const int lines) {
 
 /* Vectors [from, to) of y [rows, STRIP] += x [rows, steps] times the weight. */
 INLINE void multiply(const Task *t, const int rows, const int from, const int to, const int kind) {
-    const int bytes = kind == HALF ? 2 : 4;
-    const int whole = to - from == VECTORS, enough = LANES == 16 || !whole, lines = whole ? PANEL * bytes / 64 : 1;
-    const int64_t steps = t->steps, x_stride = t->x_stride, soon_apart = t->soon_apart, soon_step = t->soon_step;
+    const int whole = to - from == VECTORS, enough = LANES == 16 || !whole;
+    const int lines = whole ? (bytes_of(kind) + 63) / 64 : 1, inputs = kind == CODED ? 2 : 1;
+    const int64_t steps = t->steps, soon_apart = t->soon_apart, soon_step = t->soon_step;
     const float *x = t->x;
     const char *panel[2] = {t->weight, t->weight + t->apart}, *soon = t->soon;
     if (soon && from) soon += steps * soon_step;
@@ -240,28 +285,44 @@ INLINE void multiply(const Task *t, const int rows, const int from, const int to
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = from; v < to; v++) sums[r][v] = (floats){0};
+#if READS_CODES
+    const __m512i highs = kind < CODED ? _mm512_setzero_si512()
+                                       : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)t->highs));
+#endif
     for (int64_t i = 0; i < steps; i++) {
         /* A compiler reads nothing past this, so that with registers enough the weights are read before it, and kept;
          * otherwise after it, and read anew for every row. */
         if (soon && !enough) ask(soon + i * soon_step, soon_apart, lines);
-        floats weight[VECTORS];
+        floats weight[2][VECTORS]; /* of one step's inputs */
+#if READS_CODES
+        if (kind >= CODED)
+            for (int one = 0; one < 2; one++) decode(panel[one] + i * CODE_BYTES, highs, weight[0] + 2 * one);
+#endif
 #pragma GCC unroll 4
         for (int v = from; v < to; v++) {
             const int one = v * LANES / PANEL, at = v * LANES % PANEL;
-            weight[v] = load(panel[one], i * PANEL + at, kind == HALF);
+            if (kind < CODED) weight[0][v] = load(panel[one], i * PANEL + at, kind == HALF);
+            if (kind == CODED) {
+                weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
+                weight[0][v] = (floats)((words)weight[0][v] << 16);
+            }
 #if LANES == 8 && defined(__AVX2__) /* or gcc reads them anew for each row */
-            if (enough) __asm__("" : "+x"(weight[v]));
+            if (enough) __asm__("" : "+x"(weight[0][v]));
 #endif
-            if (kind == HALF && wide) *(floats *)(wide + (one * STRETCH + i) * PANEL + at) = weight[v];
+            if ((kind == HALF || kind >= CODED) && wide)
+                for (int side = 0; side < inputs; side++)
+                    *(floats *)(wide + (one * STRETCH + i * inputs + side) * PANEL + at) = weight[side][v];
         }
         if (soon && enough) ask(soon + i * soon_step, soon_apart, lines);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = from; v < to; v++) {
-                const float *input = x + r * x_stride + i;
-                sums[r][v] = accumulate(sums[r][v], weight[v], input, kind);
-            }
+            for (int v = from; v < to; v++)
+#pragma GCC unroll 2
+                for (int side = 0; side < inputs; side++) {
+                    const float *input = x + (i * inputs + side) * rows + r;
+                    sums[r][v] = accumulate(sums[r][v], weight[side][v], input, kind);
+                }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -286,58 +347,91 @@ INLINE void multiply_any(const Task *t, int64_t rows, const int kind) {
     }
 }
 
+/* Floats of a row that is multiplied: inputs, or pairs of them. */
+INLINE int64_t units_of(const Product *p) {
+    return paired(p->kind) ? p->inputs / 2 : p->inputs;
+}
+
+/* Where the odd weights of a panel begin. */
+INLINE int64_t odd_from(const Product *p, int64_t panel) { return p->odd && panel ? p->odd_end[panel - 1] : 0; }
+
 /* Groups [begin, end) of all rows times one strip of a weight, a stretch of inputs at a time. */
-static void multiply_strip(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
-                           int64_t begin, int64_t end) {
-    const int64_t size = p->kind == HALF ? 2 : 4, panels = STRIP / PANEL, groups = (rows + FEW - 1) / FEW;
-    const int64_t steps = p->kind == PAIRS ? p->inputs / 2 : p->inputs, apart = steps * PANEL * size;
-    const int64_t stretches = (steps + STRETCH - 1) / STRETCH;
+static void multiply_strip(const Product *p, const float *x, const float *grouped, float *y, int64_t y_stride,
+                           int64_t rows, int64_t strip, int64_t begin, int64_t end) {
+    const int64_t panels = STRIP / PANEL, groups = (rows + FEW - 1) / FEW, size = bytes_of(p->kind);
+    const int64_t taken = p->kind == CODED ? 2 : 1; /* floats of x at a step */
+    const int64_t units = units_of(p), steps = units / taken, apart = steps * size;
+    const int64_t stretches = (steps * taken + STRETCH - 1) / STRETCH;
     const char *weight = (const char *)p->weight + strip * panels * apart;
+    const int keeps = p->kind == HALF ? end - begin > 1 : p->kind >= CODED && end - begin > MANY;
     float wide[STRIP * STRETCH] __attribute__((aligned(64)));
     int64_t passes = 0;
     for (int64_t g = begin; g < end; g++) passes += passes_of(rows * (g + 1) / groups - rows * g / groups, p->kind);
     const int64_t shares = passes < SHARES ? passes : SHARES; /* passes that ask, so that memory never waits for one */
     for (int64_t s = 0; s < stretches; s++) {
         int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches, pass = 0;
-        const char *soon = weight + (s + 1 < stretches ? to * PANEL * size : panels * apart);
+        const char *soon = weight + (s + 1 < stretches ? to * size : panels * apart);
         for (int64_t g = begin; g < end; g++) {
-            int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
-            Task task = {.x = x + row * p->inputs + from, .y = y + row * y_stride + strip * STRIP,
-                         .weight = weight + from * PANEL * size, .apart = apart, .steps = to - from,
-                         .x_stride = p->inputs, .y_stride = y_stride, .soon_step = PANEL * size / shares};
+            int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row, kind = p->kind;
+            Task task = {.x = grouped + row * units + from * taken * count, .y = y + row * y_stride + strip * STRIP,
+                         .weight = weight + from * size, .highs = p->highs, .apart = apart, .steps = to - from,
+                         .y_stride = y_stride, .soon_step = size / shares};
             if (pass < panels * shares)
                 task.soon = soon + pass / shares * apart + pass % shares * task.steps * task.soon_step;
             if (panels > 1 && passes == 1) task.soon_apart = apart;
-            pass += passes_of(count, p->kind);
-            int64_t kind = p->kind;
-            if (kind == HALF && g == begin && end - begin > 1) task.wide = wide;
-            if (kind == HALF && g > begin) {
-                kind = FULL;
+            pass += passes_of(count, kind);
+            if (keeps && g == begin) task.wide = wide;
+            if (keeps && g > begin) {
+                kind = paired(kind) ? PAIRS : FULL;
                 task.weight = (const char *)wide;
                 task.apart = sizeof wide / panels;
+                task.steps *= taken;
             }
             if (kind == FULL) multiply_any(&task, count, FULL);
             else if (kind == HALF) multiply_any(&task, count, HALF);
-            else multiply_any(&task, count, PAIRS);
+            else if (kind == PAIRS) multiply_any(&task, count, PAIRS);
+#if READS_CODES
+            else if (kind == CODED) multiply_any(&task, count, CODED);
+            else multiply_any(&task, count, CODED_PAIRS);
+#endif
         }
     }
-    if (p->bias && begin < end)
-        for (int64_t r = rows * begin / groups; r < rows * end / groups; r++)
+    if (begin == end) return;
+    const int64_t first = rows * begin / groups, last = rows * end / groups;
+    for (int64_t at = odd_from(p, strip * panels); at < odd_from(p, (strip + 1) * panels); at++) {
+        const Odd *o = p->odd + at;
+        for (int64_t r = first; r < last; r++) {
+            const float *own = x + r * p->inputs;
+            y[r * y_stride + o->output] += o->value * value_of(own, o->input, paired(p->kind));
+        }
+    }
+    if (p->bias)
+        for (int64_t r = first; r < last; r++)
             for (int64_t o = strip * STRIP; o < (strip + 1) * STRIP && o < p->outputs; o++)
                 y[r * y_stride + o] += p->bias[o];
 }
 
-/* y [rows, y_stride] += x [rows, inputs] times the weight, plus the bias. Of PAIRS, x is left in bfloat16. */
-static void product(const Product *p, float *x, float *y, int64_t y_stride, int64_t rows, int threads) {
+/* y [rows, y_stride] += x [rows, inputs] times the weight, plus the bias. Of pairs, x is left in bfloat16. `grouped` has
+ * room for x. */
+static void product(const Product *p, float *x, float *grouped, float *y, int64_t y_stride, int64_t rows, int threads) {
     const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + FEW - 1) / FEW, all = strips * groups;
-    if (p->kind == PAIRS)
+    const int64_t units = units_of(p);
+    if (units < p->inputs)
         EACH_ROW for (int64_t r = 0; r < rows; r++) narrow_all(x + r * p->inputs, x + r * p->inputs, p->inputs);
+    if (rows == 1) grouped = x;
+    else
+        EACH_ROW for (int64_t g = 0; g < groups; g++) { /* what is multiplied at once lies side by side */
+            const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t i = 0; i < units; i++)
+                    grouped[row * units + i * count + r] = x[(row + r) * p->inputs + i];
+        }
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int t = 0; t < threads; t++)
         for (int64_t at = all * t / threads, last = all * (t + 1) / threads, begin, end; at < last; at += end - begin) {
             begin = at % groups;
             end = groups - begin < last - at ? groups : begin + last - at;
-            multiply_strip(p, x, y, y_stride, rows, at / groups, begin, end);
+            multiply_strip(p, x, grouped, y, y_stride, rows, at / groups, begin, end);
         }
 }
 
@@ -574,10 +668,6 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
 
 static float *scratch_of(int64_t count) { return aligned_alloc(64, (size_t)(count / 16 + 1) * 64); }
 
-INLINE float value_of(const void *values, int64_t i, int half) {
-    return half ? widen(((const uint16_t *)values)[i]) : ((const float *)values)[i];
-}
-
 static void widen_all(const void *from, float *to, int64_t count, int half) {
     for (int64_t i = 0; i < count; i++) to[i] = value_of(from, i, half);
 }
@@ -628,9 +718,9 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int threads) {
     const Product *p = &head->product;
     const int64_t size = m->hidden, width = padded(p->outputs), half = m->half;
-    float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + width));
+    float *scratch = scratch_of((normed ? rows : 0) * size + count * (2 * size + width));
     if (!scratch) return 1;
-    float *x = scratch, *y = x + count * size, *all = y + count * width;
+    float *x = scratch, *grouped = x + count * size, *y = grouped + count * size, *all = y + count * width;
     if (normed)
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
@@ -644,7 +734,7 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
         for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
     }
     memset(y, 0, count * width * sizeof(float));
-    product(p, x, y, width, count, threads);
+    product(p, x, grouped, y, width, count, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
     for (int64_t r = 0; r < count; r++) {
         store(logits, r * p->outputs, y + r * width, p->outputs, half);
@@ -656,14 +746,14 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
 
 /* The stream [rows, width] gets x [rows, inputs] times the weight, normed first where there is a weight for that;
  * `apart` has the stream's size. */
-static void add_product(const Product *p, float *x, const float *weight, float epsilon, float *stream, float *apart,
-                        int64_t width, int64_t rows, int threads) {
+static void add_product(const Product *p, float *x, float *grouped, const float *weight, float epsilon, float *stream,
+                        float *apart, int64_t width, int64_t rows, int threads) {
     if (!weight) {
-        product(p, x, stream, width, rows, threads);
+        product(p, x, grouped, stream, width, rows, threads);
         return;
     }
     memset(apart, 0, rows * width * sizeof(float));
-    product(p, x, apart, width, rows, threads);
+    product(p, x, grouped, apart, width, rows, threads);
     EACH_ROW for (int64_t r = 0; r < rows; r++) {
         norm(apart + r * width, weight, apart + r * width, p->outputs, epsilon);
         for (int64_t i = 0; i < p->outputs; i++) stream[r * width + i] += apart[r * width + i];
@@ -680,11 +770,12 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
     int64_t wide = padded(2 * m->inner);
     int64_t attending = room_for(all->keys) * TOGETHER * (m->query_heads / m->key_heads + 1) * workers(m, rows, threads);
-    float *scratch = scratch_of(rows * (2 * width + size + heads + mix + wide + m->inner) + attending);
+    const int64_t most = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
+    float *scratch = scratch_of(rows * (2 * width + size + heads + mix + wide + m->inner + most) + attending);
     if (!scratch) return 1;
     float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * size;
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mix, *active = gates + rows * wide;
-    float *rest = active + rows * m->inner;
+    float *grouped = active + rows * m->inner, *rest = grouped + rows * most;
     for (int64_t r = 0; r < rows; r++) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
     for (int64_t n = first; n < last; n++) {
         const Layer *l = layers + n;
@@ -693,14 +784,14 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
             norm(stream + r * width, l->first_norm, normed + r * size, size, l->first_epsilon);
             memset(qkv + r * heads, 0, heads * sizeof(float));
         }
-        product(&l->qkv, normed, qkv, heads, rows, threads);
+        product(&l->qkv, normed, grouped, qkv, heads, rows, threads);
         attention(m, l, all, n, qkv, heads, mixed, rest, threads);
-        add_product(&l->out, mixed, l->out_norm, l->out_epsilon, stream, apart, width, rows, threads);
+        add_product(&l->out, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             norm(stream + r * width, l->second_norm, normed + r * size, size, l->second_epsilon);
             memset(gates + r * wide, 0, wide * sizeof(float));
         }
-        product(&l->gate_up, normed, gates, wide, rows, threads);
+        product(&l->gate_up, normed, grouped, gates, wide, rows, threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             const float *gate = gates + r * wide, *up = gate + m->inner;
             for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
@@ -709,7 +800,7 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
                 *(floats *)(active + r * m->inner + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
             }
         }
-        add_product(&l->down, active, l->down_norm, l->down_epsilon, stream, apart, width, rows, threads);
+        add_product(&l->down, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows, threads);
         if (half) /* so that a walk may end here and another go on */
             EACH_ROW for (int64_t i = 0; i < rows * width; i++) stream[i] = widen(narrow(stream[i]));
     }
@@ -722,31 +813,85 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
  * Returns as specdec_run_layers. */
 int specdec_product(const Product *p, const void *x, const void *onto, void *y, int64_t rows, int half, int threads) {
     const int64_t width = padded(p->outputs);
-    float *scratch = scratch_of(rows * (p->inputs + width));
+    float *scratch = scratch_of(rows * (2 * p->inputs + width));
     if (!scratch) return 1;
-    float *sums = scratch + rows * p->inputs;
+    float *grouped = scratch + rows * p->inputs, *sums = grouped + rows * p->inputs;
     widen_all(x, scratch, rows * p->inputs, half);
     if (!onto) memset(sums, 0, rows * width * sizeof(float));
     else for (int64_t r = 0; r < rows; r++)
         widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
-    product(p, scratch, sums, width, rows, threads);
+    product(p, scratch, grouped, sums, width, rows, threads);
     EACH_ROW for (int64_t r = 0; r < rows; r++) store(y, r * p->outputs, sums + r * width, p->outputs, half);
     free(scratch);
     return 0;
 }
 
+/* Where among the bytes of two inputs an output's low byte of the first one lies; its code as well. */
+INLINE int64_t place_of(int64_t output) { /* as decode takes a panel's two vectors from the halves of every 16 bytes */
+    return output % 16 / 4 * 16 + output / 16 * 8 + output % 4 * 2;
+}
+
+/* How often each high byte occurs among `count` bfloat16 values. */
+void specdec_count_highs(const uint16_t *values, int64_t count, int64_t *found) {
+    int64_t some[4][256] = {0}; /* so that one count need not wait for another of the same byte */
+    for (int64_t i = 0; i < count; i++) some[i % 4][values[i] >> 8]++;
+    for (int i = 0; i < 256; i++) found[i] = some[0][i] + some[1][i] + some[2][i] + some[3][i];
+}
+
+/* Codes a bfloat16 weight [outputs, inputs] by the high bytes of `p`, whose other fields are set but for what is
+ * written: the weight, the odd ones and their ends, for which there is room. */
+void specdec_code(const Product *p, const uint16_t *values, uint8_t *weight, Odd *odd, int64_t *odd_end) {
+    const int64_t panels = padded(p->outputs) / PANEL;
+    uint8_t codes[256] = {0};
+    for (int i = 1; i < CODES; i++) codes[p->highs[i]] = i;
+    int64_t known = 0;
+    for (int64_t panel = 0; panel < panels; odd_end[panel++] = known) {
+        uint8_t *to = weight + panel * p->inputs / 2 * CODE_BYTES;
+        memset(to, 0, p->inputs / 2 * CODE_BYTES);
+        for (int64_t o = 0; o < PANEL && panel * PANEL + o < p->outputs; o++)
+            for (int64_t i = 0; i < p->inputs; i++) {
+                const uint16_t value = values[(panel * PANEL + o) * p->inputs + i];
+                const int64_t place = place_of(o) + i % 2;
+                uint8_t *step = to + i / 2 * CODE_BYTES;
+                if (value >> 8 && !codes[value >> 8])
+                    odd[known++] = (Odd){(int32_t)(panel * PANEL + o), (int32_t)i, widen(value)};
+                else {
+                    step[place] = value & 255;
+                    step[LOWS + place % PANEL] |= codes[value >> 8] << (place < PANEL ? 0 : 4);
+                }
+            }
+    }
+}
+
 /* y [count, inputs], in bfloat16 or float32, gets the weight's rows by their numbers. Returns 0, or 1 where there is no
  * such row. */
 int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, void *y, int half) {
-    const int64_t side = p->kind == PAIRS ? 2 : 1; /* inputs that lie side by side */
+    const int64_t side = p->kind < PAIRS ? 1 : 2; /* inputs that lie side by side */
     for (int64_t r = 0; r < count; r++) {
         if (numbers[r] < 0 || numbers[r] >= p->outputs) return 1;
-        int64_t first = numbers[r] / PANEL * PANEL * p->inputs + numbers[r] % PANEL * side;
+        const int64_t panel = numbers[r] / PANEL, own = numbers[r] % PANEL;
+        const uint8_t *coded = (const uint8_t *)p->weight + panel * p->inputs / 2 * CODE_BYTES;
         for (int64_t i = 0; i < p->inputs; i++) {
-            int64_t from = first + i / side * side * PANEL + i % side, to = r * p->inputs + i;
-            if (half) ((uint16_t *)y)[to] = ((const uint16_t *)p->weight)[from];
-            else if (p->kind == FULL) ((float *)y)[to] = ((const float *)p->weight)[from];
-            else ((float *)y)[to] = widen(((const uint16_t *)p->weight)[from]);
+            int64_t from = panel * PANEL * p->inputs + own * side + i / side * side * PANEL + i % side;
+            int64_t to = r * p->inputs + i, place = place_of(own) + i % 2;
+            if (p->kind == FULL) {
+                ((float *)y)[to] = ((const float *)p->weight)[from];
+                continue;
+            }
+            uint16_t value;
+            if (p->kind < CODED) value = ((const uint16_t *)p->weight)[from];
+            else {
+                const uint8_t *step = coded + i / 2 * CODE_BYTES;
+                value = step[place] | p->highs[step[LOWS + place % PANEL] >> (place < PANEL ? 0 : 4) & (CODES - 1)] << 8;
+            }
+            if (half) ((uint16_t *)y)[to] = value;
+            else ((float *)y)[to] = widen(value);
+        }
+        for (int64_t at = odd_from(p, panel); at < odd_from(p, panel + 1); at++) {
+            if (p->odd[at].output != numbers[r]) continue;
+            const int64_t to = r * p->inputs + p->odd[at].input;
+            if (half) ((uint16_t *)y)[to] = narrow(p->odd[at].value);
+            else ((float *)y)[to] = p->odd[at].value;
         }
     }
     return 0;
@@ -901,3 +1046,6 @@ int specdec_pairs(void) {
     return 0;
 #endif
 }
+
+/* Whether it reads coded weights. */
+int specdec_codes(void) { return READS_CODES; }

@@ -26,6 +26,8 @@ from specdec.errors import SpecdecWarning
 from specdec.files import cache_folder, digest_of
 
 __all__ = [
+    "CODES",
+    "CODE_BYTES",
     "PAIR",
     "PANEL",
     "CHead",
@@ -45,11 +47,17 @@ __all__ = [
 PANEL, PAIR = 32, 64
 """Outputs that lie together in a weight, and to a multiple of which it is padded, as in ``layers.c``."""
 
+CODES, CODE_BYTES = 16, 96
+"""High bytes that have a code, and bytes that a panel has of two inputs' codes and low bytes, as there."""
+
 
 class Kind(IntEnum):
-    """How a weight is stored: float32; bfloat16; bfloat16 by two inputs, for rows that are rounded to it too."""
+    """How a weight is stored: float32; bfloat16; bfloat16 by two inputs, for rows that are rounded to it too.
 
-    FULL, HALF, PAIRS = range(3)
+    And the latter two with codes for high bytes.
+    """
+
+    FULL, HALF, PAIRS, CODED, CODED_PAIRS = range(5)
 
 
 _SOURCE = Path(__file__).with_name("layers.c")
@@ -62,6 +70,9 @@ class CProduct(Structure):
     _fields_ = (
         ("weight", c_void_p),
         ("bias", c_void_p),
+        ("highs", c_void_p),
+        ("odd", c_void_p),
+        ("odd_end", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("kind", c_int64),
@@ -137,7 +148,10 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "specdec_rank": [
         c_void_p, c_void_p, c_void_p, c_int64, c_double, c_uint64, c_int64, c_void_p, c_void_p,
     ],
+    "specdec_count_highs": [c_void_p, c_int64, c_void_p],
+    "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
     "specdec_pairs": [],
+    "specdec_codes": [],
 }  # fmt: skip
 
 

@@ -35,17 +35,26 @@ def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: An
     return TransformersTarget(models.new_model(family, dtype, **SIZES, **changes), execution="native", owned=True)
 
 
+def weight_of(dtype: torch.dtype, values: str, inputs: int = 530) -> torch.Tensor:
+    """[200, inputs] random weights: float32's own; bfloat16's; with a few, or many, that no code is left for."""
+    weight = torch.randn(200, inputs)
+    if values != "float32":
+        weight = weight.bfloat16().float()
+    every = {"few": 5_000, "many": 50}.get(values)
+    if every is not None:
+        weight.view(-1)[::every] *= 2.0 ** torch.randint(-100, 10, weight.view(-1)[::every].shape)
+        weight.view(-1)[1::every] = 0.0
+    return weight.to(dtype)
+
+
 @needs_compiler
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "few", "many"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, halves: bool) -> None:
+def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, values: str) -> None:
     torch.manual_seed(0)
-    weight, bias = torch.randn(200, 530), torch.randn(200).to(dtype)
-    weight = (weight.bfloat16() if halves else weight).to(dtype)
+    weight, bias = weight_of(dtype, values), torch.randn(200).to(dtype)
     rows, residual = torch.randn(130, 530).to(dtype), torch.randn(130, 200).to(dtype)
     product = PackedWeight(weight, bias)
-    assert torch.equal(product.unpack(), weight)
-    assert product.nbytes <= 256 * 530 * (2 if halves or dtype is torch.bfloat16 else 4)
     expected = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
     together, onto = product(rows), product.add(rows, residual)
     theirs = torch.nn.functional.linear(rows, weight, bias)
@@ -55,6 +64,36 @@ def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, halve
     for count in (*range(1, 32), 33, 64, 100):
         assert torch.equal(product(rows[:count]), together[:count]), count
         assert torch.equal(product.add(rows[-count:], residual[-count:]), onto[-count:]), count
+
+
+@needs_compiler
+@pytest.mark.parametrize("inputs", [530, 531])
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "few", "many"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_of_a_weight_is_lost(dtype: torch.dtype, values: str, inputs: int) -> None:
+    """Unpacked, looked up, and multiplied with rows of the unit matrix, few and many of them."""
+    torch.manual_seed(0)
+    weight = weight_of(dtype, values, inputs)
+    product, unit = PackedWeight(weight), torch.eye(inputs).to(dtype)
+    assert torch.equal(product.unpack(), weight)
+    assert torch.equal(product.look_up([199, 0, 31, 32]), weight[[199, 0, 31, 32]])
+    assert torch.equal(product(unit), weight.t())
+    assert torch.equal(product(unit[-3:]), weight.t()[-3:])
+    assert torch.equal(torch.cat([product(row[None]) for row in unit]), weight.t())
+    half = dtype is torch.bfloat16 or values != "float32"
+    coded = half and values != "many" and inputs % 2 == 0 and native.library().specdec_codes()
+    assert (product.described.kind in (native.Kind.CODED, native.Kind.CODED_PAIRS)) == coded
+    padded = 256 * inputs
+    assert product.nbytes <= (padded * 1.5 + 1_000 if coded else padded * (2 if half else 4))
+
+
+@needs_compiler
+@pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40])
+def test_a_weight_that_is_no_usual_number_is_kept(special: float) -> None:
+    weight = torch.randn(64, 256).bfloat16()
+    weight[5, 7] = special
+    found = PackedWeight(weight).unpack()
+    assert torch.equal(found.view(torch.int16), weight.view(torch.int16))
 
 
 @needs_compiler
