@@ -53,7 +53,7 @@ __all__ = [
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
-_QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 3, 4, 8, 16, 32, 64), (256,)
+_QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 3, 4, 6, 8, 16, 32, 64), (256,)
 _REPEATS = 15
 _GROWTH = 32  # texts grow by so many tokens while forwards are timed, and begin anew: some kernels plan by length
 _STEADY = 0.8  # share of a measurement's time in which its thread must have had a processor

@@ -422,8 +422,8 @@ static void product(const Product *p, float *x, float *grouped, float *y, int64_
     else
         EACH_ROW for (int64_t g = 0; g < groups; g++) { /* what is multiplied at once lies side by side */
             const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
-            for (int64_t r = 0; r < count; r++)
-                for (int64_t i = 0; i < units; i++)
+            for (int64_t i = 0; i < units; i++)
+                for (int64_t r = 0; r < count; r++)
                     grouped[row * units + i * count + r] = x[(row + r) * p->inputs + i];
         }
 #pragma omp parallel for num_threads(threads) if (threads > 1)
