@@ -124,10 +124,6 @@ INLINE float widen(uint16_t half) {
     return value;
 }
 
-INLINE float value_of(const void *values, int64_t i, int half) {
-    return half ? widen(((const uint16_t *)values)[i]) : ((const float *)values)[i];
-}
-
 INLINE uint16_t narrow(float value) { /* to the nearest bfloat16, ties to even */
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -355,9 +351,25 @@ INLINE int64_t units_of(const Product *p) {
 /* Where the odd weights of a panel begin. */
 INLINE int64_t odd_from(const Product *p, int64_t panel) { return p->odd && panel ? p->odd_end[panel - 1] : 0; }
 
+/* y [rows, y_stride] += a group's rows times the odd weights of a strip. */
+static void add_odd(const Product *p, int64_t strip, const float *grouped, float *y, int64_t y_stride, int64_t rows) {
+    const int64_t panels = STRIP / PANEL, side = paired(p->kind) ? 2 : 1;
+    for (int64_t at = odd_from(p, strip * panels); at < odd_from(p, (strip + 1) * panels); at++) {
+        const Odd *o = p->odd + at;
+        for (int64_t r = 0; r < rows; r++) {
+            uint32_t bits; /* of an input, or of a pair of them */
+            memcpy(&bits, grouped + o->input / side * rows + r, sizeof bits);
+            if (side == 2) bits = o->input % 2 ? bits & 0xffff0000 : bits << 16;
+            float input;
+            memcpy(&input, &bits, sizeof input);
+            y[r * y_stride + o->output] += o->value * input;
+        }
+    }
+}
+
 /* Groups [begin, end) of all rows times one strip of a weight, a stretch of inputs at a time. */
-static void multiply_strip(const Product *p, const float *x, const float *grouped, float *y, int64_t y_stride,
-                           int64_t rows, int64_t strip, int64_t begin, int64_t end) {
+static void multiply_strip(const Product *p, const float *grouped, float *y, int64_t y_stride, int64_t rows,
+                           int64_t strip, int64_t begin, int64_t end) {
     const int64_t panels = STRIP / PANEL, groups = (rows + FEW - 1) / FEW, size = bytes_of(p->kind);
     const int64_t taken = p->kind == CODED ? 2 : 1; /* floats of x at a step */
     const int64_t units = units_of(p), steps = units / taken, apart = steps * size;
@@ -394,19 +406,11 @@ static void multiply_strip(const Product *p, const float *x, const float *groupe
             else if (kind == CODED) multiply_any(&task, count, CODED);
             else multiply_any(&task, count, CODED_PAIRS);
 #endif
+            if (s + 1 == stretches) add_odd(p, strip, grouped + row * units, y + row * y_stride, y_stride, count);
         }
     }
-    if (begin == end) return;
-    const int64_t first = rows * begin / groups, last = rows * end / groups;
-    for (int64_t at = odd_from(p, strip * panels); at < odd_from(p, (strip + 1) * panels); at++) {
-        const Odd *o = p->odd + at;
-        for (int64_t r = first; r < last; r++) {
-            const float *own = x + r * p->inputs;
-            y[r * y_stride + o->output] += o->value * value_of(own, o->input, paired(p->kind));
-        }
-    }
-    if (p->bias)
-        for (int64_t r = first; r < last; r++)
+    if (p->bias && begin < end)
+        for (int64_t r = rows * begin / groups; r < rows * end / groups; r++)
             for (int64_t o = strip * STRIP; o < (strip + 1) * STRIP && o < p->outputs; o++)
                 y[r * y_stride + o] += p->bias[o];
 }
@@ -431,7 +435,7 @@ static void product(const Product *p, float *x, float *grouped, float *y, int64_
         for (int64_t at = all * t / threads, last = all * (t + 1) / threads, begin, end; at < last; at += end - begin) {
             begin = at % groups;
             end = groups - begin < last - at ? groups : begin + last - at;
-            multiply_strip(p, x, grouped, y, y_stride, rows, at / groups, begin, end);
+            multiply_strip(p, grouped, y, y_stride, rows, at / groups, begin, end);
         }
 }
 
@@ -667,6 +671,10 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
 }
 
 static float *scratch_of(int64_t count) { return aligned_alloc(64, (size_t)(count / 16 + 1) * 64); }
+
+INLINE float value_of(const void *values, int64_t i, int half) {
+    return half ? widen(((const uint16_t *)values)[i]) : ((const float *)values)[i];
+}
 
 static void widen_all(const void *from, float *to, int64_t count, int half) {
     for (int64_t i = 0; i < count; i++) to[i] = value_of(from, i, half);

@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 
 from specdec.bench.oracle import OraclePoint
 from specdec.bench.shapes import random_model, weight_bytes
+from specdec.native.library import library
 from specdec.registry import drafter_names
+from specdec.runners.linear import PackedWeight
 from tests.models import new_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -110,6 +112,27 @@ def test_peak_memory_is_of_a_process_each(monkeypatch: pytest.MonkeyPatch, capsy
     script.main()
     assert sides == ["transformers", "specdec"]
     assert "102 MiB (102), 1.010" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+def test_weights_in_twelve_bits_are_timed_beside_sixteen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, sizes = load("ablate_codes"), list[int]()
+    took = PackedWeight.__init__
+
+    def noted(self: PackedWeight, *arguments: Any) -> None:
+        took(self, *arguments)
+        sizes.append(self.nbytes)
+
+    monkeypatch.setattr(PackedWeight, "__init__", noted)
+    monkeypatch.setattr(sys, "argv", ["ablate_codes.py", "--seconds", "0", "--rows", "1,2"])
+    script.main()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("sixteen bits: 1: ")
+    assert second.startswith("twelve bits: 1: ")
+    half = len(sizes) // 2
+    assert sum(sizes[half:]) < sum(sizes[:half]) * (0.8 if library().specdec_codes() else 1.1)
 
 
 # -- The GPU's benchmark, on a CPU -------------------------------------------------------------------------------------
