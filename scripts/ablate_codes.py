@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
-from unittest import mock
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def main() -> None:
     from specdec import TransformersTarget
     from specdec.block import Block
+    from specdec.native.library import library
     from specdec.runners.linear import PackedWeight
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,11 +34,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = [int(count) for count in options.rows.split(",")]
+    rows = sorted(int(count) for count in options.rows.split(","))
+    if (native := library()) is None or not native.specdec_codes():
+        sys.exit("error: no weights in twelve bits here: that needs a C compiler and a CPU with AVX-512")
     targets = {}
-    for name in ("sixteen bits", "twelve bits"):
-        replaced = {"return_value": None} if name == "sixteen bits" else {"side_effect": PackedWeight._code}
-        with mock.patch.object(PackedWeight, "_code", autospec=True, **replaced):
+    layouts = {"sixteen bits": patch.object(PackedWeight, "_code", return_value=None), "twelve bits": nullcontext()}
+    for name, layout in layouts.items():
+        with layout:
             target = TransformersTarget.from_pretrained(options.model, dtype=options.dtype, execution="native")
         with target.active():
             cache = target.new_cache(capacity=256 + rows[-1], rows=rows[-1])

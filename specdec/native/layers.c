@@ -1,8 +1,8 @@
 /* Decoder layers like Llama's, and Gemma's, on a CPU: a step's rows through any run of layers in one call.
  *
  * Weights lie in panels of PANEL outputs, input by input, so that a product is one stream through memory whatever its
- * rows: a stretch of it is read, and widened, once for all of them. A weight is float32, or bfloat16 where that holds
- * it exactly, and of bfloat16 twelve bits lie in memory where that is enough: they are coded.
+ * rows: a stretch of it is read from memory once for all of them. A weight is float32, or bfloat16 where that holds it
+ * exactly, and of bfloat16 twelve bits lie in memory where that is enough: they are coded.
  *
  * What a row computes does not depend on the rows beside it, its own sequence's or another's: every sum runs in one
  * order, over inputs and over the row's own path of keys. So a tree's accepted rows are, bit for bit, those of plain

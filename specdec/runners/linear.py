@@ -107,14 +107,14 @@ class PackedWeight:
             return None
         highs = highs.to(torch.uint8)
         panels = -(-self.outputs // PAIR) * PAIR // PANEL
-        weight = torch.empty(panels * self.inputs // 2 * CODE_BYTES, dtype=torch.uint8)
+        coded = torch.empty(panels * self.inputs // 2 * CODE_BYTES, dtype=torch.uint8)
         others, ends = torch.empty(odd, 3, dtype=torch.int32), torch.empty(panels, dtype=torch.int64)
-        described, held = self.described, (weight, highs, others, ends)
+        described, made = self.described, (coded.data_ptr(), others.data_ptr(), ends.data_ptr())
         described.highs = highs.data_ptr()
-        self._library.specdec_code(byref(described), stored.data_ptr(), *(held[n].data_ptr() for n in (0, 2, 3)))
-        described.weight, described.odd, described.odd_end = (held[n].data_ptr() for n in (0, 2, 3))
+        self._library.specdec_code(byref(described), stored.data_ptr(), *made)
+        described.weight, described.odd, described.odd_end = made
         described.kind = Kind.CODED if described.kind == Kind.HALF else Kind.CODED_PAIRS
-        return held
+        return coded, highs, others, ends
 
     @staticmethod
     def takes(weight: torch.Tensor) -> bool:

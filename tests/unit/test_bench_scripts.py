@@ -127,12 +127,16 @@ def test_weights_in_twelve_bits_are_timed_beside_sixteen(
 
     monkeypatch.setattr(PackedWeight, "__init__", noted)
     monkeypatch.setattr(sys, "argv", ["ablate_codes.py", "--seconds", "0", "--rows", "1,2"])
+    if not library().specdec_codes():
+        with pytest.raises(SystemExit, match="AVX-512"):
+            script.main()
+        return
     script.main()
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("sixteen bits: 1: ")
     assert second.startswith("twelve bits: 1: ")
     half = len(sizes) // 2
-    assert sum(sizes[half:]) < sum(sizes[:half]) * (0.8 if library().specdec_codes() else 1.1)
+    assert sum(sizes[half:]) < 0.8 * sum(sizes[:half])
 
 
 # -- The GPU's benchmark, on a CPU -------------------------------------------------------------------------------------
