@@ -29,7 +29,9 @@ enum { MANY = 12 }; /* groups of rows; for as many, decoding weights again and a
 enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };
 /* Values of which the largest is found at once: a peak's; and how many such blocks there are of a row, at most. */
 enum { PEAK = 256, BLOCKS = 1024 };
-enum { MOST_DIM = 256, MOST_VECTORS = MOST_DIM / LANES };
+/* Heads of rows that attend at once, so that what they see is read once, and vectors of each that are
+ * mixed at once. */
+enum { UNITS = 3, WIDE = LANES / 4 };
 
 /* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16; and both of these coded, by two inputs. */
 enum Kind { FULL, HALF, PAIRS, CODED, CODED_PAIRS };
@@ -146,26 +148,29 @@ static void narrow_all(const float *from, void *to, int64_t count) {
     }
 }
 
-/* Lanes of v by their number with one bit turned; and where that bit is set, b's lane instead of a's. */
+/* Lanes of a, and where one bit of their number is set of b; CROSS turns that bit of the number of the lane it takes. */
 #define PICK(n, x) ((n) & x ? LANES + (n) : (n))
 #if LANES == 16
-#define TURN(v, x) \
-    __builtin_shufflevector(v, v, 0 ^ x, 1 ^ x, 2 ^ x, 3 ^ x, 4 ^ x, 5 ^ x, 6 ^ x, 7 ^ x, 8 ^ x, 9 ^ x, 10 ^ x, 11 ^ x, \
-                            12 ^ x, 13 ^ x, 14 ^ x, 15 ^ x)
 #define BLEND(a, b, x) \
     __builtin_shufflevector(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
                             PICK(7, x), PICK(8, x), PICK(9, x), PICK(10, x), PICK(11, x), PICK(12, x), PICK(13, x), \
                             PICK(14, x), PICK(15, x))
+#define CROSS(a, b, x) \
+    __builtin_shufflevector(a, b, PICK(0, x) ^ x, PICK(1, x) ^ x, PICK(2, x) ^ x, PICK(3, x) ^ x, PICK(4, x) ^ x, \
+                            PICK(5, x) ^ x, PICK(6, x) ^ x, PICK(7, x) ^ x, PICK(8, x) ^ x, PICK(9, x) ^ x, \
+                            PICK(10, x) ^ x, PICK(11, x) ^ x, PICK(12, x) ^ x, PICK(13, x) ^ x, PICK(14, x) ^ x, \
+                            PICK(15, x) ^ x)
 #define EACH_BIT(step) step(8) step(4) step(2) step(1)
 #else
-#define TURN(v, x) __builtin_shufflevector(v, v, 0 ^ x, 1 ^ x, 2 ^ x, 3 ^ x, 4 ^ x, 5 ^ x, 6 ^ x, 7 ^ x)
 #define BLEND(a, b, x) \
     __builtin_shufflevector(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
                             PICK(7, x))
+#define CROSS(a, b, x) \
+    __builtin_shufflevector(a, b, PICK(0, x) ^ x, PICK(1, x) ^ x, PICK(2, x) ^ x, PICK(3, x) ^ x, PICK(4, x) ^ x, \
+                            PICK(5, x) ^ x, PICK(6, x) ^ x, PICK(7, x) ^ x)
 #define EACH_BIT(step) step(4) step(2) step(1)
 #endif
-#define HALVE(x) \
-    for (int i = 0; i < x; i++) v[i] = BLEND(v[i], v[i + x], x) + BLEND(TURN(v[i], x), TURN(v[i + x], x), x);
+#define TURN(v, x) CROSS(v, v, x)
 #define FOLD(x) v += TURN(v, x);
 #define RAISE(x) v = larger(v, TURN(v, x));
 
@@ -182,12 +187,6 @@ INLINE float total(floats v) {
 INLINE floats largest(floats v) { /* in all lanes */
     EACH_BIT(RAISE)
     return v;
-}
-
-/* The totals of LANES vectors, each one's additions being those of `total`. */
-INLINE floats totals(floats v[LANES]) {
-    EACH_BIT(HALVE)
-    return v[0];
 }
 
 INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 below -87 */
@@ -209,17 +208,21 @@ INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 b
 /* Whether rows are in bfloat16, too. */
 INLINE int paired(const int kind) { return kind == PAIRS || kind == CODED_PAIRS; }
 
-/* sum + weight * x, where x is a float or, of pairs, two bfloat16. */
-INLINE floats accumulate(floats sum, floats weight, const float *x, const int kind) {
+/* sum + a * b; of pairs, each holds two bfloat16 in a float's place, and both products are added. */
+INLINE floats add_times(floats sum, floats a, floats b, const int kind) {
 #ifdef __AVX512BF16__
-    if (paired(kind)) {
-        int32_t two;
-        memcpy(&two, x, sizeof two);
-        return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)_mm512_set1_epi32(two));
-    }
+    if (paired(kind)) return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #endif
     (void)kind;
-    return sum + weight * *x;
+    return sum + a * b;
+}
+
+/* The same with one float, or a pair, for all lanes. */
+INLINE floats accumulate(floats sum, floats weight, const float *x, const int kind) {
+    if (!paired(kind)) return add_times(sum, weight, spread(*x), kind);
+    int32_t two;
+    memcpy(&two, x, sizeof two);
+    return add_times(sum, weight, (floats)(two - (ints){0}), kind);
 }
 
 /* Bytes of a panel that a step of a product reads. */
@@ -490,6 +493,13 @@ static int64_t path(const Block *b, const Slots *s, int64_t row, int32_t *slots,
     return count;
 }
 
+/* The same for a row below the one before it, whose `count` slots lie before; without a window. */
+static int64_t onward(const Block *b, const Slots *s, int64_t row, int32_t *slots, int64_t room, int64_t count) {
+    memcpy(slots, slots - room, count * sizeof *slots);
+    for (int64_t rest = count++; rest < count + LANES; rest++) slots[rest] = (int32_t)((b->length + row) % s->size);
+    return count;
+}
+
 /* Scores to shares, in place; zeros up to a whole block. */
 static void soften(float *scores, int64_t count) {
     floats most = spread(-INFINITY), sum = {0};
@@ -505,103 +515,203 @@ static void soften(float *scores, int64_t count) {
     for (int64_t s = 0; s < count; s += LANES) *(floats *)(scores + s) *= by;
 }
 
-/* What the query heads of one key head see, for a few rows: queries and outputs [rows, stride], heads side by side. */
+/* What the query heads of one key head see, for a few rows: queries, times the scale, and outputs [rows, stride], heads
+ * side by side. A unit is a head of a row; they are numbered row by row. */
 typedef struct {
     const float *query;
-    float *output, *scores; /* scores [rows, heads, room] */
+    float *output, *scores; /* scores [units, room], which become shares */
     const char *keys, *values;
     const int32_t *slots; /* [rows, room] */
-    int64_t rows, heads, room, query_stride, output_stride, count[TOGETHER];
-    float scale, cap;
+    int64_t rows, heads, dim, room, query_stride, output_stride, count[TOGETHER];
+    float cap;
+    enum Kind kind; /* FULL: all in float32; HALF: keys and values in bfloat16; PAIRS: queries and shares as well */
 } Seen;
 
-/* A block of LANES keys or values. */
+/* Whether queries and shares are rounded to bfloat16, as keys and values are, so that pairs of them are multiplied. */
+INLINE int attends_in_pairs(const Shape *m) {
+#ifdef __AVX512BF16__
+    return m->half && m->head_dim % (2 * LANES) == 0;
+#else
+    (void)m;
+    return 0;
+#endif
+}
+
+/* A block of LANES keys or values, and how many rows see it, one after the other. */
 typedef struct {
-    const float *at[LANES];
-    int32_t slots[LANES];
-    float wide[LANES * MOST_DIM]; /* what is at them, if it had to be widened */
+    const char *at[LANES];
+    int64_t rows;
 } Keys;
 
-/* The block in these slots; each key or value is `dim` numbers. */
-INLINE void look_up(Keys *keys, const char *from, const int32_t *slots, const int64_t dim, const int half) {
-    if (!memcmp(keys->slots, slots, sizeof keys->slots)) return; /* as for the row before */
-    memcpy(keys->slots, slots, sizeof keys->slots);
-    for (int k = 0; k < LANES; k++) {
-        keys->at[k] = half ? keys->wide + k * dim : (const float *)from + slots[k] * dim;
-        if (half)
-            for (int64_t d = 0; d < dim; d += LANES)
-                *(floats *)(keys->wide + k * dim + d) = load(from, slots[k] * dim + d, 1);
+/* The block that a row sees in its slots from `s` on. */
+static void look_up(Keys *keys, const Seen *a, const char *from, int64_t row, int64_t s) {
+    const int32_t *slots = a->slots + row * a->room + s;
+    int64_t end = row + 1;
+    for (; end < a->rows && s < a->count[end]; end++)
+        if (memcmp(slots, slots + (end - row) * a->room, LANES * sizeof *slots)) break;
+    keys->rows = end - row;
+    for (int k = 0; k < LANES; k++) keys->at[k] = from + slots[k] * a->dim * (a->kind == FULL ? 4 : 2);
+}
+
+typedef struct {
+    floats of[UNITS];
+} Sums;
+
+/* A key times the queries of some units. */
+INLINE Sums times(const Keys *block, const float *const query[UNITS], int64_t dim, const int key, const int units,
+                  const int kind) {
+    Sums sums = {{{0}}};
+    if (kind == PAIRS) dim /= 2;
+    for (int64_t d = 0; d < dim; d += LANES) {
+        floats own = load(block->at[key], d, kind == HALF);
+        for (int u = 0; u < units; u++) sums.of[u] = add_times(sums.of[u], load(query[u], d, 0), own, kind);
+    }
+    return sums;
+}
+
+/* Their totals, for keys one after the other: of two keys, of four, and so on, in their lanes. */
+#define LEVEL(name, below, x)                                                                                         \
+    INLINE Sums name(const Keys *block, const float *const query[UNITS], int64_t dim, const int key, const int units, \
+                     const int kind) {                                                                                \
+        Sums a = below(block, query, dim, key, units, kind);                                                          \
+        const Sums b = below(block, query, dim, key + x, units, kind);                                                \
+        for (int u = 0; u < units; u++) a.of[u] = BLEND(a.of[u], b.of[u], x) + CROSS(a.of[u], b.of[u], x);            \
+        return a;                                                                                                     \
+    }
+LEVEL(twos_of, times, 1)
+LEVEL(fours_of, twos_of, 2)
+#if LANES == 16
+LEVEL(eights_of, fours_of, 4)
+LEVEL(totals_of, eights_of, 8)
+#else
+LEVEL(totals_of, fours_of, 4)
+#endif
+
+/* Scores of some units for a block's keys. */
+INLINE void score(const Seen *a, const Keys *block, const float *const query[UNITS], float *scores, const int units,
+                  const int kind) {
+    const int64_t dim = a->dim;
+    Sums sums = dim == 64    ? totals_of(block, query, 64, 0, units, kind) /* most models', known to a compiler */
+                : dim == 128 ? totals_of(block, query, 128, 0, units, kind)
+                             : totals_of(block, query, dim, 0, units, kind);
+    for (int u = 0; u < units; u++) {
+        floats own = sums.of[u];
+        if (a->cap) own = a->cap - 2 * a->cap / (1.f + exponential(own * (2 / a->cap))); /* of a tanh */
+        *(floats *)(scores + u * a->room) = own;
     }
 }
 
-/* Ask for the next block of keys or values. */
-INLINE void ahead(const char *from, const int32_t *slots, int64_t bytes) {
-    for (int k = LANES; k < 2 * LANES; k++)
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + slots[k] * bytes + at);
+/* `width` vectors of some units' outputs, from `d` on, get a block's values by their shares. */
+INLINE void mix_some(const Keys *block, float *const output[UNITS], const float *shares, int64_t room, int64_t d,
+                     const int width, const int units, const int kind) {
+    floats sums[UNITS][2][WIDE] = {{{{0}}}}; /* two by turns, as an addition takes longer than a load */
+#pragma GCC unroll 1 /* or gcc reads all values first, and has no registers for them */
+    for (int k = 0; k < LANES; k += 2)
+        for (int turn = 0; turn < 2; turn++)
+            for (int v = 0; v < width; v++) {
+                floats value = load(block->at[k + turn], d + v * LANES, kind == HALF);
+                for (int u = 0; u < units; u++) sums[u][turn][v] += value * shares[u * room + k + turn];
+            }
+    for (int u = 0; u < units; u++)
+        for (int v = 0; v < width; v++) *(floats *)(output[u] + d + v * LANES) += sums[u][0][v] + sums[u][1][v];
 }
 
-/* `vectors` of LANES make a head. Keys go by in blocks, each for all rows and heads while it is in the CPU's cache. */
-INLINE void attend(const Seen *a, const int vectors, const int half) {
-    const int64_t dim = vectors * LANES;
-    Keys block;
-    block.slots[0] = -1;
-    int64_t longest = 0;
-    for (int64_t r = 0; r < a->rows; r++) longest = a->count[r] > longest ? a->count[r] : longest;
-    for (int64_t s = 0; s < longest; s += LANES) {
-        if (s + LANES < a->count[0]) ahead(a->keys, a->slots + s, dim * (half ? 2 : 4));
-        for (int64_t r = 0; r < a->rows; r++) {
-            if (s >= a->count[r]) continue;
-            look_up(&block, a->keys, a->slots + r * a->room + s, dim, half);
-            for (int64_t h = 0; h < a->heads; h++) {
-                const float *query = a->query + r * a->query_stride + h * dim;
-                floats q[MOST_VECTORS], dots[LANES];
-                for (int v = 0; v < vectors; v++) q[v] = load(query, v * LANES, 0) * a->scale;
-#pragma GCC unroll 16
-                for (int k = 0; k < LANES; k++) {
-                    dots[k] = q[0] * load(block.at[k], 0, 0);
-                    for (int v = 1; v < vectors; v++) dots[k] += q[v] * load(block.at[k], v * LANES, 0);
-                }
-                floats score = totals(dots);
-                if (a->cap) score = a->cap - 2 * a->cap / (1.f + exponential(score * (2 / a->cap))); /* of a tanh */
-                *(floats *)(a->scores + (r * a->heads + h) * a->room + s) = score;
+#ifdef __AVX512BF16__
+/* The same in pairs of keys, whose values are brought side by side first; shares are in bfloat16, too. */
+INLINE void mix_pairs(const Keys *block, float *const output[UNITS], const float *shares, int64_t room, int64_t d,
+                      const int width, const int units) {
+    floats sums[UNITS][WIDE] = {{{0}}};
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+#pragma GCC unroll 1
+    for (int k = 0; k < LANES; k += 2)
+        for (int v = 0; v < width; v += 2) {
+            const __m512i one = _mm512_loadu_si512(block->at[k] + 2 * (d + v * LANES));
+            const __m512i other = _mm512_loadu_si512(block->at[k + 1] + 2 * (d + v * LANES));
+            const floats low = (floats)_mm512_unpacklo_epi16(one, other);
+            const floats high = (floats)_mm512_unpackhi_epi16(one, other);
+            for (int u = 0; u < units; u++) {
+                sums[u][v] = accumulate(sums[u][v], low, shares + u * room + k / 2, PAIRS);
+                sums[u][v + 1] = accumulate(sums[u][v + 1], high, shares + u * room + k / 2, PAIRS);
             }
         }
-    }
-    for (int64_t r = 0; r < a->rows; r++)
-        for (int64_t h = 0; h < a->heads; h++) {
-            float *output = a->output + r * a->output_stride + h * dim;
-            soften(a->scores + (r * a->heads + h) * a->room, a->count[r]);
-            for (int v = 0; v < vectors; v++) *(floats *)(output + v * LANES) = (floats){0};
+    for (int u = 0; u < units; u++)
+        for (int v = 0; v < width; v += 2) {
+            const __m512 low = (__m512)sums[u][v], high = (__m512)sums[u][v + 1];
+            *(floats *)(output[u] + d + v * LANES) += (floats)_mm512_permutex2var_ps(low, first, high);
+            *(floats *)(output[u] + d + v * LANES + LANES) += (floats)_mm512_permutex2var_ps(low, second, high);
         }
-    block.slots[0] = -1;
-    for (int64_t s = 0; s < longest; s += LANES) {
-        if (s + LANES < a->count[0]) ahead(a->values, a->slots + s, dim * (half ? 2 : 4));
-        for (int64_t r = 0; r < a->rows; r++) {
-            if (s >= a->count[r]) continue;
-            look_up(&block, a->values, a->slots + r * a->room + s, dim, half);
-            for (int64_t h = 0; h < a->heads; h++) {
-                const float *weights = a->scores + (r * a->heads + h) * a->room + s;
-                float *output = a->output + r * a->output_stride + h * dim;
-                floats sums[2][MOST_VECTORS] = {{{0}}}; /* two by turns, as an addition takes longer than a load */
-                for (int k = 0; k < LANES; k += 2)
-                    for (int v = 0; v < vectors; v++)
-#pragma GCC unroll 2
-                        for (int turn = 0; turn < 2; turn++)
-                            sums[turn][v] += load(block.at[k + turn], v * LANES, 0) * weights[k + turn];
-                for (int v = 0; v < vectors; v++) *(floats *)(output + v * LANES) += sums[0][v] + sums[1][v];
-            }
-        }
+}
+#endif
+
+/* Outputs of some units get a block's values by their shares. */
+INLINE void mix(const Seen *a, const Keys *block, float *const output[UNITS], const float *shares, const int units,
+                const int kind) {
+    int64_t d = 0;
+#ifdef __AVX512BF16__
+    if (kind == PAIRS) {
+        for (; d + WIDE * LANES <= a->dim; d += WIDE * LANES) mix_pairs(block, output, shares, a->room, d, WIDE, units);
+        for (; d < a->dim; d += 2 * LANES) mix_pairs(block, output, shares, a->room, d, 2, units);
     }
+#endif
+    for (; d + WIDE * LANES <= a->dim; d += WIDE * LANES)
+        mix_some(block, output, shares, a->room, d, WIDE, units, kind);
+    for (; d < a->dim; d += LANES) mix_some(block, output, shares, a->room, d, 1, units, kind);
 }
 
-#define HEADS(n) \
-    case n: \
-        if (half) attend(a, n * 16 / LANES, 1); \
-        else attend(a, n * 16 / LANES, 0); \
+#define EACH_KIND(n, act)                                                  \
+    case n:                                                                \
+        if (a->kind == FULL) act(a, block, own, scores, n, FULL);          \
+        else if (a->kind == HALF) act(a, block, own, scores, n, HALF);     \
+        else act(a, block, own, scores, n, PAIRS);                         \
         return;
 
-static void attend_any(const Seen *a, int64_t dim, int half) {
-    switch (dim / 16) { HEADS(1) HEADS(2) HEADS(3) HEADS(4) HEADS(5) HEADS(6) HEADS(7) HEADS(8) HEADS(16) }
+static void score_any(const Seen *a, const Keys *block, const float *const own[UNITS], float *scores, int64_t units) {
+    switch (units) { EACH_KIND(1, score) EACH_KIND(2, score) EACH_KIND(3, score) }
+}
+
+static void mix_any(const Seen *a, const Keys *block, float *const own[UNITS], const float *scores, int64_t units) {
+    switch (units) { EACH_KIND(1, mix) EACH_KIND(2, mix) EACH_KIND(3, mix) }
+}
+
+/* All blocks of the keys, or of the values, each for all units that see it while it is in the CPU's cache. */
+static void each_block(const Seen *a, int64_t longest, int mixes) {
+    const int64_t size = a->kind == PAIRS && !mixes ? a->dim / 2 : a->dim; /* floats of a unit */
+    Keys block;
+    for (int64_t s = 0; s < longest; s += LANES)
+        for (int64_t r = 0; r < a->rows; r += block.rows) {
+            block.rows = 1;
+            if (s >= a->count[r]) continue;
+            look_up(&block, a, mixes ? a->values : a->keys, r, s);
+            int64_t row = r, head = 0;
+            for (int64_t unit = r * a->heads, end = unit + block.rows * a->heads, count; unit < end; unit += count) {
+                const float *query[UNITS];
+                float *output[UNITS], *scores = a->scores + unit * a->room + s / (a->kind == PAIRS && mixes ? 2 : 1);
+                count = end - unit < UNITS ? end - unit : UNITS;
+                for (int u = 0; u < count; u++) {
+                    query[u] = a->query + row * a->query_stride + head * size;
+                    output[u] = a->output + row * a->output_stride + head * size;
+                    if (++head == a->heads) head = 0, row++;
+                }
+                if (mixes) mix_any(a, &block, output, scores, count);
+                else score_any(a, &block, query, scores, count);
+            }
+        }
+}
+
+static void attend(const Seen *a) {
+    int64_t longest = 0;
+    for (int64_t r = 0; r < a->rows; r++) longest = a->count[r] > longest ? a->count[r] : longest;
+    each_block(a, longest, 0);
+    for (int64_t r = 0; r < a->rows; r++) {
+        for (int64_t h = 0; h < a->heads; h++) {
+            float *own = a->scores + (r * a->heads + h) * a->room;
+            soften(own, a->count[r]);
+            if (a->kind == PAIRS) narrow_all(own, own, (a->count[r] + LANES - 1) / LANES * LANES);
+        }
+        memset(a->output + r * a->output_stride, 0, a->heads * a->dim * sizeof(float));
+    }
+    each_block(a, longest, 1);
 }
 
 static int64_t room_for(int64_t keys) { return padded(keys + LANES); }
@@ -612,7 +722,7 @@ static int64_t workers(const Shape *m, int64_t rows, int threads) {
     return threads < most ? threads : most;
 }
 
-/* Normed and rotated queries and keys of one row, in place; keys and values to their slot. */
+/* Normed, rotated and scaled queries, and keys of one row, in place; keys and values to their slot. */
 static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row, int64_t slot, const float *cosines,
                       const float *sines) {
     const int64_t dim = m->head_dim, turned = m->query_heads + m->key_heads;
@@ -620,6 +730,8 @@ static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row
         if (l->head_norm) norm(row + h * dim, l->head_norm + h * dim, row + h * dim, dim, l->head_epsilon);
         rotate(row + h * dim, cosines, sines, dim);
     }
+    for (int64_t i = 0; i < m->query_heads * dim; i++) row[i] *= l->scale;
+    if (attends_in_pairs(m)) narrow_all(row, row, m->query_heads * dim);
     for (int64_t h = 0; h < m->key_heads; h++) {
         store(s->keys, (h * s->stride + slot) * dim, row + (m->query_heads + h) * dim, dim, m->half);
         store(s->values, (h * s->stride + slot) * dim, row + (turned + h) * dim, dim, m->half);
@@ -631,6 +743,7 @@ static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row
 static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride,
                       float *mixed, float *scratch, int threads) {
     const int64_t dim = m->head_dim, group = m->query_heads / m->key_heads, size = m->half ? 2 : 4;
+    const enum Kind kind = attends_in_pairs(m) ? PAIRS : m->half ? HALF : FULL;
     const Turns turns = all->turns[l->turns];
     int64_t start = 0;
     for (const Block *b = all->blocks; b < all->blocks + all->count; start += b++->rows) {
@@ -656,14 +769,18 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
             for (int64_t item = (shares + t - passed % shares) % shares; item < items; item += shares) {
                 int64_t k = item / parts, r = item % parts * TOGETHER, at = k * s->stride * dim * size;
                 Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
-                             .query = qkv + (from + r) * stride + k * group * dim, .scores = scores, .slots = slots,
+                             .query = qkv + (from + r) * stride + k * group * dim / (kind == PAIRS ? 2 : 1),
                              .output = mixed + ((from + r) * m->query_heads + k * group) * dim,
-                             .rows = b->rows - r < TOGETHER ? b->rows - r : TOGETHER, .heads = group, .room = room,
-                             .query_stride = stride, .output_stride = m->query_heads * dim, .scale = l->scale,
-                             .cap = l->cap};
-                for (int64_t i = 0; i < seen.rows; i++)
-                    seen.count[i] = path(b, s, b->first + r + i, slots + i * room, begun + i);
-                attend_any(&seen, dim, m->half);
+                             .scores = scores, .slots = slots, .dim = dim, .heads = group, .room = room,
+                             .rows = b->rows - r < TOGETHER ? b->rows - r : TOGETHER, .query_stride = stride,
+                             .output_stride = m->query_heads * dim, .cap = l->cap, .kind = kind};
+                for (int64_t i = 0; i < seen.rows; i++) {
+                    const int64_t row = b->first + r + i;
+                    if (i && !s->window && b->parents[row] == row - 1)
+                        seen.count[i] = onward(b, s, row, slots + i * room, room, seen.count[i - 1]);
+                    else seen.count[i] = path(b, s, row, slots + i * room, begun + i);
+                }
+                attend(&seen);
             }
             passed += items;
         }

@@ -31,7 +31,6 @@ from specdec.sampling import Peaks
 
 __all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
 
-_HEADS = (*range(16, 129, 16), 256)  # head dimensions that the library has code for
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -64,7 +63,7 @@ class NativeLayer:
 
 def runs_heads_of(head_dim: int, inner: int) -> bool:
     """Whether the library has code for such heads and such an MLP."""
-    return head_dim in _HEADS and inner % 16 == 0
+    return head_dim % 16 == 0 and inner % 16 == 0
 
 
 def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
@@ -80,8 +79,8 @@ def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
         return "native layers need all layers to have the same sizes"
     if not runs_heads_of(first.head_dim, first.inner) or head_dim != first.head_dim:
         return (
-            f"native layers need heads of 16, 32, ... 128 or 256 values, all of them rotated, and an MLP of a multiple "
-            f"of 16; here it is {first.head_dim} (of which {head_dim} rotated) and {first.inner}"
+            f"native layers need heads of a multiple of 16 values, all of them rotated, and an MLP of a multiple of 16; "
+            f"here it is {first.head_dim} (of which {head_dim} rotated) and {first.inner}"
         )
     if library() is None:
         return "native layers need a C compiler (cc, gcc or clang), and none works here"

@@ -31,8 +31,17 @@ SMALL = {"max_rows": 24, "prefill_chunk": 16}
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+HEADS = [(16, 4, 2), (48, 3, 1), (64, 6, 2), (96, 8, 1), (128, 4, 1), (160, 2, 2), (256, 2, 1)]
+
+
 def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersTarget:
-    return TransformersTarget(models.new_model(family, dtype, **SIZES, **changes), execution="native", owned=True)
+    return TransformersTarget(models.new_model(family, dtype, **SIZES | changes), execution="native", owned=True)
+
+
+def sizes_of(heads: tuple[int, int, int]) -> dict[str, int]:
+    """Of heads of so many values, so many queries' and so many keys'."""
+    counts = {"num_attention_heads": heads[1], "num_key_value_heads": heads[2]}
+    return {"hidden_size": 96, "head_dim": heads[0], **counts}
 
 
 def weight_of(dtype: torch.dtype, values: str, inputs: int = 530) -> torch.Tensor:
@@ -168,10 +177,14 @@ def test_text_is_that_of_generate(family: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("family", "heads"), [*((family, HEADS[0]) for family in FAMILIES), *(("llama", heads) for heads in HEADS[1:])]
+)
+def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(
+    family: str, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     """Every path of a tree, over texts that have left the windows (8 tokens) and wrapped their rings."""
-    target = native_target(family, dtype)
+    target = native_target(family, dtype, **sizes_of(heads))
     tree = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
     for length in (1, 5, 8, 21):
         with target.active():
@@ -351,10 +364,13 @@ def test_threads_change_nothing(rows: int, dtype: torch.dtype) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, dtype: torch.dtype) -> None:
+def test_a_prefill_s_rows_are_those_of_one_by_one(
+    family: str, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     """Over many blocks of rows, and a window that they leave; whole, by 13 and by one."""
-    target, tokens, found = native_target(family, dtype), models.prompt_of(70), []
+    target, tokens, found = native_target(family, dtype, **sizes_of(heads)), models.prompt_of(70), []
     for step in (70, 13, 1):
         with target.active():
             cache, logits = target.new_cache(capacity=80, rows=70), []
@@ -365,6 +381,28 @@ def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, dtype: torch.dtyp
         found.append(torch.cat(logits))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> None:
+    """No farther from what float64 says than transformers' own layers are."""
+    tokens = models.prompt_of(70)
+
+    def logits(model: Any, execution: str) -> torch.Tensor:
+        target = TransformersTarget(model, execution=execution)
+        with target.active():
+            cache = target.new_cache(capacity=80, rows=70)
+            found = target.forward(Block(cache, tokens, device=target.device)).logits
+        assert found is not None
+        return found.double()
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = models.new_model(family, dtype, **sizes_of(heads))
+        exact = logits(copy.deepcopy(model).double(), "transformers")
+        theirs, ours = ((logits(model, name) - exact).abs().mean() for name in ("transformers", "native"))
+        assert ours < 1.25 * theirs
 
 
 @needs_compiler
