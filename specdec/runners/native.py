@@ -79,8 +79,8 @@ def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
         return "native layers need all layers to have the same sizes"
     if not runs_heads_of(first.head_dim, first.inner) or head_dim != first.head_dim:
         return (
-            f"native layers need heads of a multiple of 16 values, all of them rotated, and an MLP of a multiple of 16; "
-            f"here it is {first.head_dim} (of which {head_dim} rotated) and {first.inner}"
+            f"native layers need heads of a multiple of 16 values, all of them rotated, and an MLP of a multiple of "
+            f"16; here it is {first.head_dim} (of which {head_dim} rotated) and {first.inner}"
         )
     if library() is None:
         return "native layers need a C compiler (cc, gcc or clang), and none works here"

@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 
 from specdec.bench.oracle import OraclePoint
 from specdec.bench.shapes import random_model, weight_bytes
+from specdec.model import TransformersTarget
+from specdec.native import library as native
 from specdec.native.library import library
 from specdec.registry import drafter_names
 from specdec.runners.linear import PackedWeight
@@ -118,7 +120,7 @@ def test_peak_memory_is_of_a_process_each(monkeypatch: pytest.MonkeyPatch, capsy
 def test_weights_in_twelve_bits_are_timed_beside_sixteen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, sizes = load("ablate_codes"), list[int]()
+    script, sizes = load("ablate_native"), list[int]()
     took = PackedWeight.__init__
 
     def noted(self: PackedWeight, *arguments: Any) -> None:
@@ -126,7 +128,7 @@ def test_weights_in_twelve_bits_are_timed_beside_sixteen(
         sizes.append(self.nbytes)
 
     monkeypatch.setattr(PackedWeight, "__init__", noted)
-    monkeypatch.setattr(sys, "argv", ["ablate_codes.py", "--seconds", "0", "--rows", "1,2"])
+    monkeypatch.setattr(sys, "argv", ["ablate_native.py", "--seconds", "0", "--rows", "1,2"])
     if not library().specdec_codes():
         with pytest.raises(SystemExit, match="AVX-512"):
             script.main()
@@ -137,6 +139,32 @@ def test_weights_in_twelve_bits_are_timed_beside_sixteen(
     assert second.startswith("twelve bits: 1: ")
     half = len(sizes) // 2
     assert sum(sizes[half:]) < 0.8 * sum(sizes[:half])
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+def test_another_c_file_is_timed_beside_this_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its numbers are the other file's: here of one that rounds otherwise."""
+    other, answers = tmp_path / "before.c", list[torch.Tensor]()
+    source = Path(native.__file__).with_name("layers.c").read_text(encoding="utf-8")
+    other.write_text(source.replace("1.f / sqrtf(", "1.000001f / sqrtf("), encoding="utf-8")
+    ran = TransformersTarget.forward
+
+    def noted(self: TransformersTarget, *arguments: Any, **options: Any) -> Any:
+        output = ran(self, *arguments, **options)
+        answers.append(output.logits)
+        return output
+
+    script = load("ablate_native")
+    monkeypatch.setattr(TransformersTarget, "forward", noted)
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
+    options = ["--seconds", "0", "--rows", "2", "--context", "3", "--before", str(other)]
+    monkeypatch.setattr(sys, "argv", ["ablate_native.py", *options])
+    script.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": 2: ")[0] for line in lines] == ["before", "after"]
+    assert not torch.equal(answers[-1], answers[-2])
 
 
 # -- The GPU's benchmark, on a CPU -------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""What a change of the native layers brings: a model's forwards with and without it, in turn in one process.
+
+    python scripts/ablate_native.py --model smollm2 --dtype bfloat16 --threads 1
+    git show COMMIT:specdec/native/layers.c > before.c
+    python scripts/ablate_native.py --model smollm2 --dtype bfloat16 --threads 1 --before before.c --context 1000
+
+Without ``--before`` the same layers run with weights in sixteen bits and in twelve, on a CPU that reads such codes;
+with it, layers of another C file, which has to offer the same functions, and then those of this package. Prints median
+milliseconds of forwards by their rows, head and all, after so many tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main() -> None:
+    from specdec import TransformersTarget
+    from specdec.block import Block
+    from specdec.native import library as native
+    from specdec.runners import linear
+    from specdec.runners import native as runner
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rows", default="1,2,4,6,8,16,32,64")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--before", type=Path, help="a C file like specdec/native/layers.c")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = sorted(int(count) for count in options.rows.split(","))
+    if (found := native.library()) is None or not (options.before or found.specdec_codes()):
+        sys.exit("error: nothing to compare here: that needs a C compiler, and without --before a CPU with AVX-512")
+    targets = {}
+    for name in ("before", "after") if options.before else ("sixteen bits", "twelve bits"):
+        with ExitStack() as changes:
+            if name == "before":
+                with patch.object(native, "_SOURCE", options.before):
+                    other = native.library.__wrapped__()
+                for module in (linear, runner):
+                    changes.enter_context(patch.object(module, "library", return_value=other))
+            elif name == "sixteen bits":
+                changes.enter_context(patch.object(linear.PackedWeight, "_code", return_value=None))
+            target = TransformersTarget.from_pretrained(options.model, dtype=options.dtype, execution="native")
+        with target.active():
+            cache = target.new_cache(capacity=options.context + rows[-1], rows=rows[-1])
+            cache.reserve(options.context + rows[-1])
+            for group in cache.groups:
+                group.keys.normal_()
+                group.values.normal_()
+        cache.length = options.context
+        targets[name] = target, cache
+    taken: dict[tuple[str, int], list[float]] = {}
+    began = perf_counter()
+    while not taken or perf_counter() - began < options.seconds:
+        for count in rows:
+            for name, (target, cache) in targets.items():
+                with target.active():
+                    block = Block(cache, [7] * count, device=target.device, backend=target.backend)
+                    start = perf_counter()
+                    target.forward(block)
+                    taken.setdefault((name, count), []).append(perf_counter() - start)
+    for name in targets:
+        times = [statistics.median(taken[name, count][1:] or taken[name, count]) for count in rows]
+        print(f"{name}: " + ", ".join(f"{count}: {1e3 * time:.2f}" for count, time in zip(rows, times, strict=True)))
+
+
+if __name__ == "__main__":
+    main()
