@@ -366,9 +366,7 @@ def test_threads_change_nothing(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_a_prefill_s_rows_are_those_of_one_by_one(
-    family: str, heads: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Over many blocks of rows, and a window that they leave; whole, by 13 and by one."""
     target, tokens, found = native_target(family, dtype, **sizes_of(heads)), models.prompt_of(70), []
     for step in (70, 13, 1):
