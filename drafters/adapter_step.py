@@ -2,7 +2,8 @@
 
 It computes what ``Adapter.forward`` does for a whole text, in half the operations: one product for queries, keys and
 values and one for gate and up, residuals added by the product itself; where the adapter is a whole layer and there is
-a native library, in one call. A draft costs little more than reading weights, so what surrounds the products counts.
+a native library, in one call, up to the head's logits where the head is packed, too. A draft costs little more than
+reading weights, so what surrounds the products counts.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from specdec.attention import attend_all
 from specdec.block import Block, rows_of
 from specdec.cache import KVCache, LayerSpec
 from specdec.rotary import rotate, signed
-from specdec.runners.linear import LinearKernel, PackedWeight, linear_kernel
-from specdec.runners.native import NativeLayer, NativeLayers, runs_heads_of
+from specdec.runners.linear import HeadOf, LinearKernel, PackedWeight, linear_kernel
+from specdec.runners.native import NativeHead, NativeLayer, NativeLayers, runs_heads_of
 
 __all__ = ["AdapterCache", "AdapterStep"]
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AdapterStep:
@@ -30,18 +33,19 @@ class AdapterStep:
 
     Args:
         adapter: as it was trained.
+        head: the target's, over the draft vocabulary if there is one; used unless the adapter has its own.
         target_norm: the target's last norm, which the variant ``none`` ends with.
 
     Attributes:
         config: the adapter's.
         norm: [D] weight of its last norm, which tells dtype and device.
-        alike: whether a sequence's hidden state is the same, bit for bit, whatever sequences are beside it.
+        alike: whether a sequence's logits are the same, bit for bit, whatever sequences are beside it.
     """
 
-    def __init__(self, adapter: Adapter, target_norm: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+    def __init__(self, adapter: Adapter, head: Linear, target_norm: Linear | None = None) -> None:
         self.config, self.norm = adapter.config, adapter.norm.detach()
         self._target_norm = target_norm if adapter.config.variant == "none" else None
-        self._head = None if adapter.head is None else _stored(adapter.head)
+        self._head = head if adapter.head is None else _stored(adapter.head)
         if self.config.attends:
             self._input_norm = adapter.input_norm.detach()
             self._qkv = _stored(adapter.q_proj, adapter.k_proj, adapter.v_proj)
@@ -49,7 +53,9 @@ class AdapterStep:
         if self.config.has_mlp:
             self._mlp_norm = adapter.mlp_norm.detach()
             self._gate_up, self._down = _stored(adapter.gate_proj, adapter.up_proj), _stored(adapter.down_proj)
+        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
         self._layer: NativeLayers | None = None
+        self._native_head: NativeHead | None = None
         if self.config.attends and self.config.has_mlp:
             eps = self.config.norm_eps
             products, norms = (self._qkv, self._out, self._gate_up, self._down), (self._input_norm, self._mlp_norm)
@@ -58,6 +64,9 @@ class AdapterStep:
             if len(packed) == len(products) and runs_heads_of(size, self.config.intermediate_size):
                 layer = NativeLayer(tuple(packed), norms, (eps, eps, 0.0), self.config.groups, size, size**-0.5)
                 self._layer = NativeLayers([layer])
+                own = self._head.packed if isinstance(self._head, HeadOf) else self._head
+                if isinstance(own, PackedWeight):
+                    self._native_head = NativeHead(self.norm, eps, own)
         self.alike = self._layer is not None
 
     def absorb(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
@@ -68,27 +77,23 @@ class AdapterStep:
         """As ``absorb``, of queries, keys and values [T, (H + 2 Hk) d] that are not rotated yet."""
         rows, (heads, key_heads) = len(states), self.config.groups
         states = states.view(rows, heads + 2 * key_heads, -1).transpose(0, 1)  # [H + 2 Hk, T, d]
-        cos, signed_sin = cache.rotary(rows)
+        last = cache.length + rows
+        cos, signed_sin = (table[0, cache.length : last] for table in self._rotary(last))
         turned = rotate(states[: heads + key_heads], cos, signed_sin)
         cache.write(0, turned[None, heads:], states[None, heads + key_heads :], cache.length)
-        cache.length += rows
+        cache.length = last
         return turned[:heads]
 
-    def step(self, features: Sequence[torch.Tensor], caches: Sequence[AdapterCache]) -> torch.Tensor:
-        """Hidden states [N, D] for the head: of each sequence after the last of its ``features`` [T, D].
+    def guess(self, features: Sequence[torch.Tensor], caches: Sequence[AdapterCache]) -> torch.Tensor:
+        """Logits [N, d] of the token after each sequence's last row of its ``features`` [T, D].
 
         These are its next T positions. With a single layer, keys and values depend on the features alone, so only the
         last row needs a query; and as it sees everything, no mask.
         """
         sizes = [len(own) for own in features]
-        rows = torch.cat([*features])
+        rows = features[0] if len(features) == 1 else torch.cat([*features])
         if self._layer is not None:
-            block = rows_of([Block(cache, [0] * size) for cache, size in zip(caches, sizes, strict=True)])
-            cos, sin = zip(*(cache.rotary(size) for cache, size in zip(caches, sizes, strict=True)), strict=True)
-            hidden, _ = self._layer.run(rows, block, torch.cat(cos).float(), torch.cat(sin).float(), 0, 1, ())
-            for cache, size in zip(caches, sizes, strict=True):
-                cache.length += size
-            return self._normed(hidden[[end - 1 for end in accumulate(sizes)]], self.norm)
+            return self._native(self._layer, rows, sizes, caches)
         hidden = torch.cat([own[-1:] for own in features])
         if self.config.attends:
             states = torch.split(self._qkv(self._normed(rows, self._input_norm)), sizes)
@@ -100,11 +105,35 @@ class AdapterStep:
         if self.config.has_mlp:
             gate, up = self._gate_up(self._normed(hidden, self._mlp_norm)).chunk(2, -1)
             hidden = self._down.add(F.silu(gate).mul_(up), hidden)
-        return self._normed(hidden, self.norm) if self._target_norm is None else self._target_norm(hidden)
+        return self._head(self._normed(hidden, self.norm) if self._target_norm is None else self._target_norm(hidden))
 
-    def logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """[..., V] of what ``step`` returned; ``head`` is the target's, used unless the adapter has its own."""
-        return (head if self._head is None else self._head)(hidden)
+    def _native(
+        self, layer: NativeLayers, rows: torch.Tensor, sizes: Sequence[int], caches: Sequence[AdapterCache]
+    ) -> torch.Tensor:
+        block = rows_of([Block(cache, [0] * size) for cache, size in zip(caches, sizes, strict=True)])
+        lasts = [end - 1 for end in accumulate(sizes)]
+        head = self._native_head
+        reading = None if head is None else head.reading(rows, lasts, False)
+        cos, signed_sin = self._rotary(block.end)
+        hidden, _ = layer.run(rows, block, cos, signed_sin, 0, 1, (), by_row=False, reading=reading)
+        for cache, size in zip(caches, sizes, strict=True):
+            cache.length += size
+        if reading is None:
+            return self._head(self._normed(hidden[lasts], self.norm))
+        assert reading.logits is not None
+        return reading.logits
+
+    def _rotary(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines, and sines with the first half negated, [1, positions, d] of so many positions from 0 on, or more.
+
+        In float32 for the library, which reads them so.
+        """
+        if self._turns is None or self._turns[0].shape[1] < end:
+            places = torch.arange(max(1024, 1 << end.bit_length()), device=self.norm.device)
+            cos, sin = rotations(places, self.config, self.norm.dtype)
+            turns = cos[None], signed(sin)[None]
+            self._turns = turns if self._layer is None else (turns[0].float(), turns[1].float())
+        return self._turns
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
@@ -117,13 +146,6 @@ class AdapterCache(KVCache):
         config, like = adapter.config, adapter.norm
         size, heads = config.head_dim, config.groups[1]
         super().__init__([LayerSpec(heads, size, size, None, like.device, like.dtype)], capacity=capacity, rows=1)
-        self._cos, sin = rotations(torch.arange(capacity, device=like.device), config, like.dtype)
-        self._signed = signed(sin)
-
-    def rotary(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines, and sines with the first half negated, [rows, d] of the next positions."""
-        last = self.length + rows
-        return self._cos[self.length : last], self._signed[self.length : last]
 
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is stored, [1, key heads, length, d] each."""

@@ -28,7 +28,7 @@ import torch
 
 from drafters.adapter import Adapter, AdapterConfig
 from drafters.adapter_step import AdapterCache, AdapterStep
-from drafters.vocabulary import DraftVocabulary, coupled, processed
+from drafters.vocabulary import DraftVocabulary, coupled, likeliest, processed
 from drafters.weights import check_fit, weights_folder
 from specdec import copies
 from specdec.block import Block
@@ -96,8 +96,8 @@ class Kangaroo(DrafterBase):
 
     def __init__(self, config: KangarooConfig, adapter: Adapter, target: Target) -> None:
         super().__init__(config)
-        self.adapter = AdapterStep(adapter, target.norm)
         self.vocabulary = DraftVocabulary(adapter.draft_tokens, target)
+        self.adapter = AdapterStep(adapter, self.vocabulary.head, target.norm)
         self.alike = self.adapter.alike and target.alike
         self.exit_layer = adapter.config.exit_layer
         self.eta = adapter.config.eta if config.eta is None else config.eta
@@ -132,8 +132,7 @@ class Kangaroo(DrafterBase):
 
     def guess(self, brought: Sequence[tuple[torch.Tensor, AdapterCache]]) -> Sequence[torch.Tensor]:
         """[d] logits of the token after the features [T, D] that each sequence brought, with its cache."""
-        hidden = self.adapter.step([features for features, _ in brought], [cache for _, cache in brought])
-        return self.adapter.logits(hidden, self.vocabulary.head).unbind()
+        return self.adapter.guess([features for features, _ in brought], [cache for _, cache in brought]).unbind()
 
 
 def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool = True) -> None:
@@ -185,7 +184,7 @@ class KangarooSession(BatchedSession):
 
     def passes(self, room: int) -> Passes[Draft]:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
-        drafter, context = self._drafter, self._context
+        drafter, context, drawn_from = self._drafter, self._context, None
         most = min(self._gamma, room - 1, context.remaining - 1)
         parents, depths, self._drafted, self._guessed = [-1], [0], [], []
         tokens: list[int] = [context.root]
@@ -201,7 +200,9 @@ class KangarooSession(BatchedSession):
         confident, last, reached = True, 0, 1.0
         while confident and depths[last] < most and len(parents) < room:
             scores = self._scores((yield self._guess(last, features[-1][:1])))
-            shares, places, drawn_from = self._draw(scores) if self._draws else self._rank(scores)
+            listed = None if self._draws else self._listed(scores)
+            if listed is None:
+                shares, places, drawn_from = self._draw(scores) if self._draws else self._rank(scores)
             first, left = len(parents), min(drafter.branch, room - len(parents))
             chosen: Sequence[int]
             if self._stays:
@@ -211,14 +212,16 @@ class KangarooSession(BatchedSession):
                 unread.append(drafter.vocabulary.tokens_at(places[:kept].clamp(min=0)))
                 chosen = copies.Later(unread[-1])
             else:
-                # In one copy from the device; a number is exact in float64, too.
-                read = copies.reading(torch.cat((shares.double(), places.double())))
-                if self._ahead:
-                    guess = copies.Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
-                    hidden = (yield self._shallow(guess, [*parents, last], [*depths, depths[last] + 1])).hidden
-                found = read()
-                chances = [chance for chance in found[: len(places)] if chance > 0]
-                numbers = [int(number) for number in found[len(places) :][: len(chances)] if number >= 0]
+                if listed is None:
+                    # In one copy from the device; a number is exact in float64, too.
+                    read = copies.reading(torch.cat((places.double(), shares.double())))
+                    if self._ahead:
+                        guess = copies.Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
+                        hidden = (yield self._shallow(guess, [*parents, last], [*depths, depths[last] + 1])).hidden
+                    found = read()
+                    listed = found[: len(places)], found[len(places) :]
+                chances = [chance for chance in listed[1] if chance > 0]
+                numbers = [int(number) for number in listed[0][: len(chances)] if number >= 0]
                 if not numbers:  # weights so large that the adapter says NaN
                     break
                 if drafter.eta is None:
@@ -236,7 +239,8 @@ class KangarooSession(BatchedSession):
             if drawn_from is not None:
                 q[last] = drafter.vocabulary.spread(drawn_from, 0.0)
             if self._reads_prefix:
-                self._ids = torch.cat((self._ids, drafter.vocabulary.tokens_at(places[None, :1])), 1)
+                newest = unread[-1][:1] if self._stays else torch.tensor(chosen[:1], device=self._ids.device)
+                self._ids = torch.cat((self._ids, newest.to(self._ids.device)[None]), 1)
             parents += [last] * len(chosen)
             depths += [depths[last] + 1] * len(chosen)
             features.append(hidden if self._ahead else (yield self._shallow(chosen, parents, depths)).hidden)
@@ -317,14 +321,21 @@ class KangarooSession(BatchedSession):
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         """[d] the guess, under the processors that the target's logits are under."""
+        if not self._processors:
+            return logits
         vocabulary, scores = self._drafter.vocabulary, logits.float()
         if self._reads_prefix:  # by the tokens' ids
             scores = vocabulary.spread(scores, -torch.inf)
         scores = processed(scores[None], self._ids, self._processors)[0]
         return vocabulary.gather(scores) if self._reads_prefix else scores
 
+    def _listed(self, scores: torch.Tensor) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Of the likeliest tokens, likeliest first, the number, and the chance to be the target's choice; or None."""
+        found = likeliest(scores, self._drafter.branch, self._noise, self._position, self._temperature)
+        return None if found is None else (found[0][0], found[1][0])
+
     def _rank(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Of the likeliest tokens, likeliest first, the chance to be the target's choice, and the number."""
+        """The same as tensors, chances first."""
         if self._noise is not None:
             scores = coupled(scores, self._noise.gumbel(self._position), self._temperature)
         found = torch.softmax(scores, -1, dtype=torch.float32).topk(min(self._drafter.branch, len(scores)))

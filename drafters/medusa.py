@@ -10,9 +10,8 @@ When sampling, tokens are ranked with the noise with which the target will draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import yaml
 
 from drafters.medusa_heads import MedusaHeads
 from drafters.tree import Grown, grow
-from drafters.vocabulary import DraftVocabulary, coupled, processed
+from drafters.vocabulary import DraftVocabulary, coupled, likeliest, processed
 from drafters.weights import check_fit, weights_folder
 from specdec import copies
 from specdec.config import read_value
@@ -32,7 +31,7 @@ from specdec.draft import Draft
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation, Question
 from specdec.errors import ConfigError, shown, unknown
 from specdec.passes import Pass, Passes
-from specdec.runners.linear import linear_kernel
+from specdec.runners.linear import LinearKernel, linear_kernel
 from specdec.target import FINAL, Target
 
 __all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "nodes_of", "paths_of"]
@@ -50,8 +49,7 @@ TREES = {
 """Named trees: a rank path per word, a digit per rank, likeliest first."""
 
 Path_ = Sequence[int]
-Rule = Callable[[torch.Tensor], torch.Tensor]
-Guesses = list[tuple[list[float], list[float]]]  # per head, of its likeliest tokens: numbers, and chances
+Guesses = Sequence[Sequence[Sequence[float]]]  # per head, of its likeliest tokens: numbers, and chances
 _MOST, _RANKS = 63, 10  # nodes of a tree, and ranks in it, as the authors' has
 _FAINT = 0.01  # a node of a smaller chance is not looked at, even where rows are free
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # guesses that are right for one that the heads promise, and those it counts as
@@ -171,12 +169,13 @@ class Medusa(DrafterBase):
             self.nodes = nodes_of(paths)
             depth, self.ranks = max(map(len, paths)), max(map(max, paths)) + 1
         weights = {name: weight.detach() for name, weight in heads.named_parameters()}
-        # Per layer its products and biases [K D]; as all heads read the same state, the first layer's are one product.
-        self._blocks = []
+        # Per layer its products, to [K D] together; as all heads read the same state, the first layer's are one.
+        self._blocks: list[list[LinearKernel]] = []
         for layer in range(own.layers):
-            blocks = [weights[f"{head}.{layer}.linear.weight"] for head in range(depth)]
-            biases = torch.cat([weights[f"{head}.{layer}.linear.bias"] for head in range(depth)])
-            self._blocks.append(([linear_kernel(w) for w in (blocks if layer else [torch.cat(blocks)])], biases))
+            parts = [[weights[f"{head}.{layer}.linear.{part}"] for head in range(depth)] for part in ("weight", "bias")]
+            stacked = zip(*parts, strict=True) if layer else [map(torch.cat, parts)]
+            self._blocks.append([linear_kernel(weight, bias) for weight, bias in stacked])
+        self._place = weights["0.0.linear.bias"].device, weights["0.0.linear.bias"].dtype
         heads_of = [linear_kernel(weights[f"{head}.{own.layers}.weight"]) for head in range(depth) if own.own_head]
         self._matrices = heads_of or None
         head = own.ranks * own.hidden_size * (depth if own.own_head else 1)
@@ -198,30 +197,38 @@ class Medusa(DrafterBase):
         return MedusaSession(self, context)
 
     @torch.no_grad()
-    def guesses(self, hidden: torch.Tensor, rules: Sequence[Rule | None] = ()) -> torch.Tensor:
-        """[N, heads, 2, ranks] float64, from hidden states [N, D]: numbers and chances of heads' likeliest tokens.
-
-        ``rules``: by which each of the N sequences samples, if it does.
-        """
-        states = hidden.to(self._blocks[0][1].device, self._blocks[0][1].dtype)[:, None]  # [N, 1, D], later [N, K, D]
-        for products, biases in self._blocks:
-            found = torch.cat([product(own) for product, own in zip(products, states.unbind(1), strict=True)], -1)
-            states = states + F.silu(found + biases).view(len(hidden), -1, hidden.shape[-1])
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, heads, d] from hidden states [N, D]."""
+        states = hidden.to(*self._place)[:, None]  # [N, 1, D], later [N, K, D]
+        for products in self._blocks:
+            found = [product(own) for product, own in zip(products, states.unbind(1), strict=True)]
+            more = found[0] if len(found) == 1 else torch.cat(found, -1)
+            states = states + F.silu(more).view(len(hidden), -1, hidden.shape[-1])
         if self._matrices is None:
-            logits = self.vocabulary.head(states)
-        else:
-            logits = torch.stack([head(own) for head, own in zip(self._matrices, states.unbind(1), strict=True)], 1)
-        if any(rules):
-            parts = zip(logits.float(), rules, strict=True)
-            logits = torch.stack([own if rule is None else rule(own) for own, rule in parts])
-        best = torch.softmax(logits, -1, dtype=torch.float32).topk(self.ranks, -1)
+            return self.vocabulary.head(states)
+        return torch.stack([head(own) for head, own in zip(self._matrices, states.unbind(1), strict=True)], 1)
+
+    def ranked(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[N, heads, 2, ranks] float64: numbers and chances of heads' likeliest tokens, by N times [heads, d]."""
+        best = torch.softmax(torch.stack([*logits]), -1, dtype=torch.float32).topk(self.ranks, -1)
         return torch.stack((best.indices.double(), best.values.double()), -2)
 
-    def lists(self, brought: Sequence[tuple[torch.Tensor, Rule | None]]) -> list[Guesses]:
-        """The same as lists, of the [1, D] that each sequence brought, and the rule by which it samples."""
-        hidden, rules = zip(*brought, strict=True)
-        found: list[Guesses] = self.guesses(torch.cat(hidden), rules).tolist()
-        return found
+    @torch.no_grad()
+    def lists(self, brought: Sequence[tuple[torch.Tensor, MedusaSession | None]]) -> list[Guesses]:
+        """The same as lists, of the [1, D] that each sequence brought; with the session of one that samples."""
+        hidden, sessions = zip(*brought, strict=True)
+        logits = self.logits(torch.cat(hidden)).unbind()
+        found = list[Guesses]()
+        for own, session in zip(logits, sessions, strict=True):
+            ranked = likeliest(own, self.ranks, None, 0, 0.0) if session is None else session.likeliest(own)
+            if ranked is None:  # then of all of them
+                break
+            found.append([*zip(*ranked, strict=True)])
+        else:
+            return found
+        parts = zip(logits, sessions, strict=True)
+        drawn = [own if session is None else session.drawn(own) for own, session in parts]
+        return self.ranked(drawn).tolist()
 
 
 class MedusaSession(BatchedSession):
@@ -242,7 +249,7 @@ class MedusaSession(BatchedSession):
         self._processors = replace(params, repetition_penalty=1.0).processors()  # those that read no prefix
 
     def passes(self, room: int) -> Passes[Draft]:
-        """The tree, less what is deeper than the text may get or does not fit."""
+        """The tree, less what is deeper than the text may get, has no chance at all or does not fit."""
         context = self._context
         deepest = context.remaining - 1
         tokens, parents = [context.root], [-1]
@@ -256,10 +263,13 @@ class MedusaSession(BatchedSession):
         for node in self._drafter.nodes or self._grown(guesses):
             if len(tokens) == room:
                 break
+            parent, (numbers, chances) = rows[node.parent], guesses[node.depth - 1]
+            if parent < 0 or node.depth > deepest or not chances[node.rank] > 0:  # as of what processors forbid
+                rows.append(-1)
+                continue
             rows.append(len(tokens))
-            if node.depth <= deepest:  # its parent is no deeper, so it is there
-                tokens.append(vocabulary.token(int(guesses[node.depth - 1][0][node.rank])))
-                parents.append(rows[node.parent])
+            tokens.append(vocabulary.token(int(numbers[node.rank])))
+            parents.append(parent)
         wrong = max(1 - self._sure * guesses[0][1][0], 0.01)
         # As many tokens as a match that is right so often goes on for.
         return Draft(tokens, parents, match_length=int(1 / wrong), cost=self._price)
@@ -277,7 +287,12 @@ class MedusaSession(BatchedSession):
         """Guesses that were right in this text, for one that the heads promised."""
         return self._right / self._promised
 
-    def _drawn(self, logits: torch.Tensor, depth: torch.Tensor | None = None) -> torch.Tensor:
+    def likeliest(self, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]] | None:
+        """By the heads' logits [heads, d], the likeliest ones of the tokens that the target will draw; or None."""
+        scores, ranks, position = self._processed(logits), self._drafter.ranks, len(self._context.tokens)
+        return likeliest(scores, ranks, self._noise, position, self._temperature)
+
+    def drawn(self, logits: torch.Tensor, depth: torch.Tensor | None = None) -> torch.Tensor:
         """Of the heads' logits [heads, d], those of the tokens that the target will draw.
 
         ``depth``: of the row that ends a step which is not over, see :class:`specdec.drafter.Question`.
@@ -287,20 +302,26 @@ class MedusaSession(BatchedSession):
             noise = torch.stack([self._noise.gumbel(position + head) for head in heads])
         else:
             noise = self._noise.gumbel_at(depth + torch.arange(1, 1 + len(heads), device=depth.device) + position)
-        ids = torch.empty(1, 0, dtype=torch.long, device=logits.device)
-        return coupled(processed(logits, ids, self._processors), noise, self._temperature)
+        return coupled(self._processed(logits), noise, self._temperature)
 
-    def _brought(self) -> tuple[torch.Tensor, Rule | None]:
+    def _processed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The heads' logits [heads, d] under the processors that the target's are under."""
+        if not self._processors:
+            return logits
+        ids = torch.empty(1, 0, dtype=torch.long, device=logits.device)
+        return processed(logits.float(), ids, self._processors)
+
+    def _brought(self) -> tuple[torch.Tensor, MedusaSession | None]:
         """What the heads guess from."""
         assert self._seen is not None
-        return self._seen[self._last : self._last + 1], self._drawn if self._samples else None
+        return self._seen[self._last : self._last + 1], self if self._samples else None
 
     def ask(self, question: Question) -> torch.Tensor | None:
         hidden = question.taps[FINAL]
         if question.last is None:
             return None
-        rule = partial(self._drawn, depth=question.depth) if self._samples else None
-        found = self._drafter.guesses(hidden.index_select(0, question.last.to(hidden.device)), [rule])
+        (logits,) = self._drafter.logits(hidden.index_select(0, question.last.to(hidden.device)))
+        found = self._drafter.ranked([self.drawn(logits, question.depth) if self._samples else logits])
         return found.flatten().view(torch.int64)  # the numbers' bits
 
     def observe(self, seen: Observation) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from specdec import copies
 from specdec.errors import CheckpointError
+from specdec.native.scores import chances
 from specdec.sampling import Noise
 from specdec.target import Target
 
@@ -22,6 +24,7 @@ __all__ = [
     "DraftVocabulary",
     "check_draft_tokens",
     "coupled",
+    "likeliest",
     "most_frequent",
     "number_in",
     "processed",
@@ -84,6 +87,21 @@ def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float) -> to
     noise it is the guess's own.
     """
     return (scores + noise) * temperature
+
+
+def likeliest(
+    scores: torch.Tensor, count: int, noise: Noise | None, position: int, temperature: float
+) -> tuple[list[list[int]], list[list[float]]] | None:
+    """The numbers of the ``count`` likeliest tokens by each row of ``scores`` [R, d] or [d], and their chances.
+
+    With ``noise`` they are those that the target will draw at ``position`` and the ones behind it, see :func:`coupled`.
+    None where torch has to find them.
+    """
+    if copies.is_apart(scores.device):
+        return None
+    if noise is None:
+        return chances(scores, count)
+    return noise.foreseen(scores, position, temperature, count)
 
 
 def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:

@@ -46,7 +46,7 @@ from specdec.pretrained import (
 )
 from specdec.runners import EXECUTIONS
 from specdec.runners.known import version_of, why_special
-from specdec.runners.linear import DenseLinear, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
+from specdec.runners.linear import DenseLinear, HeadOf, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, choose_runner
 from specdec.runners.runner import LayerRunner
 from specdec.sampling import Sampler, Scores
@@ -189,9 +189,15 @@ class TransformersTarget:
             for power in range(cache.rows.bit_length()):
                 self.forward(Block(cache, [0] * (1 << power), device=self.device, backend=self.backend))
 
+    def active(self) -> AbstractContextManager[None]:
+        if self.runner.borrows:
+            return self._active_with_attention()
+        # Inside itself nothing is left to do, and to do it again would take as long as a row of scores.
+        return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+
     @contextmanager
-    def active(self) -> Iterator[None]:
-        with self._lent.to(_ATTENTION) if self.runner.borrows else nullcontext(), torch.inference_mode():
+    def _active_with_attention(self) -> Iterator[None]:
+        with self._lent.to(_ATTENTION), torch.inference_mode():
             yield
 
     def forward(
@@ -242,8 +248,7 @@ class TransformersTarget:
         weight = head.weight.detach()
         weight = weight if tokens is None else weight[tokens.to(self.head_device)]
         kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
-        joints = self.joints
-        return lambda hidden: joints.logits(kernel(joints.hidden(hidden).flatten(0, -2)).view(*hidden.shape[:-1], -1))
+        return HeadOf(kernel, self.joints)
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed since its runner read it; called before every generation."""

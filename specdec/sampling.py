@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -22,7 +21,7 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 from specdec import copies
 from specdec.errors import NumericalError
 from specdec.grammar import Grammar, States
-from specdec.native.scores import Stored, draw, largest, rank, weighed
+from specdec.native.scores import Stored, chances, draw, largest, rank, weighed
 from specdec.params import ACCEPTANCES, SamplingParams
 from specdec.processors import FREE, check_scores, judged, masked, takes_rows
 from specdec.results import TokenLogprobs
@@ -60,23 +59,21 @@ class Noise:
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         self._seed = _mix(seed & _MASK)
         self._device = device
-        self._begin(size)
-
-    def _begin(self, size: int) -> None:
+        self._tokens: torch.Tensor | None = None  # those that it is of; all for None
         self._size, self._block = size, max(1, min(_AHEAD, _BLOCK // size))
         self._ahead: dict[int, torch.Tensor] = {}  # the target's draws, by block of positions
 
     def among(self, tokens: torch.Tensor) -> Noise:
-        """The same numbers, of ``tokens`` [d] alone."""
-        own = copy(self)
-        own._begin(len(tokens))
-        own._steps = self._steps[tokens]
+        """The same numbers, of ``tokens`` [d] alone, int64 and contiguous."""
+        own = Noise(0, len(tokens), self._device)
+        own._seed, own._tokens = self._seed, tokens
         return own
 
     @cached_property
     def _steps(self) -> torch.Tensor:
         """[V] int64, which wraps like the 64-bit product that it is."""
-        return torch.arange(1, self._size + 1, device=self._device) * _signed(_GOLDEN)
+        tokens = torch.arange(self._size, device=self._device) if self._tokens is None else self._tokens
+        return (tokens + 1) * _signed(_GOLDEN)
 
     def _key(self, position: int, stream: int, index: int) -> int:
         key = _mix((self._seed + stream * _GOLDEN) & _MASK)
@@ -142,6 +139,22 @@ class Noise:
         sums = noise + torch.tensor([share for share in shares.values() if share > 0], dtype=torch.float64).log()
         sums, order = sums.sort(descending=True, stable=True)
         return numbers[order[:count]].tolist(), sums[:count].tolist()
+
+    def foreseen(
+        self, scores: torch.Tensor, position: int, temperature: float, count: int
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """By rows [R, V] or [V] of scores, the likeliest ones of the target's draws at ``position`` and the next ones.
+
+        A token's chance is its share of a softmax of the temperature times scores and noise. For a drafter: the last
+        digits of the noise are not those of :meth:`gumbel`.
+
+        Returns:
+            Of each row the places of the ``count`` likeliest, likeliest first, and their chances; None where torch has
+            to find them.
+        """
+        rows = scores.numel() // self._size
+        keys = [self._key(position + row, Noise.TARGET, 0) for row in range(rows)]
+        return chances(scores, count, scale=temperature, noise=temperature, keys=keys, tokens=self._tokens)
 
     def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:
         """The token with the largest sum of ``scores`` [V] and the target's draws at a position: a draw from them.

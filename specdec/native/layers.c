@@ -1085,6 +1085,7 @@ static const uint64_t golden = 0x9E3779B97F4A7C15;
 enum { HASHES = LANES / 2 }; /* a register's: of longer vectors gcc makes single numbers */
 typedef uint64_t hashes __attribute__((vector_size(8 * HASHES)));
 typedef int64_t signed_hashes __attribute__((vector_size(8 * HASHES))); /* which are compared by one instruction */
+typedef double doubles __attribute__((vector_size(8 * HASHES)));
 
 /* No less than a finite Gumbel number: with u = (hash + .5) / 2^53 that is -log(-log u) < -log(1 - u), which the bits of
  * 2^53 - hash bound. */
@@ -1161,6 +1162,52 @@ int64_t specdec_rank(const int64_t *tokens, const float *scores, const int64_t *
         best[at] = token, sums[at] = sum;
     }
     return known;
+}
+
+INLINE doubles logarithm(doubles x) { /* of a positive number; to 2e-12 */
+    const signed_hashes low = (signed_hashes)((doubles){0} + 0.7071067811865476);
+    signed_hashes power = ((signed_hashes)x - low) >> 52; /* 2^power times [1 / sqrt 2, sqrt 2) */
+    doubles m = (doubles)((signed_hashes)x - (power << 52)) - 1, t = m / (m + 2), square = t * t;
+    doubles p = square * (2. / 13) + 2. / 11;
+    p = p * square + 2. / 9;
+    p = p * square + 2. / 7;
+    p = p * square + 2. / 5;
+    p = p * square + 2. / 3;
+    return (p * square + 2) * t + __builtin_convertvector(power, doubles) * 0.6931471805599453;
+}
+
+/* Of each row's `size` logits the `count` largest, the largest first, and their shares of a softmax over all of them. A
+ * logit is a score times `scale` and, where there are keys, the Gumbel number that the row's key gives to its token times
+ * `noise`. The tokens, ascending, are 0, 1, 2, ... where they are NULL. Returns as specdec_run_layers. */
+int specdec_chances(const void *scores, int64_t rows, int64_t size, int half, float scale, float noise,
+                    const uint64_t *keys, const int64_t *tokens, int64_t count, int64_t *best, float *chances) {
+    float *logits = scratch_of(size);
+    if (!logits) return 1;
+    for (int64_t r = 0; r < rows; r++, best += count, chances += count) {
+        const void *row = row_of(scores, r, size, half);
+        widen_all(row, logits, size, half);
+        const float base = highest(logits, 0, size, 0); /* taken off, so that noise is not rounded to a large number */
+        for (int64_t i = 0; i < size; i++) logits[i] = (logits[i] - base) * scale;
+        for (int64_t i = 0; keys && i < size; i += HASHES) {
+            const int64_t there = i + HASHES < size ? HASHES : size - i;
+            hashes x = {0};
+            for (int64_t n = 0; n < HASHES; n++) x[n] = tokens && n < there ? (uint64_t)tokens[i + n] : (uint64_t)(i + n);
+            x = keys[r] + (x + 1) * golden;
+            doubles u = (__builtin_convertvector((signed_hashes)HASH(x), doubles) + .5) * 0x1p-53;
+            doubles own = -logarithm(-logarithm(u));
+            for (int64_t n = 0; n < there; n++) logits[i + n] += noise * (float)own[n];
+        }
+        top(logits, size, count, best, 0);
+        const float most = logits[best[0]];
+        floats sums = {0};
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES) sums += exponential(load(logits, i, 0) - most);
+        float sum = total(sums);
+        for (; i < size; i++) sum += expf(logits[i] - most);
+        for (int64_t n = 0; n < count; n++) chances[n] = expf(logits[best[n]] - most) / sum;
+    }
+    free(logits);
+    return 0;
 }
 
 /* Whether this machine multiplies pairs. */

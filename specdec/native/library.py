@@ -148,6 +148,9 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "specdec_rank": [
         c_void_p, c_void_p, c_void_p, c_int64, c_double, c_uint64, c_int64, c_void_p, c_void_p,
     ],
+    "specdec_chances": [
+        c_void_p, c_int64, c_int64, c_int, c_float, c_float, c_void_p, c_void_p, c_int64, c_void_p, c_void_p,
+    ],
     "specdec_count_highs": [c_void_p, c_int64, c_void_p],
     "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
     "specdec_pairs": [],
@@ -299,7 +302,7 @@ def _load(path: Path) -> Any:
     try:
         for name, arguments in _FUNCTIONS.items():
             getattr(loaded, name).argtypes = arguments
-        for allocating in (loaded.specdec_run_layers, loaded.specdec_product):
+        for allocating in (loaded.specdec_run_layers, loaded.specdec_product, loaded.specdec_chances):
             allocating.errcheck = _check_memory
     except AttributeError as error:
         raise OSError(f"{str(path)!r} is no such library: {error}") from error

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import c_double, c_int64
+from ctypes import c_double, c_float, c_int64, c_uint64
 from typing import Any, NamedTuple
 
 import torch
 
 from specdec.native.library import library
 
-__all__ = ["Stored", "draw", "largest", "rank", "weighed"]
+__all__ = ["Stored", "chances", "draw", "largest", "rank", "weighed"]
 
 _HALF = {torch.float32: False, torch.bfloat16: True}
 
@@ -87,6 +87,41 @@ def _find(stored: Stored, rows: Sequence[int] | None, number: int, count: int, b
     """Have the ``number`` rows' largest written to ``best``, and their scores to ``found``."""
     wanted = None if rows is None else (c_int64 * number)(*rows)
     library().specdec_top(stored.address, wanted, number, stored.size, stored.half, count, best, found)
+
+
+def chances(
+    scores: torch.Tensor | Stored,
+    count: int,
+    *,
+    scale: float = 1.0,
+    noise: float = 0.0,
+    keys: Sequence[int] = (),
+    tokens: torch.Tensor | None = None,
+) -> tuple[list[list[int]], list[list[float]]] | None:
+    """The places of the ``count`` largest logits of each row of scores [R, V] or [V], and their shares of a softmax.
+
+    A logit is a score times ``scale`` and, where each row has a key of 64 bits, ``noise`` times the Gumbel number that
+    the key gives to its token: to a place's own, or one of ``tokens`` [V].
+    """
+    if (stored := _stored(scores)) is None:
+        return None
+    number, count = stored.rows, min(count, stored.size)
+    best, shares = (c_int64 * (number * count))(), (c_float * (number * count))()
+    library().specdec_chances(
+        stored.address,
+        number,
+        stored.size,
+        stored.half,
+        scale,
+        noise,
+        (c_uint64 * number)(*keys) if keys else None,
+        None if tokens is None else tokens.data_ptr(),
+        count,
+        best,
+        shares,
+    )
+    firsts = range(0, number * count, count)
+    return [best[first : first + count] for first in firsts], [shares[first : first + count] for first in firsts]
 
 
 def draw(scores: torch.Tensor | Stored, key: int, temperature: float = 1.0) -> int | None:

@@ -19,9 +19,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from specdec.errors import shown
+from specdec.joints import Joints
 from specdec.native.library import CODE_BYTES, CODES, PAIR, PANEL, CProduct, Kind, library
 
-__all__ = ["DenseLinear", "LinearKernel", "ModuleRef", "PackedLinear", "PackedWeight", "TiedEmbedding", "linear_kernel"]
+__all__ = [
+    "DenseLinear",
+    "HeadOf",
+    "LinearKernel",
+    "ModuleRef",
+    "PackedLinear",
+    "PackedWeight",
+    "TiedEmbedding",
+    "linear_kernel",
+]
 
 
 _FEW_ODD = 512  # of so many weights one may lack a code: each costs as much as some twenty that have one
@@ -37,9 +47,9 @@ class LinearKernel(Protocol):
         """``residual`` [T, out] plus the product, in a new tensor."""
 
 
-def linear_kernel(weight: torch.Tensor) -> LinearKernel:
-    """A weight [out, in] without a bias on the fastest kernel of this machine, in a layout of its own."""
-    return PackedWeight(weight) if PackedWeight.takes(weight) else DenseLinear(weight)
+def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKernel:
+    """A weight [out, in], and a bias [out], on the fastest kernel of this machine, in a layout of its own."""
+    return PackedWeight(weight, bias) if PackedWeight.takes(weight) else DenseLinear(weight, bias)
 
 
 class DenseLinear:
@@ -166,6 +176,23 @@ class PackedWeight:
             stop = start + place.module.out_features
             place.put(PackedLinear(self, start, stop))
             start = stop
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOf:
+    """Some tokens' rows of a head, with what the model does before and after it: [..., D] to [..., d]."""
+
+    kernel: LinearKernel
+    joints: Joints
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = self.kernel(self.joints.hidden(hidden).flatten(0, -2))
+        return self.joints.logits(found.view(*hidden.shape[:-1], -1))
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The rows, where they are packed and the model does nothing else."""
+        return self.kernel if isinstance(self.kernel, PackedWeight) and self.joints.plain else None
 
 
 def _fits_bfloat16(weight: torch.Tensor) -> bool:

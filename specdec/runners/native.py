@@ -99,6 +99,7 @@ class NativeLayers:
         self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, half, gelu)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
         self._library = library()
+        self._turns: tuple[torch.Tensor, torch.Tensor, ctypes.Array[CTurns]] | None = None
 
     def run(
         self,
@@ -118,7 +119,8 @@ class NativeLayers:
         Cosines and sines are float32: [T, d], of the rows; if not ``by_row`` [K, positions, d], of positions 0, 1, 2,
         ... by the layers' tables. What a ``reading`` asks for is there afterwards.
         """
-        hidden = hidden.to(self._dtype).contiguous()
+        if hidden.dtype is not self._dtype or not hidden.is_contiguous():
+            hidden = hidden.to(self._dtype).contiguous()
         out = torch.empty(hidden.shape, dtype=self._dtype)
         keys, described, held = 0, list[int](), list[Any]()
         for part, _, _ in block.parts:
@@ -127,8 +129,7 @@ class NativeLayers:
             keys = max(keys, part.length + part.first + part.rows)
             described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
         blocks = (c_int64 * len(described))(*described)  # a Block of layers.c is six numbers
-        tables = [(cos, signed_sin)] if by_row else [*zip(cos, signed_sin, strict=True)]
-        turns = (CTurns * len(tables))(*(CTurns(one.data_ptr(), other.data_ptr()) for one, other in tables))
+        turns = self._described(cos, signed_sin, by_row)
         told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(turns), by_row)
         found = {tap: torch.empty(hidden.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
         wanted = None
@@ -147,6 +148,17 @@ class NativeLayers:
             torch.get_num_threads(),
         )
         return out, found
+
+    def _described(self, cos: torch.Tensor, signed_sin: torch.Tensor, by_row: bool) -> ctypes.Array[CTurns]:
+        """Where rotary tables lie; those of positions, which come again, are asked once."""
+        known = self._turns
+        if known is not None and known[0] is cos and known[1] is signed_sin:
+            return known[2]
+        tables = [(cos, signed_sin)] if by_row else [*zip(cos, signed_sin, strict=True)]
+        turns = (CTurns * len(tables))(*(CTurns(one.data_ptr(), other.data_ptr()) for one, other in tables))
+        if not by_row:
+            self._turns = cos, signed_sin, turns
+        return turns
 
     def _describe(self, layer: NativeLayer) -> CLayer:
         products = [product.described for product in layer.products]

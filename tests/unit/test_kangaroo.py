@@ -93,7 +93,7 @@ def test_step_by_step_equals_the_whole_text(variant: str, key_heads: int) -> Non
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_a_whole_layer_in_one_native_call(key_heads: int) -> None:
     adapter = adapter_of("layer", dtype=torch.float32, hidden_size=64, key_heads=key_heads)
-    assert (AdapterStep(adapter)._layer is None) is (library() is None)
+    assert (AdapterStep(adapter, torch.nn.Identity())._layer is None) is (library() is None)
     check_steps(adapter)
 
 
@@ -102,12 +102,13 @@ def check_steps(adapter: Adapter) -> None:
     features = torch.randn(1, 11, size, dtype=dtype)
     head = torch.nn.Linear(size, 32, dtype=dtype).requires_grad_(False)
     whole = adapter(features, torch.arange(11)[None], head)
-    step = AdapterStep(adapter)
+    step = AdapterStep(adapter, head)
     cache = AdapterCache(step, 11)
     if variant != "mlp":
         step.absorb(features[0, :4], cache)
-    rows = [step.step([features[0, first:last]], [cache]) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
-    found = step.logits(torch.cat(rows), head)
+    found = torch.cat(
+        [step.guess([features[0, first:last]], [cache]) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
+    )
     torch.testing.assert_close(
         found, whole[[4, 7, 8, 10]], **({} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-4})
     )

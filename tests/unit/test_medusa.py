@@ -119,6 +119,16 @@ def test_a_prompt_of_one_token_starts_plainly(target: TransformersTarget, tmp_pa
     assert rows[1] > 1
 
 
+def test_what_processors_forbid_is_not_proposed(target: TransformersTarget, tmp_path: Path) -> None:
+    """Of three tokens that may be drawn a fourth rank has none, and nothing stands below it."""
+    tree = [[0], [3], [3, 0], [1], [0, 2], [0, 3]]
+    drafter = drafter_of(target, tmp_path, tree, heads=2)
+    sampling = SamplingParams(temperature=1.0, top_k=3, seed=1)
+    rows = [step.rows for step in Engine(target, None, drafter, max_rows=8).generate(PROMPT, 12, sampling).steps]
+    assert max(rows) == 4
+    assert len(rows) > 1
+
+
 def test_a_narrow_room_keeps_the_first_nodes(target: TransformersTarget, tmp_path: Path) -> None:
     drafts: list[Draft] = []
     spy = Spy(drafter_of(target, tmp_path, "small"), drafts.append)

@@ -16,10 +16,11 @@ from drafters.adapter_step import AdapterCache, AdapterStep
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft, Entry
+from specdec.joints import Joints
 from specdec.native import library as native
 from specdec.native.scores import Stored, draw, largest, weighed
 from specdec.registry import drafter_names
-from specdec.runners.linear import PackedWeight, TiedEmbedding
+from specdec.runners.linear import HeadOf, PackedWeight, TiedEmbedding, linear_kernel
 from specdec.sampling import Noise
 from specdec.target import FINAL
 from tests import models
@@ -306,13 +307,44 @@ def test_an_adapter_s_step_equals_the_whole_text(variant: str) -> None:
     adapter = Adapter(config).requires_grad_(False)
     features, head = torch.randn(1, 11, 64), torch.nn.Linear(64, 32).requires_grad_(False)
     whole = adapter(features, torch.arange(11)[None], head)
-    step = AdapterStep(adapter)
+    step = AdapterStep(adapter, head)
     assert (step._layer is not None) == (variant == "layer")
     cache = AdapterCache(step, 11)
     if variant != "mlp":
         step.absorb(features[0, :4], cache)
-    rows = [step.step([features[0, first:last]], [cache]) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
-    torch.testing.assert_close(step.logits(torch.cat(rows), head), whole[[4, 7, 8, 10]], atol=1e-5, rtol=1e-5)
+    found = torch.cat(
+        [step.guess([features[0, first:last]], [cache]) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
+    )
+    torch.testing.assert_close(found, whole[[4, 7, 8, 10]], atol=1e-5, rtol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_s_layer_and_head_are_one_call(dtype: torch.dtype) -> None:
+    """A guess, of one sequence and of three, is what layer and head give one after the other."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "vocab_size": 96, "heads": 4, "key_heads": 2, "intermediate_size": 48}
+    adapter = Adapter(AdapterConfig(exit_layer=1, variant="layer", **sizes)).to(dtype).requires_grad_(False)
+    weight = torch.randn(70, 64).to(dtype)
+    step = AdapterStep(adapter, HeadOf(linear_kernel(weight), Joints()))
+    apart = AdapterStep(adapter, lambda hidden: hidden @ weight.T)
+    assert (step._native_head is None, apart._native_head is None) == (False, True)
+    texts = [torch.randn(size, 64).to(dtype) for size in (5, 9, 3)]
+
+    def guesses(of: AdapterStep, together: bool) -> list[torch.Tensor]:
+        caches, found = [AdapterCache(of, 12) for _ in texts], list[torch.Tensor]()
+        for first, last in ((0, 2), (2, 3)):
+            parts = [text[first:last] for text in texts]
+            if together:
+                found += of.guess(parts, caches)
+            else:
+                found += [of.guess([part], [cache])[0] for part, cache in zip(parts, caches, strict=True)]
+        return found
+
+    one, other = guesses(step, together=False), guesses(step, together=True)
+    assert all(map(torch.equal, one, other))
+    for found, expected in zip(one, guesses(apart, together=True), strict=True):
+        torch.testing.assert_close(found, expected, **({} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.2}))
 
 
 @pytest.mark.slow

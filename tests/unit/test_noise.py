@@ -11,6 +11,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
+from drafters.vocabulary import coupled, likeliest
+from specdec.native.library import library
 from specdec.sampling import Noise
 
 CPU = torch.device("cpu")
@@ -125,3 +127,43 @@ def test_the_noise_of_some_tokens_is_theirs() -> None:
             some.gumbel_at(torch.tensor([position, 9])), torch.stack([some.gumbel(position), some.gumbel(9)])
         )
     assert some.uniform(5, Noise.DRAFT, 2) == whole.uniform(5, Noise.DRAFT, 2)
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 5, 32, 577, 8192])
+def test_the_likeliest_draws_are_those_that_torch_finds(size: int, dtype: torch.dtype) -> None:
+    """Their places in order, and their chances, with noise and without, of all tokens and of some."""
+    torch.manual_seed(size)
+    tokens = torch.randperm(3 * size)[:size].sort().values
+    whole, some = Noise(7, size, CPU), Noise(7, 3 * size, CPU).among(tokens)
+    for scores in (3 * torch.randn(3, size), torch.zeros(3, size), torch.randn(3, size) - 1e4):
+        scores = scores.to(dtype)
+        scores[1, 1::3] = -torch.inf  # as processors forbid tokens
+        for noise, temperature in ((None, 1.0), (whole, 1.0), (whole, 0.3), (some, 1.7)):
+            drawn, count = scores.double(), min(4, size)
+            if noise is not None:
+                drawn = coupled(drawn, torch.stack([noise.gumbel(position) for position in (9, 10, 11)]), temperature)
+            expected = torch.softmax(drawn, -1)
+            found = likeliest(scores, 4, noise, 9, temperature)
+            assert found is not None
+            places, chances = torch.tensor(found[0]), torch.tensor(found[1], dtype=torch.float64)
+            assert places.shape == (3, count)
+            assert all(len(set(row)) == count for row in found[0])
+            torch.testing.assert_close(chances, expected.gather(1, places), rtol=2e-4, atol=1e-7)
+            torch.testing.assert_close(chances, expected.topk(count).values, rtol=2e-4, atol=1e-7)
+            if noise is not None and drawn.isfinite().all() and size > 1:
+                best = drawn.topk(2).values
+                clear = best[:, 0] - best[:, 1] > 1e-3
+                assert torch.equal(places[clear, 0], drawn.argmax(-1)[clear])
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+def test_scores_that_are_no_distribution_have_no_chances() -> None:
+    for odd in (torch.nan, torch.inf):
+        scores = torch.zeros(2, 40)
+        scores[1, 7] = odd
+        found = likeliest(scores, 3, None, 0, 1.0)
+        assert found is not None
+        assert found[1][0] == pytest.approx([1 / 40] * 3)
+        assert not any(chance > 0 for chance in found[1][1])

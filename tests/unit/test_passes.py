@@ -77,11 +77,11 @@ class Calls(Counter[str]):
         for part in getattr(drafter, "parts", [drafter]):
             if isinstance(part, Kangaroo):
                 self.count(target, "forward", lambda options: options.get("exit_layer") is not None)
-                self.count(part.adapter, "step")
+                self.count(part.adapter, "guess")
             elif isinstance(part, DraftModel):
                 self.count(part.model, "forward")
             else:
-                self.count(part, "guesses")
+                self.count(part, "logits")
 
     def count(self, owner: Any, method: str, when: Callable[[dict[str, Any]], bool] = lambda options: True) -> None:
         inner = getattr(owner, method)
