@@ -5,7 +5,7 @@
     python scripts/ablate_native.py --model smollm2 --dtype bfloat16 --threads 1 --before before.c --context 1000
 
 Without ``--before`` the same layers run with weights in sixteen bits and in twelve, on a CPU that reads such codes;
-with it, layers of another C file, which has to offer the same functions, and then those of this package. Prints median
+with it, layers of another C file, an earlier one or one that was changed, and then those of this package. Prints median
 milliseconds of forwards by their rows, head and all, after so many tokens.
 """
 
@@ -14,14 +14,35 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+NEEDED = ("specdec_run_layers", "specdec_product", "specdec_look_up", "specdec_top")
+
+
+def compiled(source: str) -> Any:
+    """The library of another C source; what the package's has come to offer since is there, and is not called."""
+    from specdec.native import library as native
+
+    missing = [name for name in native._FUNCTIONS if f"{name}(" not in source]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "before.c"
+        file.write_text(source + "".join(f"\nint {name}(void) {{ return 1; }}\n" for name in missing), encoding="utf-8")
+        with patch.object(native, "_SOURCE", file), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            other = native.library.__wrapped__()
+    if other is None:
+        sys.exit(f"error: --before: {'; '.join(str(one.message) for one in told)}")
+    return other
 
 
 def main() -> None:
@@ -44,12 +65,19 @@ def main() -> None:
     rows = sorted(int(count) for count in options.rows.split(","))
     if (found := native.library()) is None or not (options.before or found.specdec_codes()):
         sys.exit("error: nothing to compare here: that needs a C compiler, and without --before a CPU with AVX-512")
+    source = ""
+    if options.before:
+        try:
+            source = options.before.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            parser.error(f"--before: cannot read {str(options.before)!r}: {error}")
+        if absent := [name for name in NEEDED if f"{name}(" not in source]:
+            parser.error(f"--before: {str(options.before)!r} has no {absent[0]}; give one like specdec/native/layers.c")
     targets = {}
     for name in ("before", "after") if options.before else ("sixteen bits", "twelve bits"):
         with ExitStack() as changes:
             if name == "before":
-                with patch.object(native, "_SOURCE", options.before):
-                    other = native.library.__wrapped__()
+                other = compiled(source)
                 for module in (linear, runner):
                     changes.enter_context(patch.object(module, "library", return_value=other))
             elif name == "sixteen bits":

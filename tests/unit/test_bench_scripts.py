@@ -167,6 +167,28 @@ def test_another_c_file_is_timed_beside_this_one(
     assert not torch.equal(answers[-1], answers[-2])
 
 
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot read"),
+        ("int main(void) { return 0; }", "has no specdec_run_layers"),
+        ("specdec_run_layers( specdec_product( specdec_look_up( specdec_top(", "returned non-zero exit status"),
+    ],
+)
+def test_a_c_file_that_is_none_is_told_of(
+    text: str | None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "before.c"
+    if text is not None:
+        other.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ablate_native.py", "--seconds", "0", "--before", str(other)])
+    with pytest.raises(SystemExit) as ended:
+        load("ablate_native").main()
+    assert words in f"{ended.value.code} {capsys.readouterr().err}"
+
+
 # -- The GPU's benchmark, on a CPU -------------------------------------------------------------------------------------
 
 SIZES = {"shapes": "toy", "contexts": "32,64", "rows": "1,4", "repeats": 1, "prompt-tokens": 16, "max-new-tokens": 12}
