@@ -62,7 +62,8 @@ _DISSENT = 0.3
 _ONWARD = 0.6  # at least this after a row that was right
 _WEIGHT = 3.0  # of what is supposed, in rows seen
 
-_HOPE, _TREE = 0.3, 9  # tokens a step that a part with much to compute may bring; rows of the tree that it may make
+# Tokens a step that a part with much to compute may bring, by the rows of its tree: of more rows than pay none are taken.
+_HOPES = [0.3 * (1 - 0.6**rows) for rows in range(1, 9)]
 _FAINT = 0.03  # a row that is reached more rarely than this is not considered, whatever rows cost
 _GRACE = 0.05  # of a part that has little to compute
 _SURE = 4.0  # rows that are supposed to have held what they promised, before any was taken
@@ -141,7 +142,9 @@ class Bandit:
         """
         worth = self._worth[beside]
         if worth.net is None:
-            hope = _HOPE - prices.price(length, _TREE) if self._computes else _GRACE
+            hope = _GRACE
+            if self._computes:
+                hope = max(own - prices.price(length, rows) for rows, own in enumerate(_HOPES, 2))
             worth.net = hope - prices.drafting(0.0, self._fixed_rows, length)
         if worth.net > -_DEBT:
             return True

@@ -260,6 +260,15 @@ def test_a_part_with_a_model_waits_where_rows_are_dear() -> None:
     assert asked[1] > 0
 
 
+def test_a_part_with_a_model_is_asked_where_a_few_rows_are_cheap() -> None:
+    """However dear those are that it might propose as well, which would not be taken."""
+    learner = Fixed([1], [0], taps=[FINAL])
+    steep = CostCurve(machine={}, rows=[1, 4, 5, 64], lengths=[100], seconds=[[1.0, 1.01, 2.0, 61.0]])
+    auto = Auto(AutoConfig(), [learner])
+    Engine(target_of("llama"), None, auto, policy="acceptance", costs=steep).generate(PROMPT, 20)
+    assert learner.rooms
+
+
 def test_bad_options() -> None:
     for options, told in (
         ({"parts": []}, "auto.parts is empty"),
