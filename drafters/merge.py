@@ -62,7 +62,7 @@ _DISSENT = 0.3
 _ONWARD = 0.6  # at least this after a row that was right
 _WEIGHT = 3.0  # of what is supposed, in rows seen
 
-# Tokens a step that a part with much to compute may bring, by the rows of its tree: of more rows than pay none are taken.
+# Tokens a step that a part with much to compute may bring, by the rows of its tree, of which those that pay are taken.
 _HOPES = [0.3 * (1 - 0.6**rows) for rows in range(1, 9)]
 _FAINT = 0.03  # a row that is reached more rarely than this is not considered, whatever rows cost
 _GRACE = 0.05  # of a part that has little to compute
@@ -97,21 +97,8 @@ class MergedConfig:
             raise ConfigError(f"{self.drafter}.memory is {self.memory}; it must be in [0, 1)")
 
 
-class _Worth:
-    """What a part has been worth lately, in tokens a step; None until the prices of its first step are known."""
-
-    __slots__ = ("net", "patience")
-
-    def __init__(self, patience: Patience) -> None:
-        self.net: float | None = None
-        self.patience = patience
-
-
 class Bandit:
     """What is known of a part: how its rows have fared, and what it has been worth lately, in tokens a step.
-
-    The latter apart for steps in which parts before it propose something and those in which they do not: what is worth
-    little beside others may be worth a lot where it is alone.
 
     Args:
         part: the drafter.
@@ -121,9 +108,10 @@ class Bandit:
     def __init__(self, part: Drafter, memory: float) -> None:
         self._memory, self._fixed_rows = memory, part.fixed_cost_rows
         self._hits, self._tries = array("d", bytes(8 * _KINDS)), array("d", bytes(8 * _KINDS))
+        self._net: float | None = None  # until the prices of its first step are known
         # A part that has no model to run is simply tried, one that has waits until it may pay.
         self._computes = bool(part.taps)
-        self._worth = [_Worth(Patience(32, 256) if part.taps else Patience(4, 32)) for _ in range(2)]
+        self._patience = Patience(32, 256) if part.taps else Patience(4, 32)
 
     def chance(self, kind: int, supposed: float) -> float:
         """That such a row is right where its parent is; ``supposed``: of a kind of which nothing is known."""
@@ -135,34 +123,27 @@ class Bandit:
         self._hits[kind] = self._memory * self._hits[kind] + right
         self._tries[kind] = self._memory * self._tries[kind] + 1
 
-    def awake(self, prices: Prices, length: int, beside: bool = False) -> bool:
-        """Whether to ask the part for this step; before anything was seen what a draft costs decides.
-
-        ``beside``: parts before it have proposed something.
-        """
-        worth = self._worth[beside]
-        if worth.net is None:
+    def awake(self, prices: Prices, length: int) -> bool:
+        """Whether to ask the part for this step; before anything was seen what a draft costs decides."""
+        if self._net is None:
             hope = _GRACE
             if self._computes:
                 hope = max(own - prices.price(length, rows) for rows, own in enumerate(_HOPES, 2))
-            worth.net = hope - prices.drafting(0.0, self._fixed_rows, length)
-        if worth.net > -_DEBT:
+            self._net = hope - prices.drafting(0.0, self._fixed_rows, length)
+        if self._net > -_DEBT:
             return True
-        if not worth.patience.due():
+        if not self._patience.due():
             return False
-        worth.net = 0.0  # one disappointment, and it sleeps again
+        self._net = 0.0  # one disappointment, and it sleeps again
         return True
 
-    def judge(
-        self, prices: Prices, length: int, beside: bool = False, *, net: float, seconds: float, cost: float
-    ) -> None:
+    def judge(self, prices: Prices, length: int, *, net: float, seconds: float, cost: float) -> None:
         """Take note of a step: tokens that its rows brought less their price, seconds of drafting, the draft's cost."""
-        worth = self._worth[beside]
-        assert worth.net is not None
+        assert self._net is not None
         net -= prices.drafting(seconds, self._fixed_rows, length, cost)
-        worth.net = self._memory * worth.net + (1 - self._memory) * net
-        if worth.net > 0.05:
-            worth.patience.paid()
+        self._net = self._memory * self._net + (1 - self._memory) * net
+        if self._net > 0.05:
+            self._patience.paid()
 
 
 class Merged(DrafterBase):
@@ -281,27 +262,14 @@ class Tree:
 class Part:
     """A part in one sequence: its session, its latest draft and where that draft's rows went."""
 
-    __slots__ = (
-        "added",
-        "asked",
-        "bandit",
-        "beside",
-        "draft",
-        "kinds",
-        "name",
-        "rows",
-        "seconds",
-        "session",
-        "taps",
-        "told",
-    )
+    __slots__ = ("added", "asked", "bandit", "draft", "kinds", "name", "rows", "seconds", "session", "taps", "told")
 
     def __init__(self, drafter: Drafter, bandit: Bandit, context: Context) -> None:
         self.name, self.taps = drafter.name, drafter.taps
         self.told = bool(drafter.taps) or drafter.needs_observe
         self.bandit = bandit
         self.session = session_of(drafter, context)
-        self.asked = self.beside = False
+        self.asked = False
         self.draft = Draft.chain([context.root])
         self.rows = [0]  # own row -> row of the tree; -1: left out
         self.kinds = [0]  # of its own rows; a row's kind is a number below _KINDS
@@ -417,8 +385,7 @@ class MergedSession(BatchedSession):
             assert prices is not None
             least = max(_FAINT, prices.least(length, room) / sure)
         for part in self._parts:
-            part.beside = len(tree.tokens) > 1
-            part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length, part.beside))
+            part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
                 yield from self._ask(part, tree, room - len(tree.needed), least)
                 cost += part.draft.cost
@@ -517,8 +484,9 @@ class MergedSession(BatchedSession):
             if size > 1 and part.added:
                 mine = part.added.__contains__
                 net = sum(map(mine, place)) - prices.price(self._length, size, size - sum(map(mine, rows)))
-            seconds = part.seconds + perf_counter() - began
-            part.bandit.judge(prices, self._length, part.beside, net=net, seconds=seconds, cost=part.draft.cost)
+            part.bandit.judge(
+                prices, self._length, net=net, seconds=part.seconds + perf_counter() - began, cost=part.draft.cost
+            )
 
 
 def _begins_with(draft: Draft, own: Draft) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -186,33 +185,6 @@ def test_a_part_whose_drafting_costs_more_than_is_hoped_for_sleeps_from_the_star
         bandit = Bandit(drafter, 0.9)
         awake[rows] = [bandit.awake(prices, 0) for _ in range(4)]
     assert awake == {0: [True] * 4, 0.05: [True] * 4, 0.07: [False, False, False, True]}
-
-
-class Knowing(Fixed):
-    """Proposes the next token of a text wherever ``speaks`` says so, by the tokens that are known."""
-
-    def __init__(self, text: list[int], speaks: Callable[[int], bool]) -> None:
-        super().__init__()
-        self.text, self.speaks, self.asked = text, speaks, list[int]()
-
-    def propose(self, room: int) -> Draft:
-        known = len(self.context.tokens)
-        self.asked.append(known)
-        return Draft.chain([self.context.root, *self.text[known : known + 1][: self.speaks(known)][: room - 1]])
-
-
-def test_a_part_that_is_worth_nothing_beside_others_is_asked_where_they_propose_nothing() -> None:
-    text = [*PROMPT, *greedy("llama", PROMPT, 200)]
-    first, second = Knowing(text, lambda known: known % 3 > 0), Knowing(text, lambda known: True)
-    second.fixed_cost_rows = round(0.04 * curve_of(row=0.001).plain(0) / 1e-4)
-    engine = engine_of(first, second, policy="acceptance", memory=0.8)
-    assert engine.generate(PROMPT, 200).token_ids == text[len(PROMPT) :]
-    late = [known for known in first.asked if known > 100]
-    alone = {known for known in late if known % 3 == 0}
-    beside = set(late) - alone
-    assert min(len(alone), len(beside)) > 10
-    assert alone <= set(second.asked)
-    assert len(beside & set(second.asked)) < len(beside) / 3
 
 
 def test_kinds_are_told_apart() -> None:
