@@ -64,9 +64,9 @@ class Noise:
         self._ahead: dict[int, torch.Tensor] = {}  # the target's draws, by block of positions
 
     def among(self, tokens: torch.Tensor) -> Noise:
-        """The same numbers, of ``tokens`` [d] alone, int64 and contiguous."""
+        """The same numbers, of ``tokens`` [d] alone."""
         own = Noise(0, len(tokens), self._device)
-        own._seed, own._tokens = self._seed, tokens
+        own._seed, own._tokens = self._seed, tokens.long().contiguous()
         return own
 
     @cached_property
@@ -152,7 +152,7 @@ class Noise:
             Of each row the places of the ``count`` likeliest, likeliest first, and their chances; None where torch has
             to find them.
         """
-        rows = scores.numel() // self._size
+        rows = len(scores) if scores.dim() > 1 else 1
         keys = [self._key(position + row, Noise.TARGET, 0) for row in range(rows)]
         return chances(scores, count, scale=temperature, noise=temperature, keys=keys, tokens=self._tokens)
 

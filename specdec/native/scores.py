@@ -101,10 +101,16 @@ def chances(
     """The places of the ``count`` largest logits of each row of scores [R, V] or [V], and their shares of a softmax.
 
     A logit is a score times ``scale`` and, where each row has a key of 64 bits, ``noise`` times the Gumbel number that
-    the key gives to its token: to a place's own, or one of ``tokens`` [V].
+    the key gives to its token: to a place's own, or one of ``tokens`` [V], int64.
+
+    Raises:
+        ValueError: there are not as many tokens as scores in a row, or keys as rows.
     """
     if (stored := _stored(scores)) is None:
         return None
+    if (tokens is not None and len(tokens) != stored.size) or (keys and len(keys) != stored.rows):
+        given = None if tokens is None else len(tokens)
+        raise ValueError(f"{len(keys)} keys and {given} tokens for scores {stored.shape}; give one a row, one a place")
     number, count = stored.rows, min(count, stored.size)
     best, shares = (c_int64 * (number * count))(), (c_float * (number * count))()
     library().specdec_chances(

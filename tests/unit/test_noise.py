@@ -127,6 +127,12 @@ def test_the_noise_of_some_tokens_is_theirs() -> None:
             some.gumbel_at(torch.tensor([position, 9])), torch.stack([some.gumbel(position), some.gumbel(9)])
         )
     assert some.uniform(5, Noise.DRAFT, 2) == whole.uniform(5, Noise.DRAFT, 2)
+    scores = torch.tensor([0.1, 0.2, 0.0, 0.3])
+    for odd in (tokens.int(), torch.stack((tokens, tokens), 1)[:, 0]):  # of another kind, and not one after the other
+        assert whole.among(odd).foreseen(scores, 5, 1.0, 4) == some.foreseen(scores, 5, 1.0, 4)
+    if library() is not None:
+        with pytest.raises(ValueError, match="one a row"):
+            some.foreseen(scores[:3], 5, 1.0, 4)
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler")
