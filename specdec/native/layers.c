@@ -16,6 +16,13 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
 
 #ifdef __AVX512F__ /* registers hold 24 sums of 16 values beside the weights that they share: 6 rows of 4 vectors */
 #define LANES 16
@@ -55,9 +62,10 @@ typedef struct {
     const void *weight;     /* [panels][inputs][PANEL], zeros up to a whole PAIR; coded [panels][inputs / 2][CODE_BYTES] */
     const float *bias;      /* [outputs] or NULL */
     const uint8_t *highs;   /* [CODES] of coded ones, of which the first is 0 */
-    const Odd *odd;         /* by panels */
+    const Odd *odd;         /* by panels, and of one by inputs */
     const int64_t *odd_end; /* [panels] where a panel's end */
     int64_t inputs, outputs, kind;
+    int64_t tiles; /* rows are multiplied by tiles */
 } Product;
 
 typedef struct {
@@ -370,6 +378,13 @@ static void add_odd(const Product *p, int64_t strip, const float *grouped, float
     }
 }
 
+/* Rows [begin, end) of y get the bias of `count` outputs from `first` on. */
+static void add_bias(const Product *p, float *y, int64_t y_stride, int64_t begin, int64_t end, int64_t first,
+                     int64_t count) {
+    for (int64_t r = begin; p->bias && r < end; r++)
+        for (int64_t o = first; o < first + count && o < p->outputs; o++) y[r * y_stride + o] += p->bias[o];
+}
+
 /* Groups [begin, end) of all rows times one strip of a weight, a stretch of inputs at a time. */
 static void multiply_strip(const Product *p, const float *grouped, float *y, int64_t y_stride, int64_t rows,
                            int64_t strip, int64_t begin, int64_t end) {
@@ -412,34 +427,204 @@ static void multiply_strip(const Product *p, const float *grouped, float *y, int
             if (s + 1 == stretches) add_odd(p, strip, grouped + row * units, y + row * y_stride, y_stride, count);
         }
     }
-    if (p->bias && begin < end)
-        for (int64_t r = rows * begin / groups; r < rows * end / groups; r++)
-            for (int64_t o = strip * STRIP; o < (strip + 1) * STRIP && o < p->outputs; o++)
-                y[r * y_stride + o] += p->bias[o];
+    if (begin < end) add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, STRIP);
 }
 
+#if HAS_TILES
+/* Tiles are registers of 16 rows of 64 bytes, by which 16 rows of 32 inputs, in bfloat16, are multiplied with 16 outputs at
+ * once: 16 rows in less time than memory needs for the weights. A row's sums run in one order whatever rows it is with.
+ * Rows in float32 go in as three parts, eight bits of the number each, whose sum they are: no product is rounded. */
+enum { TILE = 16, STEP = 32, STEP_BYTES = 2 * STEP * PANEL };
+/* Bytes that are asked for ahead of what is decoded; and steps that are kept where one group of rows needs them, as few as
+ * decoding goes ahead of multiplying. */
+enum { AHEAD = 4096, CROWD = 16 };
+#define EACH_SUM(act, sum)               \
+    do {                                 \
+        act(0, sum, 4 * STRIP);          \
+        act(1, sum + TILE, 4 * STRIP);   \
+        act(2, sum + 2 * TILE, 4 * STRIP); \
+        act(3, sum + 3 * TILE, 4 * STRIP); \
+    } while (0)
+
+typedef struct { /* as the processor wants to be told */
+    uint8_t palette, start, none[14];
+    uint16_t bytes[TILE];
+    uint8_t rows[TILE];
+} Shapes;
+
+/* Tiles 0 to 3 have sums, 4 rows, 5 to 7 weights. */
+static void shape_tiles(int64_t rows) {
+    Shapes shapes = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        shapes.rows[tile] = tile < 5 ? rows : TILE;
+        shapes.bytes[tile] = 4 * TILE;
+    }
+    _tile_loadconfig(&shapes);
+}
+
+/* Sums += rows' parts, [parts][rows][STEP], times a step's weights of a strip, `apart` bytes from panel to panel, of
+ * which each is [STEP / 2][PANEL][2]. */
+INLINE void multiply_step(const char *x, const char *weight, int64_t apart, int64_t rows, const int parts) {
+#pragma GCC unroll 3
+    for (int part = 0; part < parts; part++) {
+        _tile_loadd(4, x + part * rows * 2 * STEP, 2 * STEP);
+        if (part == 0) {
+            _tile_loadd(5, weight, 4 * PANEL);
+            _tile_loadd(6, weight + 4 * TILE, 4 * PANEL);
+        }
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 6);
+    }
+#pragma GCC unroll 3
+    for (int part = 0; part < parts; part++) {
+        if (parts > 1) _tile_loadd(4, x + part * rows * 2 * STEP, 2 * STEP);
+        if (part == 0) {
+            _tile_loadd(7, weight + apart, 4 * PANEL);
+            _tile_loadd(5, weight + apart + 4 * TILE, 4 * PANEL);
+        }
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+}
+
+/* A step's weights of a panel, [STEP / 2][PANEL][2], of their codes; and, of those that have none, the ones of the step
+ * from `odd` on. Returns the next of these. */
+INLINE const Odd *decode_step(const char *from, char *to, __m512i highs, const Odd *odd, const Odd *last, int64_t step) {
+#pragma GCC unroll 16
+    for (int pair = 0; pair < STEP / 2; pair++) {
+        floats weight[2];
+        if (pair % 2 == 0) ask(from + pair * CODE_BYTES + AHEAD, 0, 3);
+        decode(from + pair * CODE_BYTES, highs, weight);
+        _mm512_store_si512(to + pair * 4 * PANEL, (__m512i)weight[0]);
+        _mm512_store_si512(to + pair * 4 * PANEL + 4 * TILE, (__m512i)weight[1]);
+    }
+    for (; odd < last && odd->input / STEP == step; odd++)
+        ((uint16_t *)to)[odd->input % STEP / 2 * 2 * PANEL + odd->output % PANEL * 2 + odd->input % 2] = narrow(odd->value);
+    return odd;
+}
+
+/* As multiply_strip, of up to CROWD groups; `x` is what gather_tiles made of the rows, and tiles are shaped for *shaped. */
+static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
+                           int64_t begin, int64_t end, int64_t *shaped) {
+    enum { PANELS = STRIP / PANEL };
+    const int coded = p->kind >= CODED, parts = p->kind == CODED ? 3 : 1;
+    const int64_t groups = (rows + TILE - 1) / TILE, steps = p->inputs / STEP, size = coded ? STEP / 2 * CODE_BYTES : STEP_BYTES;
+    const int64_t stretches = end - begin > 1 ? (p->inputs + STRETCH - 1) / STRETCH : 1;
+    const int64_t kept = end - begin > 1 ? STRETCH / STEP : 1; /* steps that are decoded for more than one group */
+    const __m512i highs = coded ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p->highs)) : _mm512_setzero_si512();
+    const char *weight[PANELS];
+    const Odd *odd[PANELS] = {NULL}, *last[PANELS] = {NULL};
+    for (int n = 0; n < PANELS; n++) {
+        weight[n] = (const char *)p->weight + (strip * PANELS + n) * steps * size;
+        if (coded) odd[n] = p->odd + odd_from(p, strip * PANELS + n), last[n] = p->odd + odd_from(p, strip * PANELS + n + 1);
+    }
+    char wide[STRETCH / STEP * PANELS * STEP_BYTES] __attribute__((aligned(64)));
+    float sums[CROWD][TILE * STRIP] __attribute__((aligned(64)));
+    for (int64_t s = 0; s < stretches; s++) {
+        const int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches;
+        for (int64_t g = begin; g < end; g++) {
+            const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
+            const char *own = x + (row * steps + from * count) * parts * 2 * STEP;
+            float *sum = sums[g - begin];
+            if (count != *shaped) shape_tiles(*shaped = count);
+            if (s) EACH_SUM(_tile_loadd, sum);
+            else {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+            for (int64_t i = from; i < to; i++, own += count * parts * 2 * STEP) {
+                char *decoded = wide + (i - from) % kept * PANELS * STEP_BYTES;
+                const char *these = coded ? decoded : weight[0] + i * size;
+                const int64_t apart = coded ? STEP_BYTES : steps * size;
+                for (int n = 0; coded && g == begin && n < PANELS; n++)
+                    odd[n] = decode_step(weight[n] + i * size, decoded + n * STEP_BYTES, highs, odd[n], last[n], i);
+                if (!coded && g == begin) ask(these + AHEAD, apart, STEP_BYTES / 64);
+                __asm__ volatile("" ::: "memory"); /* a compiler does not know that tiles read */
+                if (parts == 3) multiply_step(own, these, apart, count, 3);
+                else multiply_step(own, these, apart, count, 1);
+            }
+            EACH_SUM(_tile_stored, sum);
+            __asm__ volatile("" ::: "memory");
+            if (s + 1 < stretches) continue;
+            for (int64_t r = 0; r < count; r++)
+                for (int v = 0; v < VECTORS; v++) {
+                    float *total = y + (row + r) * y_stride + strip * STRIP + v * LANES;
+                    *(floats *)total = load(total, 0, 0) + load(sum, r * STRIP + v * LANES, 0);
+                }
+        }
+    }
+    if (begin < end) add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, STRIP);
+}
+
+/* `count` rows [count, inputs], the first of which is `row`, go to their place as [inputs / STEP][parts][count][STEP] in
+ * bfloat16. */
+static void gather_tiles(const Product *p, const float *x, char *grouped, int64_t row, int64_t count) {
+    const int parts = p->kind == CODED ? 3 : 1;
+    char *to = grouped + row * p->inputs * parts * 2;
+    for (int64_t i = 0; i < p->inputs; i += STEP)
+        for (int64_t r = 0; r < count; r++) {
+            floats low = load(x, r * p->inputs + i, 0), high = load(x, r * p->inputs + i + LANES, 0);
+            for (int part = 0; part < parts; part++) {
+                floats first = low, second = high;
+                if (parts > 1) { /* infinity has no rest */
+                    first = (floats)((words)low & 0xffff0000), second = (floats)((words)high & 0xffff0000);
+                    low = (floats)((ints)(low - first) & (low != first));
+                    high = (floats)((ints)(high - second) & (high != second));
+                }
+                _mm512_storeu_si512(to + ((i / STEP * parts + part) * count + r) * 2 * STEP,
+                                    (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+            }
+        }
+}
+#endif
+
 /* y [rows, y_stride] += x [rows, inputs] times the weight, plus the bias. Of pairs, x is left in bfloat16. `grouped` has
- * room for x. */
+ * room for it as it is multiplied. */
 static void product(const Product *p, float *x, float *grouped, float *y, int64_t y_stride, int64_t rows, int threads) {
-    const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + FEW - 1) / FEW, all = strips * groups;
+#if HAS_TILES
+    const int64_t tiles = p->tiles, most = tiles ? TILE : FEW;
+#else
+    const int64_t tiles = 0, most = FEW;
+#endif
+    const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + most - 1) / most, all = strips * groups;
     const int64_t units = units_of(p);
-    if (units < p->inputs)
+    if (units < p->inputs && !tiles)
         EACH_ROW for (int64_t r = 0; r < rows; r++) narrow_all(x + r * p->inputs, x + r * p->inputs, p->inputs);
-    if (rows == 1) grouped = x;
+    if (rows == 1 && !tiles) grouped = x;
     else
         EACH_ROW for (int64_t g = 0; g < groups; g++) { /* what is multiplied at once lies side by side */
             const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
+#if HAS_TILES
+            if (tiles) {
+                gather_tiles(p, x + row * p->inputs, (char *)grouped, row, count);
+                continue;
+            }
+#endif
             for (int64_t i = 0; i < units; i++)
                 for (int64_t r = 0; r < count; r++)
                     grouped[row * units + i * count + r] = x[(row + r) * p->inputs + i];
         }
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int t = 0; t < threads; t++)
+    for (int t = 0; t < threads; t++) {
+        int64_t shaped = 0;
         for (int64_t at = all * t / threads, last = all * (t + 1) / threads, begin, end; at < last; at += end - begin) {
             begin = at % groups;
             end = groups - begin < last - at ? groups : begin + last - at;
+#if HAS_TILES
+            if (tiles) {
+                if (end - begin > CROWD) end = begin + CROWD;
+                multiply_tiles(p, (const char *)grouped, y, y_stride, rows, at / groups, begin, end, &shaped);
+                continue;
+            }
+#endif
             multiply_strip(p, grouped, y, y_stride, rows, at / groups, begin, end);
         }
+#if HAS_TILES
+        if (tiles) _tile_release();
+#endif
+    }
 }
 
 /* y = x * weight / rms(x), over `size` values. */
@@ -787,6 +972,9 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     }
 }
 
+/* Floats that a row of `count` inputs takes where rows lie as they are multiplied. */
+INLINE int64_t gathered(int64_t count) { return count + (count + 1) / 2; }
+
 static float *scratch_of(int64_t count) { return aligned_alloc(64, (size_t)(count / 16 + 1) * 64); }
 
 INLINE float value_of(const void *values, int64_t i, int half) {
@@ -843,9 +1031,9 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int threads) {
     const Product *p = &head->product;
     const int64_t size = m->hidden, width = padded(p->outputs), half = m->half;
-    float *scratch = scratch_of((normed ? rows : 0) * size + count * (2 * size + width));
+    float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + gathered(size) + width));
     if (!scratch) return 1;
-    float *x = scratch, *grouped = x + count * size, *y = grouped + count * size, *all = y + count * width;
+    float *x = scratch, *grouped = x + count * size, *y = grouped + count * gathered(size), *all = y + count * width;
     if (normed)
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
@@ -896,11 +1084,11 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     int64_t wide = padded(2 * m->inner);
     int64_t attending = room_for(all->keys) * TOGETHER * (m->query_heads / m->key_heads + 1) * workers(m, rows, threads);
     const int64_t most = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
-    float *scratch = scratch_of(rows * (2 * width + size + heads + mix + wide + m->inner + most) + attending);
+    float *scratch = scratch_of(rows * (2 * width + size + heads + mix + wide + m->inner + gathered(most)) + attending);
     if (!scratch) return 1;
     float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * size;
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mix, *active = gates + rows * wide;
-    float *grouped = active + rows * m->inner, *rest = grouped + rows * most;
+    float *grouped = active + rows * m->inner, *rest = grouped + rows * gathered(most);
     for (int64_t r = 0; r < rows; r++) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
     for (int64_t n = first; n < last; n++) {
         const Layer *l = layers + n;
@@ -938,9 +1126,9 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
  * Returns as specdec_run_layers. */
 int specdec_product(const Product *p, const void *x, const void *onto, void *y, int64_t rows, int half, int threads) {
     const int64_t width = padded(p->outputs);
-    float *scratch = scratch_of(rows * (2 * p->inputs + width));
+    float *scratch = scratch_of(rows * (p->inputs + gathered(p->inputs) + width));
     if (!scratch) return 1;
-    float *grouped = scratch + rows * p->inputs, *sums = grouped + rows * p->inputs;
+    float *grouped = scratch + rows * p->inputs, *sums = grouped + rows * gathered(p->inputs);
     widen_all(x, scratch, rows * p->inputs, half);
     if (!onto) memset(sums, 0, rows * width * sizeof(float));
     else for (int64_t r = 0; r < rows; r++)
@@ -973,8 +1161,8 @@ void specdec_code(const Product *p, const uint16_t *values, uint8_t *weight, Odd
     for (int64_t panel = 0; panel < panels; odd_end[panel++] = known) {
         uint8_t *to = weight + panel * p->inputs / 2 * CODE_BYTES;
         memset(to, 0, p->inputs / 2 * CODE_BYTES);
-        for (int64_t o = 0; o < PANEL && panel * PANEL + o < p->outputs; o++)
-            for (int64_t i = 0; i < p->inputs; i++) {
+        for (int64_t i = 0; i < p->inputs; i++)
+            for (int64_t o = 0; o < PANEL && panel * PANEL + o < p->outputs; o++) {
                 const uint16_t value = values[(panel * PANEL + o) * p->inputs + i];
                 const int64_t place = place_of(o) + i % 2;
                 uint8_t *step = to + i / 2 * CODE_BYTES;
@@ -1221,3 +1409,13 @@ int specdec_pairs(void) {
 
 /* Whether it reads coded weights. */
 int specdec_codes(void) { return READS_CODES; }
+
+/* Whether this machine has tiles and the system lends them to this process, from now on. */
+int specdec_tiles(void) {
+#if HAS_TILES
+    enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM */
+    return !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+#else
+    return 0;
+#endif
+}

@@ -30,6 +30,7 @@ __all__ = [
     "CODE_BYTES",
     "PAIR",
     "PANEL",
+    "STEP",
     "CHead",
     "CLayer",
     "CProduct",
@@ -49,6 +50,9 @@ PANEL, PAIR = 32, 64
 
 CODES, CODE_BYTES = 16, 96
 """High bytes that have a code, and bytes that a panel has of two inputs' codes and low bytes, as there."""
+
+STEP = 32
+"""Inputs that a tile has of a row, as there."""
 
 
 class Kind(IntEnum):
@@ -76,6 +80,7 @@ class CProduct(Structure):
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("kind", c_int64),
+        ("tiles", c_int64),
     )
 
 
@@ -155,6 +160,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
     "specdec_pairs": [],
     "specdec_codes": [],
+    "specdec_tiles": [],
 }  # fmt: skip
 
 

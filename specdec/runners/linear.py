@@ -20,7 +20,7 @@ from torch import nn
 
 from specdec.errors import shown
 from specdec.joints import Joints
-from specdec.native.library import CODE_BYTES, CODES, PAIR, PANEL, CProduct, Kind, library
+from specdec.native.library import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct, Kind, library
 
 __all__ = [
     "DenseLinear",
@@ -92,6 +92,8 @@ class PackedWeight:
         address = None if self._full_bias is None else self._full_bias.data_ptr()
         self.described = CProduct(bias=address, inputs=self.inputs, outputs=self.outputs, kind=kind)
         self._held = self._code(stored.contiguous()) or self._lay(stored)
+        by_two = self.described.kind in (Kind.PAIRS, Kind.CODED, Kind.CODED_PAIRS)
+        self.described.tiles = by_two and self.inputs % STEP == 0 and self._library.specdec_tiles()
 
     def _lay(self, stored: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The weight as it is, in panels."""
