@@ -433,7 +433,7 @@ static void multiply_strip(const Product *p, const float *grouped, float *y, int
 #if HAS_TILES
 /* Tiles are registers of 16 rows of 64 bytes, by which 16 rows of 32 inputs, in bfloat16, are multiplied with 16 outputs at
  * once: 16 rows in less time than memory needs for the weights. A row's sums run in one order whatever rows it is with.
- * Rows in float32 go in as three parts, eight bits of the number each, whose sum they are: no product is rounded. */
+ * A row in float32 goes in as three, of eight bits of each number, whose sum it is: no product is rounded. */
 enum { TILE = 16, STEP = 32, STEP_BYTES = 2 * STEP * PANEL };
 /* Bytes that are asked for ahead of what is decoded; and steps that are kept where one group of rows needs them, as few as
  * decoding goes ahead of multiplying. */
@@ -452,6 +452,8 @@ typedef struct { /* as the processor wants to be told */
     uint8_t rows[TILE];
 } Shapes;
 
+INLINE int parts_of(const Product *p) { return p->kind == CODED ? 3 : 1; }
+
 /* Tiles 0 to 3 have sums, 4 rows, 5 to 7 weights. */
 static void shape_tiles(int64_t rows) {
     Shapes shapes = {.palette = 1};
@@ -462,29 +464,18 @@ static void shape_tiles(int64_t rows) {
     _tile_loadconfig(&shapes);
 }
 
-/* Sums += rows' parts, [parts][rows][STEP], times a step's weights of a strip, `apart` bytes from panel to panel, of
- * which each is [STEP / 2][PANEL][2]. */
-INLINE void multiply_step(const char *x, const char *weight, int64_t apart, int64_t rows, const int parts) {
-#pragma GCC unroll 3
-    for (int part = 0; part < parts; part++) {
-        _tile_loadd(4, x + part * rows * 2 * STEP, 2 * STEP);
-        if (part == 0) {
-            _tile_loadd(5, weight, 4 * PANEL);
-            _tile_loadd(6, weight + 4 * TILE, 4 * PANEL);
-        }
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_dpbf16ps(1, 4, 6);
-    }
-#pragma GCC unroll 3
-    for (int part = 0; part < parts; part++) {
-        if (parts > 1) _tile_loadd(4, x + part * rows * 2 * STEP, 2 * STEP);
-        if (part == 0) {
-            _tile_loadd(7, weight + apart, 4 * PANEL);
-            _tile_loadd(5, weight + apart + 4 * TILE, 4 * PANEL);
-        }
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 4, 5);
-    }
+/* Sums += rows, [rows][STEP], times a step's weights of a strip, `apart` bytes from panel to panel, of which each is
+ * [STEP / 2][PANEL][2]. */
+INLINE void multiply_step(const char *x, const char *weight, int64_t apart) {
+    _tile_loadd(4, x, 2 * STEP);
+    _tile_loadd(5, weight, 4 * PANEL);
+    _tile_loadd(6, weight + 4 * TILE, 4 * PANEL);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, weight + apart, 4 * PANEL);
+    _tile_loadd(5, weight + apart + 4 * TILE, 4 * PANEL);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 4, 5);
 }
 
 /* A step's weights of a panel, [STEP / 2][PANEL][2], of their codes; and, of those that have none, the ones of the step
@@ -507,8 +498,8 @@ INLINE const Odd *decode_step(const char *from, char *to, __m512i highs, const O
 static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
                            int64_t begin, int64_t end, int64_t *shaped) {
     enum { PANELS = STRIP / PANEL };
-    const int coded = p->kind >= CODED, parts = p->kind == CODED ? 3 : 1;
-    const int64_t groups = (rows + TILE - 1) / TILE, steps = p->inputs / STEP, size = coded ? STEP / 2 * CODE_BYTES : STEP_BYTES;
+    const int coded = p->kind >= CODED, parts = parts_of(p);
+    const int64_t most = TILE / parts, groups = (rows + most - 1) / most, steps = p->inputs / STEP, size = coded ? STEP / 2 * CODE_BYTES : STEP_BYTES;
     const int64_t stretches = end - begin > 1 ? (p->inputs + STRETCH - 1) / STRETCH : 1;
     const int64_t kept = end - begin > 1 ? STRETCH / STEP : 1; /* steps that are decoded for more than one group */
     const __m512i highs = coded ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p->highs)) : _mm512_setzero_si512();
@@ -526,7 +517,7 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
             const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
             const char *own = x + (row * steps + from * count) * parts * 2 * STEP;
             float *sum = sums[g - begin];
-            if (count != *shaped) shape_tiles(*shaped = count);
+            if (count != *shaped) shape_tiles((*shaped = count) * parts);
             if (s) EACH_SUM(_tile_loadd, sum);
             else {
                 _tile_zero(0);
@@ -542,8 +533,7 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
                     odd[n] = decode_step(weight[n] + i * size, decoded + n * STEP_BYTES, highs, odd[n], last[n], i);
                 if (!coded && g == begin) ask(these + AHEAD, apart, STEP_BYTES / 64);
                 __asm__ volatile("" ::: "memory"); /* a compiler does not know that tiles read */
-                if (parts == 3) multiply_step(own, these, apart, count, 3);
-                else multiply_step(own, these, apart, count, 1);
+                multiply_step(own, these, apart);
             }
             EACH_SUM(_tile_stored, sum);
             __asm__ volatile("" ::: "memory");
@@ -551,17 +541,19 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
             for (int64_t r = 0; r < count; r++)
                 for (int v = 0; v < VECTORS; v++) {
                     float *total = y + (row + r) * y_stride + strip * STRIP + v * LANES;
-                    *(floats *)total = load(total, 0, 0) + load(sum, r * STRIP + v * LANES, 0);
+                    floats whole = {0};
+                    for (int part = parts; part-- > 0;) whole += load(sum, (r * parts + part) * STRIP + v * LANES, 0);
+                    *(floats *)total += whole;
                 }
         }
     }
     if (begin < end) add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, STRIP);
 }
 
-/* `count` rows [count, inputs], the first of which is `row`, go to their place as [inputs / STEP][parts][count][STEP] in
+/* `count` rows [count, inputs], the first of which is `row`, go to their place as [inputs / STEP][count][parts][STEP] in
  * bfloat16. */
 static void gather_tiles(const Product *p, const float *x, char *grouped, int64_t row, int64_t count) {
-    const int parts = p->kind == CODED ? 3 : 1;
+    const int parts = parts_of(p);
     char *to = grouped + row * p->inputs * parts * 2;
     for (int64_t i = 0; i < p->inputs; i += STEP)
         for (int64_t r = 0; r < count; r++) {
@@ -573,7 +565,7 @@ static void gather_tiles(const Product *p, const float *x, char *grouped, int64_
                     low = (floats)((ints)(low - first) & (low != first));
                     high = (floats)((ints)(high - second) & (high != second));
                 }
-                _mm512_storeu_si512(to + ((i / STEP * parts + part) * count + r) * 2 * STEP,
+                _mm512_storeu_si512(to + ((i / STEP * count + r) * parts + part) * 2 * STEP,
                                     (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
             }
         }
@@ -584,7 +576,7 @@ static void gather_tiles(const Product *p, const float *x, char *grouped, int64_
  * room for it as it is multiplied. */
 static void product(const Product *p, float *x, float *grouped, float *y, int64_t y_stride, int64_t rows, int threads) {
 #if HAS_TILES
-    const int64_t tiles = p->tiles, most = tiles ? TILE : FEW;
+    const int64_t tiles = p->tiles, most = tiles ? TILE / parts_of(p) : FEW;
 #else
     const int64_t tiles = 0, most = FEW;
 #endif
