@@ -82,6 +82,7 @@ typedef struct {
     int64_t hidden, query_heads, key_heads, head_dim, inner;
     int64_t half; /* the model computes in bfloat16: the stream between layers and the cache are rounded to it */
     int64_t gelu; /* the MLP's gate is a GELU, by its tanh, and no SiLU */
+    int64_t tiles; /* attention multiplies by tiles, where it can */
 } Shape;
 
 typedef struct {
@@ -699,7 +700,8 @@ typedef struct {
     float *output, *scores; /* scores [units, room], which become shares */
     const char *keys, *values;
     const int32_t *slots; /* [rows, room] */
-    int64_t rows, heads, dim, room, query_stride, output_stride, count[TOGETHER];
+    int64_t rows, heads, dim, room, query_stride, output_stride, count[2 * TOGETHER];
+    int64_t chain; /* each row is below the one before it: they see the last one's slots, in this order */
     float cap;
     enum Kind kind; /* FULL: all in float32; HALF: keys and values in bfloat16; PAIRS: queries and shares as well */
 } Seen;
@@ -713,6 +715,12 @@ INLINE int attends_in_pairs(const Shape *m) {
     return 0;
 #endif
 }
+
+/* Whether pairs of them are multiplied by tiles. */
+INLINE int attends_in_tiles(const Shape *m) { return HAS_TILES && m->tiles && m->half && m->head_dim % (2 * LANES) == 0; }
+
+/* Rows that attend at once, so that what they see is read once. */
+INLINE int64_t together(const Shape *m) { return attends_in_tiles(m) ? 2 * TOGETHER : TOGETHER; }
 
 /* A block of LANES keys or values, and how many rows see it, one after the other. */
 typedef struct {
@@ -764,6 +772,10 @@ LEVEL(totals_of, eights_of, 8)
 LEVEL(totals_of, fours_of, 4)
 #endif
 
+INLINE floats capped(const Seen *a, floats scores) { /* by a tanh */
+    return a->cap - 2 * a->cap / (1.f + exponential(scores * (2 / a->cap)));
+}
+
 /* Scores of some units for a block's keys. */
 INLINE void score(const Seen *a, const Keys *block, const float *const query[UNITS], float *scores, const int units,
                   const int kind) {
@@ -773,7 +785,7 @@ INLINE void score(const Seen *a, const Keys *block, const float *const query[UNI
                              : totals_of(block, query, dim, 0, units, kind);
     for (int u = 0; u < units; u++) {
         floats own = sums.of[u];
-        if (a->cap) own = a->cap - 2 * a->cap / (1.f + exponential(own * (2 / a->cap))); /* of a tanh */
+        if (a->cap) own = capped(a, own);
         *(floats *)(scores + u * a->room) = own;
     }
 }
@@ -891,7 +903,218 @@ static void attend(const Seen *a) {
     each_block(a, longest, 1);
 }
 
-static int64_t room_for(int64_t keys) { return padded(keys + LANES); }
+#if HAS_TILES
+/* By tiles, 16 queries times 16 keys are one product. A unit's scores and sums run in one order whatever units are beside
+ * it: over a head's values, and over blocks of so many keys of its path. Values are brought side by side, by two keys, for
+ * so many blocks at once. */
+enum { BLOCK = 32, SPAN = 8 };
+
+/* Rows to columns. */
+INLINE void transpose(floats v[TILE]) {
+#define SWAP(x)                                       \
+    for (int i = 0; i < TILE; i++)                    \
+        if (!(i & x)) {                               \
+            const floats t = CROSS(v[i], v[i + x], x); \
+            v[i] = BLEND(v[i], t, x);                 \
+            v[i + x] = BLEND(t, v[i + x], x);         \
+        }
+    EACH_BIT(SWAP)
+#undef SWAP
+}
+
+/* Floats that rows need who attend by tiles: queries, what comes of them, some keys, and values of a span. */
+INLINE int64_t room_for_tiles(const Shape *m) {
+    const int64_t units = (together(m) * (m->query_heads / m->key_heads) + TILE - 1) / TILE * TILE;
+    return attends_in_tiles(m) ? m->head_dim * (units / 2 + units + TILE / 2 + SPAN * BLOCK / 2) : 0;
+}
+
+/* Units' queries to [units / TILE][dim / STEP][STEP / 2][TILE], of pairs. */
+static void gather_queries(const Seen *a, float *to) {
+    const int64_t units = a->rows * a->heads;
+    for (int64_t first = 0; first < units; first += TILE)
+        for (int64_t d = 0; d < a->dim / 2; d += TILE, to += TILE * TILE) {
+            floats pairs[TILE];
+            for (int64_t u = 0; u < TILE; u++) {
+                const int64_t unit = first + u < units ? first + u : units - 1;
+                pairs[u] = load(a->query, unit / a->heads * a->query_stride + unit % a->heads * (a->dim / 2) + d, 0);
+            }
+            transpose(pairs);
+            for (int i = 0; i < TILE; i++) *(floats *)(to + i * TILE) = pairs[i];
+        }
+}
+
+/* Scores of units [first, end) for the keys in `slots` [from, to), of which `count` are seen. */
+static void score_tiles(const Seen *a, const float *queries, int64_t first, int64_t end, const int32_t *slots, int64_t from,
+                        int64_t to, int64_t count, char *beside) {
+    const int64_t size = 2 * a->dim;
+    float found[TILE * TILE] __attribute__((aligned(64)));
+    if (to > count) to = count;
+    for (int64_t s = from; s < to; s += TILE) {
+        const char *keys = a->keys + slots[s] * size;
+        if (s + TILE > count || slots[s + TILE - 1] - slots[s] != TILE - 1) { /* they do not lie side by side */
+            for (int64_t k = 0; k < TILE; k++)
+                memcpy(beside + k * size, a->keys + slots[s + k < count ? s + k : count - 1] * size, size);
+            keys = beside;
+            __asm__ volatile("" ::: "memory");
+        }
+        for (int64_t tile = first / TILE; tile * TILE < end; tile++) {
+            const float *query = queries + tile * TILE * a->dim / 2;
+            _tile_zero(0);
+            for (int64_t d = 0; d < a->dim; d += STEP) {
+                _tile_loadd(4, keys + 2 * d, size);
+                _tile_loadd(5, query + d / STEP * TILE * TILE, 4 * TILE);
+                _tile_dpbf16ps(0, 4, 5);
+            }
+            _tile_stored(0, found, 4 * TILE);
+            __asm__ volatile("" ::: "memory");
+            floats own[TILE];
+            for (int i = 0; i < TILE; i++) own[i] = load(found, i * TILE, 0);
+            transpose(own);
+            for (int64_t u = 0; u < TILE; u++) {
+                const int64_t unit = tile * TILE + u;
+                if (unit < first || unit >= end) continue;
+                if (a->cap) own[u] = capped(a, own[u]);
+                *(floats *)(a->scores + unit * a->room + s) = own[u];
+            }
+        }
+    }
+}
+
+/* `width` tiles of `count` units' sums, [count][dim] from `sums` on, get `blocks` blocks of values by their shares. */
+INLINE void mix_blocks(const float *shares, int64_t stride, const char *values, int64_t blocks, int64_t dim, float *sums,
+                       const int width) {
+    _tile_loadd(0, sums, 4 * dim);
+    _tile_loadd(1, sums + TILE, 4 * dim);
+    if (width > 2) {
+        _tile_loadd(2, sums + 2 * TILE, 4 * dim);
+        _tile_loadd(3, sums + 3 * TILE, 4 * dim);
+    }
+    for (int64_t b = 0; b < blocks; b++, shares += BLOCK / 2, values += 2 * BLOCK * dim) {
+        _tile_loadd(4, shares, stride);
+        _tile_loadd(5, values, 4 * TILE);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, values + TILE * TILE * 4, 4 * TILE);
+        _tile_dpbf16ps(1, 4, 6);
+        if (width == 2) continue;
+        _tile_loadd(7, values + 2 * TILE * TILE * 4, 4 * TILE);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_loadd(5, values + 3 * TILE * TILE * 4, 4 * TILE);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums, 4 * dim);
+    _tile_stored(1, sums + TILE, 4 * dim);
+    if (width > 2) {
+        _tile_stored(2, sums + 2 * TILE, 4 * dim);
+        _tile_stored(3, sums + 3 * TILE, 4 * dim);
+    }
+}
+
+/* Sums of units [first, end), [dim] each, get the values in `slots` [from, to), of which `count` are seen. */
+static void mix_tiles(const Seen *a, float *sums, int64_t first, int64_t end, const int32_t *slots, int64_t from, int64_t to,
+                      int64_t count, char *beside) {
+    const int64_t dim = a->dim, size = 2 * dim;
+    for (int64_t s = from, blocks; s < to; s += blocks * BLOCK) {
+        blocks = (to - s + BLOCK - 1) / BLOCK;
+        if (blocks > SPAN) blocks = SPAN;
+        char *pair = beside;
+        for (int64_t b = 0; b < blocks; b++, pair += (dim - TILE) * 4 * TILE)
+            for (int64_t k = s + b * BLOCK; k < s + (b + 1) * BLOCK; k += 2, pair += 4 * TILE) {
+                const char *one = a->values + slots[k < count ? k : count - 1] * size;
+                const char *other = a->values + slots[k + 1 < count ? k + 1 : count - 1] * size;
+                for (int64_t d = 0; d < dim; d += STEP) {
+                    const __m512i v = _mm512_loadu_si512(one + 2 * d), w = _mm512_loadu_si512(other + 2 * d);
+                    _mm512_storeu_si512(pair + d * 4 * TILE, _mm512_unpacklo_epi16(v, w));
+                    _mm512_storeu_si512(pair + d * 4 * TILE + 4 * TILE * TILE, _mm512_unpackhi_epi16(v, w));
+                }
+            }
+        __asm__ volatile("" ::: "memory");
+        for (int64_t u = first, n; u < end; u += n) {
+            n = end - u < TILE ? end - u : TILE;
+            shape_tiles(n);
+            for (int64_t d = 0; d < dim; d += 2 * STEP) {
+                const float *shares = a->scores + u * a->room + s / 2;
+                if (d + STEP < dim) mix_blocks(shares, 4 * a->room, beside + d * 4 * TILE, blocks, dim, sums + u * dim + d, 4);
+                else mix_blocks(shares, 4 * a->room, beside + d * 4 * TILE, blocks, dim, sums + u * dim + d, 2);
+            }
+        }
+        __asm__ volatile("" ::: "memory");
+    }
+}
+
+/* Whether values of slots are all numbers, so that what weighs 0 adds 0. */
+static int all_finite(const Seen *a, const int32_t *slots, int64_t from, int64_t to) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 odd = 0;
+    for (int64_t s = from; s < to; s++)
+        for (int64_t d = 0; d < a->dim; d += STEP) {
+            const __m512i own = _mm512_loadu_si512(a->values + (slots[s] * a->dim + d) * 2);
+            odd |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(own, exponent), exponent);
+        }
+    return !odd;
+}
+
+/* Rows attend by tiles; `rest` is room_for_tiles. What all of them see, they see at once, block by block; and then each the
+ * rest of its own path. Those of a chain see the same all along, where the last ones weigh 0 for the first rows. */
+static void attend_tiles(const Seen *a, float *rest) {
+    const int64_t dim = a->dim, units = a->rows * a->heads, tiles = (units + TILE - 1) / TILE;
+    float *queries = rest, *sums = queries + tiles * TILE * dim / 2;
+    char *beside = (char *)(sums + tiles * TILE * dim);
+    const int64_t final = a->rows - 1;
+    int64_t longest = 0, shortest = a->count[0], common;
+    for (int64_t r = 0; r < a->rows; r++) {
+        longest = a->count[r] > longest ? a->count[r] : longest;
+        shortest = a->count[r] < shortest ? a->count[r] : shortest;
+    }
+    const int64_t whole = (longest + BLOCK - 1) / BLOCK * BLOCK;
+    const int32_t *last = a->slots + (a->chain ? 0 : final * a->room);
+    if (a->chain) common = all_finite(a, last, shortest, longest) ? whole : shortest / BLOCK * BLOCK;
+    else
+        for (common = 0; common + BLOCK <= shortest; common += BLOCK)
+            for (int64_t r = 0; r < final; r++)
+                if (memcmp(last + common, a->slots + r * a->room + common, BLOCK * sizeof *last)) goto apart;
+apart:
+    gather_queries(a, queries);
+    __asm__ volatile("" ::: "memory");
+    shape_tiles(TILE);
+    score_tiles(a, queries, 0, units, last, 0, common, a->count[final], beside);
+    for (int64_t r = 0; r < a->rows; r++)
+        score_tiles(a, queries, r * a->heads, (r + 1) * a->heads, a->chain ? last : a->slots + r * a->room, common,
+                    a->count[r], a->count[r], beside);
+    for (int64_t unit = 0; unit < units; unit++) {
+        float *own = a->scores + unit * a->room;
+        soften(own, a->count[unit / a->heads]);
+        const int64_t ready = (a->count[unit / a->heads] + LANES - 1) / LANES * LANES;
+        narrow_all(own, own, ready);
+        memset((uint16_t *)own + ready, 0, (whole - ready) * sizeof(uint16_t));
+    }
+    memset(sums, 0, units * dim * sizeof *sums);
+    __asm__ volatile("" ::: "memory");
+    mix_tiles(a, sums, 0, units, last, 0, common, a->count[final], beside);
+    for (int64_t r = 0; r < a->rows; r++)
+        mix_tiles(a, sums, r * a->heads, (r + 1) * a->heads, a->chain ? last : a->slots + r * a->room, common, a->count[r],
+                  a->count[r], beside);
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int64_t unit = 0; unit < units; unit++) {
+        float *output = a->output + unit / a->heads * a->output_stride + unit % a->heads * dim;
+        for (int64_t d = 0; d < dim; d += STEP) {
+            const __m512 low = (__m512)load(sums, unit * dim + d, 0), high = (__m512)load(sums, unit * dim + d + TILE, 0);
+            *(floats *)(output + d) = (floats)_mm512_permutex2var_ps(low, first, high);
+            *(floats *)(output + d + TILE) = (floats)_mm512_permutex2var_ps(low, second, high);
+        }
+    }
+}
+#else
+INLINE int64_t room_for_tiles(const Shape *m) { return (void)m, 0; }
+#endif
+
+/* Of a row's scores; not a number of pages, or rows would stand in each other's way in the cache. */
+static int64_t room_for(int64_t keys) { return padded(keys + 2 * LANES) + LANES; }
+
+/* Floats that a worker needs to attend. */
+static int64_t room_for_attention(const Shape *m, int64_t keys) {
+    return room_for(keys) * together(m) * (m->query_heads / m->key_heads + 1) + room_for_tiles(m);
+}
 
 /* Threads that attend, each in scratch of its own. */
 static int64_t workers(const Shape *m, int64_t rows, int threads) {
@@ -932,25 +1155,37 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
                       turns.cosines + at * dim, turns.sines + at * dim);
         }
     }
-    const int64_t shares = workers(m, all->rows, threads), room = room_for(all->keys);
+    const int64_t shares = workers(m, all->rows, threads), room = room_for(all->keys), most = together(m);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t t = 0; t < shares; t++) {
-        float *scores = scratch + t * room * TOGETHER * (group + 1);
-        int32_t *slots = (int32_t *)(scores + room * TOGETHER * group);
+        float *scores = scratch + t * room_for_attention(m, all->keys);
+        int32_t *slots = (int32_t *)(scores + room * most * group);
         int64_t from = 0, passed = 0; /* rows and items of the blocks before */
         for (const Block *b = all->blocks; b < all->blocks + all->count; from += b++->rows) {
             const Slots *s = b->slots + n;
-            const int64_t parts = (b->rows + TOGETHER - 1) / TOGETHER, items = m->key_heads * parts;
-            int64_t begun[TOGETHER];
-            for (int r = 0; r < TOGETHER; r++) begun[r] = -1;
+            const int64_t parts = (b->rows + most - 1) / most, items = m->key_heads * parts;
+            int64_t begun[2 * TOGETHER];
+            for (int r = 0; r < most; r++) begun[r] = -1;
             for (int64_t item = (shares + t - passed % shares) % shares; item < items; item += shares) {
-                int64_t k = item / parts, r = item % parts * TOGETHER, at = k * s->stride * dim * size;
+                int64_t k = item / parts, r = item % parts * most, at = k * s->stride * dim * size;
                 Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
                              .query = qkv + (from + r) * stride + k * group * dim / (kind == PAIRS ? 2 : 1),
                              .output = mixed + ((from + r) * m->query_heads + k * group) * dim,
                              .scores = scores, .slots = slots, .dim = dim, .heads = group, .room = room,
-                             .rows = b->rows - r < TOGETHER ? b->rows - r : TOGETHER, .query_stride = stride,
+                             .rows = b->rows - r < most ? b->rows - r : most, .query_stride = stride,
                              .output_stride = m->query_heads * dim, .cap = l->cap, .kind = kind};
+#if HAS_TILES
+                if (attends_in_tiles(m)) {
+                    seen.chain = !s->window;
+                    for (int64_t i = 1; i < seen.rows; i++) seen.chain &= b->parents[b->first + r + i] == b->first + r + i - 1;
+                    for (int64_t i = seen.chain ? seen.rows - 1 : 0, own = 0; i < seen.rows; i++, own++)
+                        seen.count[i] = path(b, s, b->first + r + i, slots + own * room, begun + own);
+                    for (int64_t i = 0; seen.chain && i < seen.rows; i++)
+                        seen.count[i] = seen.count[seen.rows - 1] - (seen.rows - 1 - i);
+                    attend_tiles(&seen, (float *)(slots + room * most));
+                    continue;
+                }
+#endif
                 for (int64_t i = 0; i < seen.rows; i++) {
                     const int64_t row = b->first + r + i;
                     if (i && !s->window && b->parents[row] == row - 1)
@@ -961,6 +1196,9 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
             }
             passed += items;
         }
+#if HAS_TILES
+        _tile_release();
+#endif
     }
 }
 
@@ -1074,7 +1312,7 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
     int64_t wide = padded(2 * m->inner);
-    int64_t attending = room_for(all->keys) * TOGETHER * (m->query_heads / m->key_heads + 1) * workers(m, rows, threads);
+    int64_t attending = room_for_attention(m, all->keys) * workers(m, rows, threads);
     const int64_t most = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
     float *scratch = scratch_of(rows * (2 * width + size + heads + mix + wide + m->inner + gathered(most)) + attending);
     if (!scratch) return 1;

@@ -108,7 +108,7 @@ class CLayer(Structure):
 
 class CShape(Structure):
     _fields_ = tuple(
-        (name, c_int64) for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "half", "gelu")
+        (name, c_int64) for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "half", "gelu", "tiles")
     )
 
 

@@ -96,9 +96,10 @@ class NativeLayers:
         self._held: list[Any] = [*layers]  # whose weights the library reads by address
         inner = first.products[3].inputs
         half = self._dtype is torch.bfloat16
-        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, half, gelu)
-        self._layers = (CLayer * len(layers))(*map(self._describe, layers))
         self._library = library()
+        tiles = self._library.specdec_tiles()
+        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, half, gelu, tiles)
+        self._layers = (CLayer * len(layers))(*map(self._describe, layers))
         self._turns: tuple[torch.Tensor, torch.Tensor, ctypes.Array[CTurns]] | None = None
 
     def run(
