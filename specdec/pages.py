@@ -1,4 +1,4 @@
-"""Pages: give back the memory of weights that are not needed as they are any more.
+"""Pages: huge ones for weights that are streamed, and back with those of weights that are not needed any more.
 
 Checkpoints are mapped, and a mapping stays as a whole while one tensor of it lives. So repacked weights would stand
 beside their originals' pages, until the kernel wants those back. And what was freed on the heap stays with the process.
@@ -9,14 +9,47 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-__all__ = ["FilePages", "trim_heap"]
+__all__ = ["FilePages", "HugePages", "trim_heap"]
 
 Span = tuple[int, int]  # addresses [first, last)
+
+
+class HugePages:
+    """Memory in huge pages, where the system lends them (Linux, unless it was told never to); elsewhere plain memory.
+
+    A processor reads ahead within a page, and stops at its end. What is taken one after the other lies together, as
+    a weight may be smaller than a huge page. Memory is given back when nothing that was taken of it lives.
+    """
+
+    _CHUNK = 32 << 20  # bytes, of which only what is written to is there
+    _LINE = 64
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunk: Callable[[], mmap.mmap | None] = lambda: None
+        self._taken = 0
+
+    def take(self, count: int) -> torch.Tensor:
+        """[count] uint8, of no value yet, at the beginning of a cache line."""
+        if not hasattr(mmap, "MADV_HUGEPAGE") or not count:
+            return torch.empty(count, dtype=torch.uint8)
+        with self._lock:
+            chunk = self._chunk()
+            if chunk is None or self._taken + count > len(chunk):
+                chunk = mmap.mmap(-1, max(count, self._CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with suppress(OSError):  # a kernel without them
+                    chunk.madvise(mmap.MADV_HUGEPAGE)
+                self._chunk, self._taken = weakref.ref(chunk), 0
+            first, self._taken = self._taken, self._taken + -(-count // self._LINE) * self._LINE
+        return torch.frombuffer(chunk, dtype=torch.uint8, count=count, offset=first)
 
 
 class FilePages:

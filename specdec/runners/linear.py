@@ -21,6 +21,7 @@ from torch import nn
 from specdec.errors import shown
 from specdec.joints import Joints
 from specdec.native.library import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct, Kind, library
+from specdec.pages import HugePages
 
 __all__ = [
     "DenseLinear",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 
+_PAGES = HugePages()
 _FEW_ODD = 512  # of so many weights one may lack a code: each costs as much as some twenty that have one
 
 
@@ -101,9 +103,9 @@ class PackedWeight:
         if missing:
             stored = F.pad(stored, (0, 0, 0, missing))
         side = 2 if self.described.kind == Kind.PAIRS else 1  # inputs that lie side by side
-        panels = stored.view(-1, PANEL, self.inputs // side, side)
-        panels = panels.transpose(1, 2).contiguous()  # [O / 32, I, 32, 1], or [O / 32, I / 2, 32, 2]
-        self.described.weight = panels.data_ptr()
+        stored = stored.view(-1, PANEL, self.inputs // side, side).transpose(1, 2)
+        panels = _PAGES.take(stored.nbytes).view(stored.dtype).view(stored.shape).copy_(stored)
+        self.described.weight = panels.data_ptr()  # [O / 32, I, 32, 1], or [O / 32, I / 2, 32, 2]
         return (panels,)
 
     def _code(self, stored: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
@@ -119,7 +121,7 @@ class PackedWeight:
             return None
         highs = highs.to(torch.uint8)
         panels = -(-self.outputs // PAIR) * PAIR // PANEL
-        coded = torch.empty(panels * self.inputs // 2 * CODE_BYTES, dtype=torch.uint8)
+        coded = _PAGES.take(panels * self.inputs // 2 * CODE_BYTES)
         others, ends = torch.empty(odd, 3, dtype=torch.int32), torch.empty(panels, dtype=torch.int64)
         described, made = self.described, (coded.data_ptr(), others.data_ptr(), ends.data_ptr())
         described.highs = highs.data_ptr()
