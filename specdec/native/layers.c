@@ -432,17 +432,18 @@ static void multiply_strip(const Product *p, const float *grouped, float *y, int
 }
 
 #if HAS_TILES
-/* Tiles are registers of 16 rows of 64 bytes, by which 16 rows of 32 inputs, in bfloat16, are multiplied with 16 outputs at
- * once: 16 rows in less time than memory needs for the weights. A row's sums run in one order whatever rows it is with.
+/* Tiles are registers of 16 rows of 64 bytes, by which 16 rows of 32 inputs, in bfloat16, are multiplied with 16 outputs
+ * at once: 16 rows in less time than memory needs for the weights. A row's sums run in one order whatever rows it is with.
  * A row in float32 goes in as three, of eight bits of each number, whose sum it is: no product is rounded. */
 enum { TILE = 16, STEP = 32, STEP_BYTES = 2 * STEP * PANEL };
-/* Bytes that are asked for ahead of what is decoded; and steps that are kept where one group of rows needs them, as few as
- * decoding goes ahead of multiplying. */
+/* Bytes that are asked for ahead of what is read; and groups of rows whose sums are kept, while the weights that they share
+ * are in the cache. */
 enum { AHEAD = 4096, CROWD = 16 };
-#define EACH_SUM(act, sum)               \
-    do {                                 \
-        act(0, sum, 4 * STRIP);          \
-        act(1, sum + TILE, 4 * STRIP);   \
+#define FENCE __asm__ volatile("" ::: "memory") /* a compiler does not know what tiles read and write */
+#define EACH_SUM(act, sum)                 \
+    do {                                   \
+        act(0, sum, 4 * STRIP);            \
+        act(1, sum + TILE, 4 * STRIP);     \
         act(2, sum + 2 * TILE, 4 * STRIP); \
         act(3, sum + 3 * TILE, 4 * STRIP); \
     } while (0)
@@ -455,7 +456,7 @@ typedef struct { /* as the processor wants to be told */
 
 INLINE int parts_of(const Product *p) { return p->kind == CODED ? 3 : 1; }
 
-/* Tiles 0 to 3 have sums, 4 rows, 5 to 7 weights. */
+/* Tiles 0 to 3 have so many rows' sums, 4 rows, 5 to 7 weights. */
 static void shape_tiles(int64_t rows) {
     Shapes shapes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
@@ -479,39 +480,48 @@ INLINE void multiply_step(const char *x, const char *weight, int64_t apart) {
     _tile_dpbf16ps(3, 4, 5);
 }
 
-/* A step's weights of a panel, [STEP / 2][PANEL][2], of their codes; and, of those that have none, the ones of the step
- * from `odd` on. Returns the next of these. */
-INLINE const Odd *decode_step(const char *from, char *to, __m512i highs, const Odd *odd, const Odd *last, int64_t step) {
+/* A panel in codes, as far as it is read: its bytes from the first step on, and the next ones of its odd weights. */
+typedef struct {
+    const char *from;
+    const Odd *odd, *last;
+} Panel;
+
+/* A step's weights, [STEP / 2][PANEL][2]. */
+INLINE void decode_step(Panel *panel, int64_t step, __m512i highs, char *to) {
+    const char *from = panel->from + step * STEP / 2 * CODE_BYTES;
 #pragma GCC unroll 16
     for (int pair = 0; pair < STEP / 2; pair++) {
         floats weight[2];
-        if (pair % 2 == 0) ask(from + pair * CODE_BYTES + AHEAD, 0, 3);
+        if (pair % 2 == 0) ask(from + pair * CODE_BYTES + AHEAD, 0, 2 * CODE_BYTES / 64);
         decode(from + pair * CODE_BYTES, highs, weight);
         _mm512_store_si512(to + pair * 4 * PANEL, (__m512i)weight[0]);
         _mm512_store_si512(to + pair * 4 * PANEL + 4 * TILE, (__m512i)weight[1]);
     }
-    for (; odd < last && odd->input / STEP == step; odd++)
-        ((uint16_t *)to)[odd->input % STEP / 2 * 2 * PANEL + odd->output % PANEL * 2 + odd->input % 2] = narrow(odd->value);
-    return odd;
+    for (; panel->odd < panel->last && panel->odd->input / STEP == step; panel->odd++) {
+        const int64_t pair = panel->odd->input % STEP / 2, side = panel->odd->input % 2, own = panel->odd->output % PANEL;
+        ((uint16_t *)to)[2 * (pair * PANEL + own) + side] = narrow(panel->odd->value);
+    }
 }
 
 /* As multiply_strip, of up to CROWD groups; `x` is what gather_tiles made of the rows, and tiles are shaped for *shaped. */
 static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
                            int64_t begin, int64_t end, int64_t *shaped) {
     enum { PANELS = STRIP / PANEL };
-    const int coded = p->kind >= CODED, parts = parts_of(p);
-    const int64_t most = TILE / parts, groups = (rows + most - 1) / most, steps = p->inputs / STEP, size = coded ? STEP / 2 * CODE_BYTES : STEP_BYTES;
-    const int64_t stretches = end - begin > 1 ? (p->inputs + STRETCH - 1) / STRETCH : 1;
-    const int64_t kept = end - begin > 1 ? STRETCH / STEP : 1; /* steps that are decoded for more than one group */
-    const __m512i highs = coded ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p->highs)) : _mm512_setzero_si512();
-    const char *weight[PANELS];
-    const Odd *odd[PANELS] = {NULL}, *last[PANELS] = {NULL};
-    for (int n = 0; n < PANELS; n++) {
-        weight[n] = (const char *)p->weight + (strip * PANELS + n) * steps * size;
-        if (coded) odd[n] = p->odd + odd_from(p, strip * PANELS + n), last[n] = p->odd + odd_from(p, strip * PANELS + n + 1);
-    }
+    const int coded = p->kind >= CODED, parts = parts_of(p), several = end - begin > 1;
+    const int64_t most = TILE / parts, groups = (rows + most - 1) / most, steps = p->inputs / STEP;
+    const int64_t stretches = several ? (p->inputs + STRETCH - 1) / STRETCH : 1;
+    const int64_t kept = several ? STRETCH / STEP : 1; /* steps that are decoded for more than one group */
+    const char *weight = (const char *)p->weight + strip * PANELS * steps * (coded ? STEP / 2 * CODE_BYTES : STEP_BYTES);
+    const int64_t apart = coded ? STEP_BYTES : steps * STEP_BYTES; /* of panels that are multiplied */
+    __m512i highs = _mm512_setzero_si512();
+    Panel panel[PANELS];
     char wide[STRETCH / STEP * PANELS * STEP_BYTES] __attribute__((aligned(64)));
     float sums[CROWD][TILE * STRIP] __attribute__((aligned(64)));
+    if (coded) highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p->highs));
+    for (int64_t n = 0, first = strip * PANELS; coded && n < PANELS; n++) {
+        panel[n].from = weight + n * steps * STEP / 2 * CODE_BYTES;
+        panel[n].odd = p->odd + odd_from(p, first + n), panel[n].last = p->odd + odd_from(p, first + n + 1);
+    }
     for (int64_t s = 0; s < stretches; s++) {
         const int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches;
         for (int64_t g = begin; g < end; g++) {
@@ -528,27 +538,25 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
             }
             for (int64_t i = from; i < to; i++, own += count * parts * 2 * STEP) {
                 char *decoded = wide + (i - from) % kept * PANELS * STEP_BYTES;
-                const char *these = coded ? decoded : weight[0] + i * size;
-                const int64_t apart = coded ? STEP_BYTES : steps * size;
+                const char *these = coded ? decoded : weight + i * STEP_BYTES;
                 for (int n = 0; coded && g == begin && n < PANELS; n++)
-                    odd[n] = decode_step(weight[n] + i * size, decoded + n * STEP_BYTES, highs, odd[n], last[n], i);
+                    decode_step(panel + n, i, highs, decoded + n * STEP_BYTES);
                 if (!coded && g == begin) ask(these + AHEAD, apart, STEP_BYTES / 64);
-                __asm__ volatile("" ::: "memory"); /* a compiler does not know that tiles read */
+                FENCE;
                 multiply_step(own, these, apart);
             }
             EACH_SUM(_tile_stored, sum);
-            __asm__ volatile("" ::: "memory");
+            FENCE;
             if (s + 1 < stretches) continue;
             for (int64_t r = 0; r < count; r++)
                 for (int v = 0; v < VECTORS; v++) {
-                    float *total = y + (row + r) * y_stride + strip * STRIP + v * LANES;
                     floats whole = {0};
                     for (int part = parts; part-- > 0;) whole += load(sum, (r * parts + part) * STRIP + v * LANES, 0);
-                    *(floats *)total += whole;
+                    *(floats *)(y + (row + r) * y_stride + strip * STRIP + v * LANES) += whole;
                 }
         }
     }
-    if (begin < end) add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, STRIP);
+    add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, STRIP);
 }
 
 /* `count` rows [count, inputs], the first of which is `row`, go to their place as [inputs / STEP][count][parts][STEP] in
@@ -911,12 +919,12 @@ enum { BLOCK = 32, SPAN = 8 };
 
 /* Rows to columns. */
 INLINE void transpose(floats v[TILE]) {
-#define SWAP(x)                                       \
-    for (int i = 0; i < TILE; i++)                    \
-        if (!(i & x)) {                               \
+#define SWAP(x)                                        \
+    for (int i = 0; i < TILE; i++)                     \
+        if (!(i & x)) {                                \
             const floats t = CROSS(v[i], v[i + x], x); \
-            v[i] = BLEND(v[i], t, x);                 \
-            v[i + x] = BLEND(t, v[i + x], x);         \
+            v[i] = BLEND(v[i], t, x);                  \
+            v[i + x] = BLEND(t, v[i + x], x);          \
         }
     EACH_BIT(SWAP)
 #undef SWAP
@@ -944,8 +952,8 @@ static void gather_queries(const Seen *a, float *to) {
 }
 
 /* Scores of units [first, end) for the keys in `slots` [from, to), of which `count` are seen. */
-static void score_tiles(const Seen *a, const float *queries, int64_t first, int64_t end, const int32_t *slots, int64_t from,
-                        int64_t to, int64_t count, char *beside) {
+static void score_tiles(const Seen *a, const float *queries, int64_t first, int64_t end, const int32_t *slots,
+                        int64_t from, int64_t to, int64_t count, char *beside) {
     const int64_t size = 2 * a->dim;
     float found[TILE * TILE] __attribute__((aligned(64)));
     if (to > count) to = count;
@@ -955,7 +963,7 @@ static void score_tiles(const Seen *a, const float *queries, int64_t first, int6
             for (int64_t k = 0; k < TILE; k++)
                 memcpy(beside + k * size, a->keys + slots[s + k < count ? s + k : count - 1] * size, size);
             keys = beside;
-            __asm__ volatile("" ::: "memory");
+            FENCE;
         }
         for (int64_t tile = first / TILE; tile * TILE < end; tile++) {
             const float *query = queries + tile * TILE * a->dim / 2;
@@ -966,7 +974,7 @@ static void score_tiles(const Seen *a, const float *queries, int64_t first, int6
                 _tile_dpbf16ps(0, 4, 5);
             }
             _tile_stored(0, found, 4 * TILE);
-            __asm__ volatile("" ::: "memory");
+            FENCE;
             floats own[TILE];
             for (int i = 0; i < TILE; i++) own[i] = load(found, i * TILE, 0);
             transpose(own);
@@ -981,8 +989,8 @@ static void score_tiles(const Seen *a, const float *queries, int64_t first, int6
 }
 
 /* `width` tiles of `count` units' sums, [count][dim] from `sums` on, get `blocks` blocks of values by their shares. */
-INLINE void mix_blocks(const float *shares, int64_t stride, const char *values, int64_t blocks, int64_t dim, float *sums,
-                       const int width) {
+INLINE void mix_blocks(const float *shares, int64_t stride, const char *values, int64_t blocks, int64_t dim,
+                       float *sums, const int width) {
     _tile_loadd(0, sums, 4 * dim);
     _tile_loadd(1, sums + TILE, 4 * dim);
     if (width > 2) {
@@ -1010,8 +1018,8 @@ INLINE void mix_blocks(const float *shares, int64_t stride, const char *values, 
 }
 
 /* Sums of units [first, end), [dim] each, get the values in `slots` [from, to), of which `count` are seen. */
-static void mix_tiles(const Seen *a, float *sums, int64_t first, int64_t end, const int32_t *slots, int64_t from, int64_t to,
-                      int64_t count, char *beside) {
+static void mix_tiles(const Seen *a, float *sums, int64_t first, int64_t end, const int32_t *slots, int64_t from,
+                      int64_t to, int64_t count, char *beside) {
     const int64_t dim = a->dim, size = 2 * dim;
     for (int64_t s = from, blocks; s < to; s += blocks * BLOCK) {
         blocks = (to - s + BLOCK - 1) / BLOCK;
@@ -1027,17 +1035,19 @@ static void mix_tiles(const Seen *a, float *sums, int64_t first, int64_t end, co
                     _mm512_storeu_si512(pair + d * 4 * TILE + 4 * TILE * TILE, _mm512_unpackhi_epi16(v, w));
                 }
             }
-        __asm__ volatile("" ::: "memory");
+        FENCE;
         for (int64_t u = first, n; u < end; u += n) {
             n = end - u < TILE ? end - u : TILE;
             shape_tiles(n);
             for (int64_t d = 0; d < dim; d += 2 * STEP) {
                 const float *shares = a->scores + u * a->room + s / 2;
-                if (d + STEP < dim) mix_blocks(shares, 4 * a->room, beside + d * 4 * TILE, blocks, dim, sums + u * dim + d, 4);
-                else mix_blocks(shares, 4 * a->room, beside + d * 4 * TILE, blocks, dim, sums + u * dim + d, 2);
+                const char *values = beside + d * 4 * TILE;
+                float *sum = sums + u * dim + d;
+                if (d + STEP < dim) mix_blocks(shares, 4 * a->room, values, blocks, dim, sum, 4);
+                else mix_blocks(shares, 4 * a->room, values, blocks, dim, sum, 2);
             }
         }
-        __asm__ volatile("" ::: "memory");
+        FENCE;
     }
 }
 
@@ -1053,8 +1063,8 @@ static int all_finite(const Seen *a, const int32_t *slots, int64_t from, int64_t
     return !odd;
 }
 
-/* Rows attend by tiles; `rest` is room_for_tiles. What all of them see, they see at once, block by block; and then each the
- * rest of its own path. Those of a chain see the same all along, where the last ones weigh 0 for the first rows. */
+/* Rows attend by tiles; `rest` is room_for_tiles. What all of them see, they see at once, block by block, and then each
+ * the rest of its own path. Those of a chain see the same all along, where the last ones weigh 0 for the first rows. */
 static void attend_tiles(const Seen *a, float *rest) {
     const int64_t dim = a->dim, units = a->rows * a->heads, tiles = (units + TILE - 1) / TILE;
     float *queries = rest, *sums = queries + tiles * TILE * dim / 2;
@@ -1074,7 +1084,7 @@ static void attend_tiles(const Seen *a, float *rest) {
                 if (memcmp(last + common, a->slots + r * a->room + common, BLOCK * sizeof *last)) goto apart;
 apart:
     gather_queries(a, queries);
-    __asm__ volatile("" ::: "memory");
+    FENCE;
     shape_tiles(TILE);
     score_tiles(a, queries, 0, units, last, 0, common, a->count[final], beside);
     for (int64_t r = 0; r < a->rows; r++)
@@ -1088,7 +1098,7 @@ apart:
         memset((uint16_t *)own + ready, 0, (whole - ready) * sizeof(uint16_t));
     }
     memset(sums, 0, units * dim * sizeof *sums);
-    __asm__ volatile("" ::: "memory");
+    FENCE;
     mix_tiles(a, sums, 0, units, last, 0, common, a->count[final], beside);
     for (int64_t r = 0; r < a->rows; r++)
         mix_tiles(a, sums, r * a->heads, (r + 1) * a->heads, a->chain ? last : a->slots + r * a->room, common, a->count[r],
@@ -1177,7 +1187,8 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
 #if HAS_TILES
                 if (attends_in_tiles(m)) {
                     seen.chain = !s->window;
-                    for (int64_t i = 1; i < seen.rows; i++) seen.chain &= b->parents[b->first + r + i] == b->first + r + i - 1;
+                    for (int64_t row = b->first + r + 1; row < b->first + r + seen.rows; row++)
+                        seen.chain &= b->parents[row] == row - 1;
                     for (int64_t i = seen.chain ? seen.rows - 1 : 0, own = 0; i < seen.rows; i++, own++)
                         seen.count[i] = path(b, s, b->first + r + i, slots + own * room, begun + own);
                     for (int64_t i = 0; seen.chain && i < seen.rows; i++)

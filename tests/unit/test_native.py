@@ -35,6 +35,15 @@ SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 HEADS = [(16, 4, 2), (48, 3, 1), (64, 6, 2), (96, 8, 1), (128, 4, 1), (160, 2, 2), (256, 2, 1)]
 
 
+@pytest.fixture(params=["tiles", "vectors"])
+def multiplied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native layers by tiles, where the processor has them, and by vectors, which all have."""
+    by_tiles = request.param == "tiles"
+    if by_tiles and not native.library().specdec_tiles():
+        pytest.skip("this processor has no tiles")
+    monkeypatch.setattr(native.library(), "specdec_tiles", lambda: int(by_tiles))
+
+
 def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersTarget:
     return TransformersTarget(models.new_model(family, dtype, **SIZES | changes), execution="native", owned=True)
 
@@ -58,12 +67,14 @@ def weight_of(dtype: torch.dtype, values: str, inputs: int = 530) -> torch.Tenso
 
 
 @needs_compiler
+@pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "few", "many"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, values: str) -> None:
+@pytest.mark.parametrize("inputs", [64, 530, 544])
+def test_a_row_s_product_does_not_depend_on_the_others(inputs: int, dtype: torch.dtype, values: str) -> None:
     torch.manual_seed(0)
-    weight, bias = weight_of(dtype, values), torch.randn(200).to(dtype)
-    rows, residual = torch.randn(130, 530).to(dtype), torch.randn(130, 200).to(dtype)
+    weight, bias = weight_of(dtype, values, inputs), torch.randn(200).to(dtype)
+    rows, residual = torch.randn(300, inputs).to(dtype), torch.randn(300, 200).to(dtype)
     product = PackedWeight(weight, bias)
     expected = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
     together, onto = product(rows), product.add(rows, residual)
@@ -71,13 +82,14 @@ def test_a_row_s_product_does_not_depend_on_the_others(dtype: torch.dtype, value
     bound = 3 * float((theirs.double() - expected).abs().max())  # rounding, as much as torch's own
     torch.testing.assert_close(together.double(), expected, atol=bound, rtol=0)
     torch.testing.assert_close(onto.double(), expected + residual.double(), atol=bound, rtol=0)
-    for count in (*range(1, 32), 33, 64, 100):
+    for count in (*range(1, 32), 33, 64, 100, 256, 257):
         assert torch.equal(product(rows[:count]), together[:count]), count
         assert torch.equal(product.add(rows[-count:], residual[-count:]), onto[-count:]), count
 
 
 @needs_compiler
-@pytest.mark.parametrize("inputs", [530, 531])
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("inputs", [530, 531, 544])
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "few", "many"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_of_a_weight_is_lost(dtype: torch.dtype, values: str, inputs: int) -> None:
@@ -177,6 +189,18 @@ def test_text_is_that_of_generate(family: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("numbers", [[3.0e38, 1.0, -3.0e38], [float("inf"), 0.0], [float("nan")], [-1e-30, 1e30]])
+def test_a_float32_row_of_any_numbers_is_multiplied_as_it_is(numbers: list[float]) -> None:
+    """In three parts of eight bits, where that is how it is done."""
+    weight = torch.eye(32)
+    rows = torch.tensor(numbers)[:, None] * torch.ones(32)
+    found, expected = PackedWeight(weight)(rows), torch.nn.functional.linear(rows, weight)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(0.0, 1.0, -1.0), expected.nan_to_num(0.0, 1.0, -1.0))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("family", "heads"), [*((family, HEADS[0]) for family in FAMILIES), *(("llama", heads) for heads in HEADS[1:])]
@@ -202,6 +226,34 @@ def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(
                     output = plain(target, alone, tree.tokens[row])
                     assert torch.equal(output.logits[0], logits.logits[row]), (length, row)
                     assert torch.equal(output.taps[2][0], logits.taps[2][row]), (length, row)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize(
+    ("family", "heads", "dtype"),
+    [("llama", heads, torch.bfloat16) for heads in HEADS]
+    + [("gemma2", HEADS[2], torch.bfloat16), ("llama", HEADS[2], torch.float32)],
+)
+def test_a_tree_after_a_long_text(family: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Rows of many branches see blocks that all share, whole ones of their own, and what is left."""
+    target = native_target(family, dtype, sliding_window=512, **sizes_of(heads))
+    parents = [-1, *range(40), 3, 41, 42, 20, 44, 0, 46, 47, 35]  # a trunk that is longer than a block, and branches
+    tree = Draft(models.prompt_of(len(parents)), parents)
+    for length in (30, 64, 290):
+        text, found = models.prompt_of(length), []
+        for steps in ([range(len(parents))], [[0, *range(1, 41)]], [[0, 1, 2, 3, 41, 42, 43]], [[0, 46, 47, 48]]):
+            with target.active():
+                cache = target.new_cache(capacity=400, rows=300)
+                target.forward(Block(cache, text, device=target.device))
+                cache.commit(range(length))
+                if len(steps[0]) == len(parents):
+                    found.append(target.forward(Block.of(tree, cache, target.device)).logits)
+                else:
+                    logits = []
+                    for row in steps[0]:
+                        logits.append(plain(target, cache, tree.tokens[row]).logits[0])
+                    assert torch.equal(torch.stack(logits), found[0][list(steps[0])]), length
 
 
 @needs_compiler
@@ -363,20 +415,26 @@ def test_no_drafter_changes_a_token_of_bfloat16_either(family: str, drafter: str
 
 
 @needs_compiler
-def test_what_is_no_number_spreads_as_in_the_model() -> None:
-    """A broken row of the embedding: it and all that see it are NaN, and the rows before it are not."""
-    target, tokens = native_target("llama"), [3, 4, 5, 6]
-    embedding = target.model.get_input_embeddings()
-    with torch.no_grad():
-        embedding.weight[5] = float("nan")
-    with target.active():
-        cache = target.new_cache(capacity=16, rows=16)
-        logits = target.forward(Block(cache, tokens, device=target.device)).logits
-    assert logits is not None
-    assert [bool(row.isnan().all()) for row in logits] == [False, False, True, True]
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_spreads_as_in_the_model(dtype: torch.dtype) -> None:
+    """A broken row of the embedding: it and all that see it are NaN, and the rows before it are what they were."""
+    target, found = native_target("llama", dtype, **sizes_of(HEADS[2])), []
+    for broken in (False, True):
+        if broken:
+            with torch.no_grad():
+                target.model.get_input_embeddings().weight[5] = float("nan")
+        with target.active():
+            cache = target.new_cache(capacity=16, rows=16)
+            logits = target.forward(Block(cache, [3, 4, 5, 6], device=target.device)).logits
+        assert logits is not None
+        found.append(logits)
+    assert [bool(row.isnan().all()) for row in found[1]] == [False, False, True, True]
+    assert torch.equal(found[1][:2], found[0][:2])
 
 
 @needs_compiler
+@pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 11, 40])
 def test_threads_change_nothing(rows: int, dtype: torch.dtype) -> None:
@@ -395,6 +453,7 @@ def test_threads_change_nothing(rows: int, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
@@ -414,6 +473,7 @@ def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, heads: tuple[int,
 
 
 @needs_compiler
+@pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> None:
