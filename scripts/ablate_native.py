@@ -1,17 +1,20 @@
 """What a change of the native layers brings: a model's forwards with and without it, in turn in one process.
 
     python scripts/ablate_native.py --model smollm2 --dtype bfloat16 --threads 1
+    python scripts/ablate_native.py --model smollm2 --dtype bfloat16 --threads 1 --change tiles
     git show COMMIT:specdec/native/layers.c > before.c
     python scripts/ablate_native.py --model smollm2 --dtype bfloat16 --threads 1 --before before.c --context 1000
 
-Without ``--before`` the same layers run with weights in sixteen bits and in twelve, on a CPU that reads such codes;
-with it, layers of another C file, an earlier one or one that was changed, and then those of this package. Prints median
-milliseconds of forwards by their rows, head and all, after so many tokens.
+Without ``--before`` the same layers run with weights in sixteen bits and in twelve, on a CPU that reads such codes, or,
+with ``--change tiles``, by vectors and by tiles, on a CPU that has those; with it, layers of another C file, an earlier
+one or one that was changed, and then those of this package. Prints median milliseconds of forwards by their rows, head
+and all, after so many tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import tempfile
@@ -27,6 +30,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 NEEDED = ("specdec_run_layers", "specdec_product", "specdec_look_up", "specdec_top")
+SIDES = {"codes": ("sixteen bits", "twelve bits"), "tiles": ("vectors", "tiles")}
+
+
+def described(source: str) -> list[str]:
+    """The structures of a C source that Python fills, without comments."""
+    found = re.findall(r"typedef struct \{((?:(?!typedef).)*?)\} (?:Product|Layer|Shape|Rows|Head);", source, re.DOTALL)
+    return [" ".join(re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL).split()) for body in found]
 
 
 def compiled(source: str) -> Any:
@@ -59,12 +69,14 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,6,8,16,32,64")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--before", type=Path, help="a C file like specdec/native/layers.c")
+    parser.add_argument("--change", choices=SIDES, default="codes", help="what is compared without --before")
     parser.add_argument("--seconds", type=float, default=30.0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = sorted(int(count) for count in options.rows.split(","))
-    if (found := native.library()) is None or not (options.before or found.specdec_codes()):
-        sys.exit("error: nothing to compare here: that needs a C compiler, and without --before a CPU with AVX-512")
+    if (found := native.library()) is None or not (options.before or getattr(found, f"specdec_{options.change}")()):
+        needed = {"codes": "AVX-512", "tiles": "AMX"}[options.change]
+        sys.exit(f"error: nothing to compare here: that needs a C compiler, and without --before a CPU with {needed}")
     source = ""
     if options.before:
         try:
@@ -73,8 +85,11 @@ def main() -> None:
             parser.error(f"--before: cannot read {str(options.before)!r}: {error}")
         if absent := [name for name in NEEDED if f"{name}(" not in source]:
             parser.error(f"--before: {str(options.before)!r} has no {absent[0]}; give one like specdec/native/layers.c")
+        if described(source) != described(native._SOURCE.read_text(encoding="utf-8")):
+            other = "is told of weights or layers in another way than this version's"
+            parser.error(f"--before: {str(options.before)!r} {other}; run its own version's script in a checkout of that")
     targets = {}
-    for name in ("before", "after") if options.before else ("sixteen bits", "twelve bits"):
+    for name in ("before", "after") if options.before else SIDES[options.change]:
         with ExitStack() as changes:
             if name == "before":
                 other = compiled(source)
@@ -82,6 +97,8 @@ def main() -> None:
                     changes.enter_context(patch.object(module, "library", return_value=other))
             elif name == "sixteen bits":
                 changes.enter_context(patch.object(linear.PackedWeight, "_code", return_value=None))
+            elif name == "vectors":
+                changes.enter_context(patch.object(found, "specdec_tiles", return_value=0))
             target = TransformersTarget.from_pretrained(options.model, dtype=options.dtype, execution="native")
         with target.active():
             cache = target.new_cache(capacity=options.context + rows[-1], rows=rows[-1])

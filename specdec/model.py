@@ -34,7 +34,7 @@ from specdec.files import cache_folder
 from specdec.joints import Joints, read_joints
 from specdec.machine import processor
 from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
-from specdec.native.library import compiler, library
+from specdec.native.library import compiler, library, products
 from specdec.pretrained import (
     check_place,
     context_length_of,
@@ -322,6 +322,7 @@ class TransformersTarget:
                 "instructions": torch.backends.cpu.get_cpu_capability(),
                 "compiler": compiler(),
                 "native library": None if found is None else found._name,
+                "native products": products(),
                 "CUDA devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
                 "cache folder": str(cache_folder()),
                 "torch": torch.__version__,

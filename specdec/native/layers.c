@@ -609,7 +609,9 @@ static void product(const Product *p, float *x, float *grouped, float *y, int64_
         }
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int t = 0; t < threads; t++) {
+#if HAS_TILES
         int64_t shaped = 0;
+#endif
         for (int64_t at = all * t / threads, last = all * (t + 1) / threads, begin, end; at < last; at += end - begin) {
             begin = at % groups;
             end = groups - begin < last - at ? groups : begin + last - at;
@@ -814,12 +816,16 @@ INLINE void mix_some(const Keys *block, float *const output[UNITS], const float 
 }
 
 #ifdef __AVX512BF16__
+/* A half of the 32 values of which unpacking two vectors of them with others made the low ones and the high ones. */
+INLINE floats repack(floats low, floats high, int half) {
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    return (floats)_mm512_permutex2var_ps((__m512)low, _mm512_add_epi32(first, _mm512_set1_epi32(8 * half)), (__m512)high);
+}
+
 /* The same in pairs of keys, whose values are brought side by side first; shares are in bfloat16, too. */
 INLINE void mix_pairs(const Keys *block, float *const output[UNITS], const float *shares, int64_t room, int64_t d,
                       const int width, const int units) {
     floats sums[UNITS][WIDE] = {{{0}}};
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
 #pragma GCC unroll 1
     for (int k = 0; k < LANES; k += 2)
         for (int v = 0; v < width; v += 2) {
@@ -833,11 +839,9 @@ INLINE void mix_pairs(const Keys *block, float *const output[UNITS], const float
             }
         }
     for (int u = 0; u < units; u++)
-        for (int v = 0; v < width; v += 2) {
-            const __m512 low = (__m512)sums[u][v], high = (__m512)sums[u][v + 1];
-            *(floats *)(output[u] + d + v * LANES) += (floats)_mm512_permutex2var_ps(low, first, high);
-            *(floats *)(output[u] + d + v * LANES + LANES) += (floats)_mm512_permutex2var_ps(low, second, high);
-        }
+        for (int v = 0; v < width; v += 2)
+            for (int half = 0; half < 2; half++)
+                *(floats *)(output[u] + d + (v + half) * LANES) += repack(sums[u][v], sums[u][v + 1], half);
 }
 #endif
 
@@ -1103,14 +1107,11 @@ apart:
     for (int64_t r = 0; r < a->rows; r++)
         mix_tiles(a, sums, r * a->heads, (r + 1) * a->heads, a->chain ? last : a->slots + r * a->room, common, a->count[r],
                   a->count[r], beside);
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int64_t unit = 0; unit < units; unit++) {
         float *output = a->output + unit / a->heads * a->output_stride + unit % a->heads * dim;
-        for (int64_t d = 0; d < dim; d += STEP) {
-            const __m512 low = (__m512)load(sums, unit * dim + d, 0), high = (__m512)load(sums, unit * dim + d + TILE, 0);
-            *(floats *)(output + d) = (floats)_mm512_permutex2var_ps(low, first, high);
-            *(floats *)(output + d + TILE) = (floats)_mm512_permutex2var_ps(low, second, high);
+        for (int64_t d = 0; d < dim; d += TILE) {
+            const int64_t low = unit * dim + d / STEP * STEP;
+            *(floats *)(output + d) = repack(load(sums, low, 0), load(sums, low + TILE, 0), d % STEP != 0);
         }
     }
 }

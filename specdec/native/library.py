@@ -43,6 +43,7 @@ __all__ = [
     "digest_of_library",
     "install",
     "library",
+    "products",
 ]
 
 PANEL, PAIR = 32, 64
@@ -203,6 +204,17 @@ def digest_of_library() -> str | None:
     return None if loaded is None else Path(loaded._name).stem.rpartition("-")[2][:16]
 
 
+def products() -> str | None:
+    """How the library multiplies rows in bfloat16 here; None where there is none."""
+    loaded = library()
+    if loaded is None:
+        return None
+    if loaded.specdec_tiles():
+        return "by tiles of 16 rows (AMX)"
+    refused = ", and not by its tiles (AMX): the compiler has no code for them, or the system does not lend them"
+    return f"by vectors{refused if 'amx_bf16' in _flags() else ''}"
+
+
 def install() -> Path:
     """Build the library into this package, for machines like this one that have no compiler, or no folder of their own.
 
@@ -238,13 +250,17 @@ def _installed() -> Any:
 
 def _machine() -> str:
     """A note's name for this source and processor, which is known without a compiler."""
+    made_of = "|".join((_SOURCE.read_text(encoding="utf-8"), platform.machine(), *_flags(), *_FLAGS))
+    return hashlib.sha256(made_of.encode()).hexdigest()[:16] + ".sha256"
+
+
+def _flags() -> list[str]:
+    """What the processor can, by its own names."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = [f"flags: {platform.processor()}"]
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")  # x86, Arm
-    made_of = "|".join((_SOURCE.read_text(encoding="utf-8"), platform.machine(), *sorted(flags.split()), *_FLAGS))
-    return hashlib.sha256(made_of.encode()).hexdigest()[:16] + ".sha256"
+    return sorted(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())  # x86, Arm
 
 
 def _own_folder(folder: Path) -> Path:

@@ -28,6 +28,7 @@ from specdec.runners.linear import PackedWeight
 from tests.models import new_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+SOURCE = Path(native.__file__).with_name("layers.c").read_text(encoding="utf-8")
 
 
 def load(name: str) -> ModuleType:
@@ -117,28 +118,33 @@ def test_peak_memory_is_of_a_process_each(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler")
-def test_weights_in_twelve_bits_are_timed_beside_sixteen(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("change", "needed"), [("codes", "AVX-512"), ("tiles", "AMX")])
+def test_layers_are_timed_with_and_without_a_change(
+    change: str, needed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, sizes = load("ablate_native"), list[int]()
+    script, packed = load("ablate_native"), list[PackedWeight]()
     took = PackedWeight.__init__
 
     def noted(self: PackedWeight, *arguments: Any) -> None:
         took(self, *arguments)
-        sizes.append(self.nbytes)
+        packed.append(self)
 
     monkeypatch.setattr(PackedWeight, "__init__", noted)
-    monkeypatch.setattr(sys, "argv", ["ablate_native.py", "--seconds", "0", "--rows", "1,2"])
-    if not library().specdec_codes():
-        with pytest.raises(SystemExit, match="AVX-512"):
+    options = ["--seconds", "0", "--rows", "1,2", "--change", change]
+    monkeypatch.setattr(sys, "argv", ["ablate_native.py", *options])
+    if not getattr(library(), f"specdec_{change}")():
+        with pytest.raises(SystemExit, match=needed):
             script.main()
         return
     script.main()
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("sixteen bits: 1: ")
-    assert second.startswith("twelve bits: 1: ")
-    half = len(sizes) // 2
-    assert sum(sizes[half:]) < 0.8 * sum(sizes[:half])
+    for line, side in zip(capsys.readouterr().out.splitlines(), script.SIDES[change], strict=True):
+        assert line.startswith(f"{side}: 1: ")
+    half = len(packed) // 2
+    if change == "codes":
+        assert sum(one.nbytes for one in packed[half:]) < 0.8 * sum(one.nbytes for one in packed[:half])
+    else:
+        assert not any(one.described.tiles for one in packed[:half])
+        assert all(one.described.tiles for one in packed[half:])
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler")
@@ -147,8 +153,7 @@ def test_another_c_file_is_timed_beside_this_one(
 ) -> None:
     """Its numbers are the other file's: here of one that rounds otherwise."""
     other, answers = tmp_path / "before.c", list[torch.Tensor]()
-    source = Path(native.__file__).with_name("layers.c").read_text(encoding="utf-8")
-    other.write_text(source.replace("1.f / sqrtf(", "1.000001f / sqrtf("), encoding="utf-8")
+    other.write_text(SOURCE.replace("1.f / sqrtf(", "1.000001f / sqrtf("), encoding="utf-8")
     ran = TransformersTarget.forward
 
     def noted(self: TransformersTarget, *arguments: Any, **options: Any) -> Any:
@@ -173,7 +178,9 @@ def test_another_c_file_is_timed_beside_this_one(
     [
         (None, "cannot read"),
         ("int main(void) { return 0; }", "has no specdec_run_layers"),
-        ("specdec_run_layers( specdec_product( specdec_look_up( specdec_top(", "returned non-zero exit status"),
+        ("specdec_run_layers( specdec_product( specdec_look_up( specdec_top(", "in another way than this version's"),
+        (SOURCE.replace("int specdec_product(", "int specdec_product( no C"), "returned non-zero exit status"),
+        (SOURCE.replace("int64_t tiles;", "int64_t other, tiles;"), "in another way than this version's"),
     ],
 )
 def test_a_c_file_that_is_none_is_told_of(

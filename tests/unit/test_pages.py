@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec import Engine, TransformersTarget
 from specdec.native.library import library
-from specdec.pages import FilePages, trim_heap
+from specdec.pages import FilePages, HugePages, trim_heap
 from specdec.runners import native
 from tests import models
 
@@ -54,6 +54,21 @@ def test_free_heap_pages_go_back() -> None:
     trim_heap()
     assert resident("") < before - (30 << 20)
     assert torch.equal(last, torch.ones(4096))
+
+
+def test_what_is_taken_of_huge_pages_lies_apart_and_goes_back() -> None:
+    """One after the other, at the beginning of cache lines; more than a chunk at once, too."""
+    pages, size = HugePages(), 40 << 20
+    taken = [pages.take(count) for count in (0, 1, 100, 5000, size, 3)]
+    assert [one.numel() for one in taken] == [0, 1, 100, 5000, size, 3]
+    for number, one in enumerate(taken, 1):
+        one.fill_(number)
+    assert all(bool((one == number).all()) for number, one in enumerate(taken, 1))
+    assert all(one.data_ptr() % 64 == 0 for one in taken[1:])
+    before = resident("")
+    del taken, one
+    gc.collect()
+    assert resident("") <= before - size
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
