@@ -505,7 +505,7 @@ INLINE void decode_step(Panel *panel, int64_t step, __m512i highs, char *to) {
 
 /* As multiply_strip, of up to CROWD groups; `x` is what gather_tiles made of the rows, and tiles are shaped for *shaped. */
 static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
-                           int64_t begin, int64_t end, int64_t *shaped) {
+                           int64_t begin, int64_t end, int onto, int64_t *shaped) {
     enum { PANELS = STRIP / PANEL };
     const int coded = p->kind >= CODED, parts = parts_of(p), several = end - begin > 1;
     const int64_t most = TILE / parts, groups = (rows + most - 1) / most, steps = p->inputs / STEP;
@@ -552,7 +552,9 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
                 for (int v = 0; v < VECTORS; v++) {
                     floats whole = {0};
                     for (int part = parts; part-- > 0;) whole += load(sum, (r * parts + part) * STRIP + v * LANES, 0);
-                    *(floats *)(y + (row + r) * y_stride + strip * STRIP + v * LANES) += whole;
+                    float *total = y + (row + r) * y_stride + strip * STRIP + v * LANES;
+                    if (onto) whole += load(total, 0, 0);
+                    *(floats *)total = whole;
                 }
         }
     }
@@ -581,9 +583,10 @@ static void gather_tiles(const Product *p, const float *x, char *grouped, int64_
 }
 #endif
 
-/* y [rows, y_stride] += x [rows, inputs] times the weight, plus the bias. Of pairs, x is left in bfloat16. `grouped` has
- * room for it as it is multiplied. */
-static void product(const Product *p, float *x, float *grouped, float *y, int64_t y_stride, int64_t rows, int threads) {
+/* y [rows, y_stride] = x [rows, inputs] times the weight, plus the bias; `onto` y, or else in its place. Of pairs, x is
+ * left in bfloat16. `grouped` has room for it as it is multiplied. */
+static void product(const Product *p, float *x, float *grouped, float *y, int64_t y_stride, int64_t rows, int onto,
+                    int threads) {
 #if HAS_TILES
     const int64_t tiles = p->tiles, most = tiles ? TILE / parts_of(p) : FEW;
 #else
@@ -591,6 +594,8 @@ static void product(const Product *p, float *x, float *grouped, float *y, int64_
 #endif
     const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + most - 1) / most, all = strips * groups;
     const int64_t units = units_of(p);
+    if (!onto && !tiles)
+        EACH_ROW for (int64_t r = 0; r < rows; r++) memset(y + r * y_stride, 0, padded(p->outputs) * sizeof *y);
     if (units < p->inputs && !tiles)
         EACH_ROW for (int64_t r = 0; r < rows; r++) narrow_all(x + r * p->inputs, x + r * p->inputs, p->inputs);
     if (rows == 1 && !tiles) grouped = x;
@@ -618,7 +623,7 @@ static void product(const Product *p, float *x, float *grouped, float *y, int64_
 #if HAS_TILES
             if (tiles) {
                 if (end - begin > CROWD) end = begin + CROWD;
-                multiply_tiles(p, (const char *)grouped, y, y_stride, rows, at / groups, begin, end, &shaped);
+                multiply_tiles(p, (const char *)grouped, y, y_stride, rows, at / groups, begin, end, onto, &shaped);
                 continue;
             }
 #endif
@@ -1288,8 +1293,7 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
         norm(own, head->norm, own, size, head->epsilon);
         for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
     }
-    memset(y, 0, count * width * sizeof(float));
-    product(p, x, grouped, y, width, count, threads);
+    product(p, x, grouped, y, width, count, 0, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
     for (int64_t r = 0; r < count; r++) {
         store(logits, r * p->outputs, y + r * width, p->outputs, half);
@@ -1304,11 +1308,10 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
 static void add_product(const Product *p, float *x, float *grouped, const float *weight, float epsilon, float *stream,
                         float *apart, int64_t width, int64_t rows, int threads) {
     if (!weight) {
-        product(p, x, grouped, stream, width, rows, threads);
+        product(p, x, grouped, stream, width, rows, 1, threads);
         return;
     }
-    memset(apart, 0, rows * width * sizeof(float));
-    product(p, x, grouped, apart, width, rows, threads);
+    product(p, x, grouped, apart, width, rows, 0, threads);
     EACH_ROW for (int64_t r = 0; r < rows; r++) {
         norm(apart + r * width, weight, apart + r * width, p->outputs, epsilon);
         for (int64_t i = 0; i < p->outputs; i++) stream[r * width + i] += apart[r * width + i];
@@ -1337,16 +1340,13 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             if (taps && taps[n]) store(taps[n], r * size, stream + r * width, size, half);
             norm(stream + r * width, l->first_norm, normed + r * size, size, l->first_epsilon);
-            memset(qkv + r * heads, 0, heads * sizeof(float));
         }
-        product(&l->qkv, normed, grouped, qkv, heads, rows, threads);
+        product(&l->qkv, normed, grouped, qkv, heads, rows, 0, threads);
         attention(m, l, all, n, qkv, heads, mixed, rest, threads);
         add_product(&l->out, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, threads);
-        EACH_ROW for (int64_t r = 0; r < rows; r++) {
+        EACH_ROW for (int64_t r = 0; r < rows; r++)
             norm(stream + r * width, l->second_norm, normed + r * size, size, l->second_epsilon);
-            memset(gates + r * wide, 0, wide * sizeof(float));
-        }
-        product(&l->gate_up, normed, grouped, gates, wide, rows, threads);
+        product(&l->gate_up, normed, grouped, gates, wide, rows, 0, threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             const float *gate = gates + r * wide, *up = gate + m->inner;
             for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
@@ -1372,10 +1372,9 @@ int specdec_product(const Product *p, const void *x, const void *onto, void *y, 
     if (!scratch) return 1;
     float *grouped = scratch + rows * p->inputs, *sums = grouped + rows * gathered(p->inputs);
     widen_all(x, scratch, rows * p->inputs, half);
-    if (!onto) memset(sums, 0, rows * width * sizeof(float));
-    else for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; onto && r < rows; r++)
         widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
-    product(p, scratch, grouped, sums, width, rows, threads);
+    product(p, scratch, grouped, sums, width, rows, onto != NULL, threads);
     EACH_ROW for (int64_t r = 0; r < rows; r++) store(y, r * p->outputs, sums + r * width, p->outputs, half);
     free(scratch);
     return 0;
