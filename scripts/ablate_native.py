@@ -86,8 +86,8 @@ def main() -> None:
         if absent := [name for name in NEEDED if f"{name}(" not in source]:
             parser.error(f"--before: {str(options.before)!r} has no {absent[0]}; give one like specdec/native/layers.c")
         if described(source) != described(native._SOURCE.read_text(encoding="utf-8")):
-            other = "is told of weights or layers in another way than this version's"
-            parser.error(f"--before: {str(options.before)!r} {other}; run its own version's script in a checkout of that")
+            other = "is told of weights or layers in another way than this version's; run its own version's script"
+            parser.error(f"--before: {str(options.before)!r} {other}")
     targets = {}
     for name in ("before", "after") if options.before else SIDES[options.change]:
         with ExitStack() as changes:
