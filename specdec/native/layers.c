@@ -434,7 +434,8 @@ static void multiply_strip(const Product *p, const float *grouped, float *y, int
 #if HAS_TILES
 /* Tiles are registers of 16 rows of 64 bytes, by which 16 rows of 32 inputs, in bfloat16, are multiplied with 16 outputs
  * at once: 16 rows in less time than memory needs for the weights. A row's sums run in one order whatever rows it is with.
- * A row in float32 goes in as three, of eight bits of each number, whose sum it is: no product is rounded. */
+ * A row in float32 goes in as three, of eight bits of each number, whose sum it is: no product is rounded. (What is below
+ * 1.2e-38 counts as zero.) A process may use tiles once specdec_tiles has said so, and is killed for it before. */
 enum { TILE = 16, STEP = 32, STEP_BYTES = 2 * STEP * PANEL };
 /* Bytes that are asked for ahead of what is read; and groups of rows whose sums are kept, while the weights that they share
  * are in the cache. */
@@ -581,17 +582,22 @@ static void gather_tiles(const Product *p, const float *x, char *grouped, int64_
             }
         }
 }
+
+#define release_tiles() _tile_release()
+#else
+enum { TILE = FEW, CROWD = 1 };
+#define parts_of(p) 1
+#define gather_tiles(p, x, grouped, row, count) (void)0
+#define multiply_tiles(p, x, y, y_stride, rows, strip, begin, end, onto, shaped) (void)(shaped)
+#define release_tiles() (void)0
 #endif
 
 /* y [rows, y_stride] = x [rows, inputs] times the weight, plus the bias; `onto` y, or else in its place. Of pairs, x is
  * left in bfloat16. `grouped` has room for it as it is multiplied. */
 static void product(const Product *p, float *x, float *grouped, float *y, int64_t y_stride, int64_t rows, int onto,
                     int threads) {
-#if HAS_TILES
-    const int64_t tiles = p->tiles, most = tiles ? TILE / parts_of(p) : FEW;
-#else
-    const int64_t tiles = 0, most = FEW;
-#endif
+    const int tiles = HAS_TILES && p->tiles;
+    const int64_t most = tiles ? TILE / parts_of(p) : FEW;
     const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + most - 1) / most, all = strips * groups;
     const int64_t units = units_of(p);
     if (!onto && !tiles)
@@ -602,36 +608,22 @@ static void product(const Product *p, float *x, float *grouped, float *y, int64_
     else
         EACH_ROW for (int64_t g = 0; g < groups; g++) { /* what is multiplied at once lies side by side */
             const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
-#if HAS_TILES
-            if (tiles) {
-                gather_tiles(p, x + row * p->inputs, (char *)grouped, row, count);
-                continue;
-            }
-#endif
-            for (int64_t i = 0; i < units; i++)
+            if (tiles) gather_tiles(p, x + row * p->inputs, (char *)grouped, row, count);
+            for (int64_t i = 0; i < units && !tiles; i++)
                 for (int64_t r = 0; r < count; r++)
                     grouped[row * units + i * count + r] = x[(row + r) * p->inputs + i];
         }
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int t = 0; t < threads; t++) {
-#if HAS_TILES
         int64_t shaped = 0;
-#endif
         for (int64_t at = all * t / threads, last = all * (t + 1) / threads, begin, end; at < last; at += end - begin) {
             begin = at % groups;
             end = groups - begin < last - at ? groups : begin + last - at;
-#if HAS_TILES
-            if (tiles) {
-                if (end - begin > CROWD) end = begin + CROWD;
-                multiply_tiles(p, (const char *)grouped, y, y_stride, rows, at / groups, begin, end, onto, &shaped);
-                continue;
-            }
-#endif
-            multiply_strip(p, grouped, y, y_stride, rows, at / groups, begin, end);
+            if (tiles && end - begin > CROWD) end = begin + CROWD;
+            if (tiles) multiply_tiles(p, (const char *)grouped, y, y_stride, rows, at / groups, begin, end, onto, &shaped);
+            else multiply_strip(p, grouped, y, y_stride, rows, at / groups, begin, end);
         }
-#if HAS_TILES
-        if (tiles) _tile_release();
-#endif
+        if (tiles) release_tiles();
     }
 }
 
@@ -997,7 +989,7 @@ static void score_tiles(const Seen *a, const float *queries, int64_t first, int6
     }
 }
 
-/* `width` tiles of `count` units' sums, [count][dim] from `sums` on, get `blocks` blocks of values by their shares. */
+/* `width` tiles of some units' sums, [dim] each, get `blocks` blocks of values by their shares. */
 INLINE void mix_blocks(const float *shares, int64_t stride, const char *values, int64_t blocks, int64_t dim,
                        float *sums, const int width) {
     _tile_loadd(0, sums, 4 * dim);
@@ -1121,7 +1113,8 @@ apart:
     }
 }
 #else
-INLINE int64_t room_for_tiles(const Shape *m) { return (void)m, 0; }
+#define room_for_tiles(m) 0
+#define attend_tiles(a, rest) (void)0
 #endif
 
 /* Of a row's scores; not a number of pages, or rows would stand in each other's way in the cache. */
@@ -1190,7 +1183,6 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
                              .scores = scores, .slots = slots, .dim = dim, .heads = group, .room = room,
                              .rows = b->rows - r < most ? b->rows - r : most, .query_stride = stride,
                              .output_stride = m->query_heads * dim, .cap = l->cap, .kind = kind};
-#if HAS_TILES
                 if (attends_in_tiles(m)) {
                     seen.chain = !s->window;
                     for (int64_t row = b->first + r + 1; row < b->first + r + seen.rows; row++)
@@ -1202,7 +1194,6 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
                     attend_tiles(&seen, (float *)(slots + room * most));
                     continue;
                 }
-#endif
                 for (int64_t i = 0; i < seen.rows; i++) {
                     const int64_t row = b->first + r + i;
                     if (i && !s->window && b->parents[row] == row - 1)
@@ -1213,9 +1204,7 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
             }
             passed += items;
         }
-#if HAS_TILES
-        _tile_release();
-#endif
+        if (attends_in_tiles(m)) release_tiles();
     }
 }
 

@@ -199,9 +199,11 @@ def library() -> Any:
 
 
 def digest_of_library() -> str | None:
-    """Of the library that is loaded: another compiler makes another one of the same source."""
+    """Of the library that is loaded, and how it multiplies: another compiler makes another one of the same source."""
     loaded = library()
-    return None if loaded is None else Path(loaded._name).stem.rpartition("-")[2][:16]
+    if loaded is None:
+        return None
+    return Path(loaded._name).stem.rpartition("-")[2][:16] + ("-tiles" if loaded.specdec_tiles() else "")
 
 
 def products() -> str | None:

@@ -112,6 +112,35 @@ def test_a_library_is_kept_for_the_user_alone(fresh: Path, compiled: list[str]) 
     assert len(compiled) == 1
 
 
+WITHOUT_TILES = """
+import torch
+from specdec import TransformersTarget
+from specdec.block import Block
+from specdec.native import library as native
+native.library().specdec_tiles = lambda: 0
+from tests import models
+model = models.new_model("llama", torch.bfloat16, hidden_size=96, head_dim=64, num_attention_heads=4)
+target = TransformersTarget(model, execution="native")
+with target.active():
+    target.forward(Block(target.new_cache(capacity=64, rows=40), models.prompt_of(40), device=target.device))
+print(native.products(), native.digest_of_library())
+"""
+
+
+@needs_compiler
+def test_a_process_that_is_lent_no_tiles_multiplies_by_vectors() -> None:
+    """It would be killed for any instruction on them. oneDNN, which asks for them too, is told not to."""
+    if not native.library().specdec_tiles():
+        pytest.skip("this processor has no tiles")
+    assert native.products() == "by tiles of 16 rows (AMX)"
+    options = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TILES], capture_output=True, text=True, env=options)
+    assert done.returncode == 0, done.stderr
+    told, _, digest = done.stdout.strip().rpartition(" ")
+    assert told.startswith("by vectors, and not by its tiles (AMX): ")
+    assert f"{digest}-tiles" == native.digest_of_library()
+
+
 Harm = Callable[[Path, Path, Path], object]  # of the note, the library and a planted one
 
 

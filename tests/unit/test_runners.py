@@ -483,7 +483,9 @@ def test_another_library_is_timed_anew(folder: Path, monkeypatch: pytest.MonkeyP
     asked = timed(monkeypatch, fused=[1.0, 1.0], native=[2.0, 2.0])
     assert TransformersTarget(native_model(), owned=True).runner.name == "fused"
     (kept,) = (machine for path in folder.iterdir() if (machine := CostCurve.load(path).machine)["runner"] == "native")
-    assert kept["library"] in library()._name
+    digest, _, tiles = kept["library"].partition("-")
+    assert digest in library()._name
+    assert (tiles == "tiles") == bool(library().specdec_tiles())
     monkeypatch.setattr(cost, "digest_of_library", lambda: "of another compiler")
     again = timed(monkeypatch, fused=[1.0, 1.0], native=[1.0, 1.0])
     assert TransformersTarget(native_model(), owned=True).runner.name == "native"
