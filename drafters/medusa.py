@@ -1,7 +1,8 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the last hidden state guess several tokens at once.
 
 The root stands at position n, and the last accepted row left the hidden state of position n - 1, from which the target
-chose the root. Head k reads that state and guesses position n + k, knowing of no token in between. So a tree is a list
+chose the root. Head k reads that state, and if it was trained so the root's embedding, too, and guesses position n + k,
+knowing of no token in between. So a tree is a list
 of *rank paths*: path (0, 2) is the first head's best token and behind it the second head's third best. In the paper it
 is the same in every step. Here, where none is given, it grows anew by how probable the heads find their guesses, as far
 as its rows pay; where the heads are not sure, that is not at all. Ranks are chosen, not drawn, so a draft carries no q.
@@ -10,7 +11,7 @@ When sampling, tokens are ranked with the noise with which the target will draw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from drafters.medusa_heads import MedusaHeads
+from drafters.medusa_heads import MedusaHeads, with_roots
 from drafters.tree import Grown, grow
 from drafters.vocabulary import DraftVocabulary, coupled, likeliest, processed
 from drafters.weights import check_fit, weights_folder
@@ -175,11 +176,13 @@ class Medusa(DrafterBase):
             parts = [[weights[f"{head}.{layer}.linear.{part}"] for head in range(depth)] for part in ("weight", "bias")]
             stacked = zip(*parts, strict=True) if layer else [map(torch.cat, parts)]
             self._blocks.append([linear_kernel(weight, bias) for weight, bias in stacked])
+        self._embed = target.embed if own.sees_root else None
         self._place = weights["0.0.linear.bias"].device, weights["0.0.linear.bias"].dtype
         heads_of = [linear_kernel(weights[f"{head}.{own.layers}.weight"]) for head in range(depth) if own.own_head]
         self._matrices = heads_of or None
         head = own.ranks * own.hidden_size * (depth if own.own_head else 1)
-        self.weights = head + depth * own.layers * own.hidden_size**2  # that a guess reads
+        blocks = depth * own.hidden_size * (own.input_size + (own.layers - 1) * own.hidden_size)
+        self.weights = head + blocks  # that a guess reads
 
     @classmethod
     def build(cls, config: MedusaConfig, target: Target) -> Medusa:
@@ -197,11 +200,14 @@ class Medusa(DrafterBase):
         return MedusaSession(self, context)
 
     @torch.no_grad()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, heads, d] from hidden states [N, D]."""
-        states = hidden.to(*self._place)[:, None]  # [N, 1, D], later [N, K, D]
+    def logits(self, hidden: torch.Tensor, roots: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """[N, heads, d] from hidden states [N, D] and the tokens [N] that the target chose from them."""
+        hidden = hidden.to(*self._place)
+        brought = hidden if self._embed is None else with_roots(hidden, self._embed(roots()).to(hidden))
+        states = hidden[:, None]  # [N, 1, D], later [N, K, D]
         for products in self._blocks:
-            found = [product(own) for product, own in zip(products, states.unbind(1), strict=True)]
+            parts = (brought,) if states.shape[1] == 1 else states.unbind(1)
+            found = [product(own) for product, own in zip(products, parts, strict=True)]
             more = found[0] if len(found) == 1 else torch.cat(found, -1)
             states = states + F.silu(more).view(len(hidden), -1, hidden.shape[-1])
         if self._matrices is None:
@@ -214,10 +220,12 @@ class Medusa(DrafterBase):
         return torch.stack((best.indices.double(), best.values.double()), -2)
 
     @torch.no_grad()
-    def lists(self, brought: Sequence[tuple[torch.Tensor, MedusaSession | None]]) -> list[Guesses]:
-        """The same as lists, of the [1, D] that each sequence brought; with the session of one that samples."""
-        hidden, sessions = zip(*brought, strict=True)
-        logits = self.logits(torch.cat(hidden)).unbind()
+    def lists(self, brought: Sequence[tuple[torch.Tensor, int, MedusaSession | None]]) -> list[Guesses]:
+        """The same as lists, of the [1, D] and the root that each sequence brought; with the session of one that
+        samples.
+        """
+        hidden, roots, sessions = zip(*brought, strict=True)
+        logits = self.logits(torch.cat(hidden), lambda: torch.tensor(roots)).unbind()
         found = list[Guesses]()
         for own, session in zip(logits, sessions, strict=True):
             ranked = likeliest(own, self.ranks, None, 0, 0.0) if session is None else session.likeliest(own)
@@ -311,16 +319,18 @@ class MedusaSession(BatchedSession):
         ids = torch.empty(1, 0, dtype=torch.long, device=logits.device)
         return processed(logits.float(), ids, self._processors)
 
-    def _brought(self) -> tuple[torch.Tensor, MedusaSession | None]:
+    def _brought(self) -> tuple[torch.Tensor, int, MedusaSession | None]:
         """What the heads guess from."""
         assert self._seen is not None
-        return self._seen[self._last : self._last + 1], self if self._samples else None
+        return self._seen[self._last : self._last + 1], self._context.root, self if self._samples else None
 
     def ask(self, question: Question) -> torch.Tensor | None:
         hidden = question.taps[FINAL]
         if question.last is None:
             return None
-        (logits,) = self._drafter.logits(hidden.index_select(0, question.last.to(hidden.device)))
+        assert question.root is not None
+        states, root = hidden.index_select(0, question.last.to(hidden.device)), question.root
+        (logits,) = self._drafter.logits(states, lambda: root)
         found = self._drafter.ranked([self.drawn(logits, question.depth) if self._samples else logits])
         return found.flatten().view(torch.int64)  # the numbers' bits
 

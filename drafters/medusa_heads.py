@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from specdec.errors import ConfigError, shown
 from specdec.target import Target
 from specdec.values import check_fields
 
-__all__ = ["HeadsConfig", "MedusaHeads"]
+__all__ = ["HeadsConfig", "MedusaHeads", "with_roots"]
 
 _WEIGHTS, _PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _MERGED = "medusa_head."
@@ -43,6 +43,9 @@ class HeadsConfig(WeightsConfig):
         heads: K; head k guesses the token k + 1 places behind the one whose hidden state it reads.
         layers: residual blocks of a head.
         hidden_size, vocab_size, target: see :class:`drafters.weights.WeightsConfig`.
+        sees_root: a head's first block reads, behind the hidden state, the embedding of the token that the target chose
+            from it, scaled to a mean square of 1, as the first of Hydra's heads do (Ankner et al. 2024, arXiv
+            2402.05109): what was drawn is not to be seen in the state from which it was drawn.
         own_head: each head ends in its own [V, D] matrix; else in the target's.
         draft_vocab: d, tokens that they propose among, see :mod:`drafters.vocabulary`; 0 is all of them.
         accuracy: per head, how often its guess of each rank was right on held-out text, for the record; empty if not
@@ -51,6 +54,7 @@ class HeadsConfig(WeightsConfig):
 
     heads: Few
     layers: Few
+    sees_root: bool = False
     own_head: bool = False
     draft_vocab: Annotated[int, Ge(0), "an integer >= 0"] = 0
     accuracy: list[list[float]] = field(default_factory=list)
@@ -63,20 +67,25 @@ class HeadsConfig(WeightsConfig):
             )
 
     @property
+    def input_size(self) -> int:
+        """Of what a head reads."""
+        return self.hidden_size * (1 + self.sees_root)
+
+    @property
     def ranks(self) -> int:
         """Tokens that a head ranks."""
         return self.draft_vocab or self.vocab_size
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b)."""
+    """x + SiLU(W x + b); where there is more to see than x, the first of what is brought, W reads it too."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, seen: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(size, size)
+        self.linear = nn.Linear(seen, size)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + F.silu(self.linear(hidden))
+    def forward(self, brought: torch.Tensor) -> torch.Tensor:
+        return brought[..., : self.linear.out_features] + F.silu(self.linear(brought))
 
 
 class MedusaHeads(nn.ModuleList):
@@ -91,7 +100,7 @@ class MedusaHeads(nn.ModuleList):
         size = config.hidden_size
         super().__init__(
             nn.Sequential(
-                *(ResBlock(size) for _ in range(config.layers)),
+                *(ResBlock(size, size if layer else config.input_size) for layer in range(config.layers)),
                 *([nn.Linear(size, config.ranks, bias=False)] if config.own_head else []),
             )
             for _ in range(config.heads)
@@ -99,9 +108,24 @@ class MedusaHeads(nn.ModuleList):
         self.config = config
         self.register_buffer(_TOKENS, torch.arange(config.draft_vocab) if config.draft_vocab else None)
 
-    def forward(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Each head's logits for hidden states [..., D] if it has its own matrix, else what the target's is to read."""
-        return [head(hidden) for head in self]
+    def forward(self, brought: torch.Tensor) -> list[torch.Tensor]:
+        """Each head's logits if it has its own matrix, else what the target's is to read.
+
+        ``brought`` are hidden states [..., D], or of heads that see the root what :func:`with_roots` gives.
+        """
+        return [head(brought) for head in self]
+
+    def seeing_root(self) -> MedusaHeads:
+        """Heads that say what these do, and may learn to see the root: it has weights of 0."""
+        if self.config.sees_root:
+            return self
+        made = MedusaHeads(replace(self.config, sees_root=True))
+        weights, size = self.state_dict(), self.config.hidden_size
+        for head in range(self.config.heads):
+            name = f"{head}.0.linear.weight"
+            weights[name] = F.pad(weights[name], (0, size))
+        made.load_state_dict(weights)
+        return made
 
     def start_from(self, target: Target) -> None:
         """Initial weights: every head repeats the target's own next token."""
@@ -148,6 +172,11 @@ class MedusaHeads(nn.ModuleList):
         load_strictly(heads, tensors, folder, "a set of Medusa heads")
         check_draft_tokens(heads.draft_tokens, heads.config.vocab_size, folder)
         return heads
+
+
+def with_roots(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    """[..., 2 D] of hidden states and embedded roots, for heads that see them."""
+    return torch.cat((hidden, F.rms_norm(embedded, embedded.shape[-1:]).to(hidden)), -1)
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -215,14 +244,16 @@ def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) ->
     heads, layers = (len({part[group] for part in blocks}) for group in (1, 2))
     if (told := values.get("medusa_num_layers", layers)) != layers:
         raise ConfigError(f"{CONFIG} counts {shown(told)} layers, the tensors {layers}")
-    if type(size := values.get("vocab_size", 1)) is not int:
-        raise ConfigError(f"vocab_size in {CONFIG} is {shown(size)}; it must be a whole number")
+    if type(vocabulary := values.get("vocab_size", 1)) is not int:
+        raise ConfigError(f"vocab_size in {CONFIG} is {shown(vocabulary)}; it must be a whole number")
     matrix, tokens = tensors.get(f"0.{layers}.weight"), tensors.get(_TOKENS)
+    size, first = len(tensors[blocks[0][0]]), tensors.get("0.0.linear.weight")
     return HeadsConfig(
         heads=heads,
         layers=layers,
-        hidden_size=tensors[blocks[0][0]].shape[0],
-        vocab_size=size if matrix is None or tokens is not None else len(matrix),
+        hidden_size=size,
+        sees_root=first is not None and first.shape[-1] == 2 * size,
+        vocab_size=vocabulary if matrix is None or tokens is not None else len(matrix),
         draft_vocab=0 if tokens is None else len(tokens),
         own_head=len(blocks) < len(parts),
         accuracy=[[float(rate) for rate in rates] for rates in values.get("accuracy", [])],

@@ -361,7 +361,8 @@ class Decoding:
         )
         last = last_row(own, *(tensor.to(device) for tensor in walked))
         depth = walked[-1].to(device).index_select(0, last).sum(1) - 1
-        return self._session.ask(Question(scores, output.taps, last, depth))
+        place = torch.searchsorted(block.sent["rows"].to(device), last) if "rows" in block.sent else last
+        return self._session.ask(Question(scores, output.taps, last, depth, own.index_select(0, place)))
 
     def result(self) -> Generation:
         """The generation as it stands."""

@@ -117,12 +117,14 @@ class Question:
         taps: the drafter's ``taps``.
         last: int64 [1] on the device, the accepted row with which the path will end; None where the host decides.
         depth: int64 [1] on the device, its depth; None with ``last``.
+        root: int64 [1] on the device, the token that follows it, the next step's root; None with ``last``.
     """
 
     scores: Scores
     taps: Mapping[int, torch.Tensor]
     last: torch.Tensor | None
     depth: torch.Tensor | None
+    root: torch.Tensor | None
 
 
 @runtime_checkable

@@ -225,6 +225,9 @@ class TransformersTarget:
         count = block.rows if rows is None else len(rows)
         return TargetOutput(logits, hidden, found, None if peaks is None else (peaks, 0, count))
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.joints.embedding(self.runner.embed(tokens.to(self.device)[None])[0])
+
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)
 

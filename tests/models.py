@@ -176,6 +176,7 @@ def random_heads(
     *,
     heads: int = 3,
     layers: int = 1,
+    sees_root: bool = False,
     own_head: bool = False,
     draft_vocab: int = 0,
     seed: int = 0,
@@ -187,6 +188,7 @@ def random_heads(
             layers=layers,
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
+            sees_root=sees_root,
             own_head=own_head,
             draft_vocab=draft_vocab,
             target=fingerprint(target),
@@ -220,11 +222,13 @@ def _kangaroo(target: Target, tmp: Path) -> list[Options]:
 
 
 def _medusa(target: Target, tmp: Path) -> list[Options]:
-    """Random heads, with and without matrices of their own; trees from a chain to what the room cannot hold."""
+    """Random heads that see the root and that do not, with and without matrices of their own; trees from a chain to
+    what the room cannot hold.
+    """
     made: list[Options] = []
     for number, (sizes, tree) in enumerate(
         (
-            ({"heads": 3}, None),
+            ({"heads": 3, "sees_root": True}, None),
             ({"heads": 2, "layers": 2, "own_head": True}, [[0, 1], [0], [2], [1], [2, 0], [2, 3]]),
             ({"heads": 5, "draft_vocab": target.vocab_size // 2}, "chain"),
         )

@@ -13,7 +13,7 @@ from torch import nn
 
 from drafters.fingerprint import fingerprint
 from drafters.medusa import Node, check_tree, nodes_of, paths_of
-from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from drafters.medusa_heads import HeadsConfig, MedusaHeads, with_roots
 from drafters.vocabulary import most_frequent, number_in, ranks_of
 from specdec.model import TransformersTarget
 from training.acceptance import Written
@@ -32,6 +32,7 @@ class NewHeads:
 
     heads: int = 3
     layers: int = 1
+    sees_root: bool = True
     own_head: bool = False
     draft_vocab: int = 0
 
@@ -44,7 +45,7 @@ class Config(TrainConfig):
         labels: ``hard``, the text's tokens as in the paper, or ``soft``, the target's distribution for their places.
         decay: head k's loss counts ``decay ** k``, k from 1.
         tree: whose tokens per step choose the best checkpoint; a preset, a YAML file or rank paths.
-        heads: what is trained, see its class; with ``start``, those are.
+        heads: what is trained, see its class; with ``start``, those are, and of these options ``sees_root`` alone counts.
     """
 
     out: str = "runs/medusa"
@@ -79,7 +80,7 @@ class MedusaTraining(DrafterTraining):
         with torch.no_grad():
             wanted = torch.softmax(self.frozen.head(states).float(), -1) if self.config.labels == "soft" else None
         total = states.new_zeros((), dtype=torch.float32)
-        for number, guess in enumerate(module(states.float()), 1):
+        for number, guess in enumerate(module(self._brought(states.float(), batch)), 1):
             rows, places = ahead(batch, number)
             if len(rows) == 0:
                 continue
@@ -115,10 +116,10 @@ class MedusaTraining(DrafterTraining):
         -1 before the first position that drafting reads, which is the last but one of the prompt.
         """
         size, first, ranks = len(text.tokens), max(text.prompt - 2, 0), []
-        batch = self.batch_of(text, 0, size)
+        batch = self.batch_of(text, 0, size - 1)
         _, states = self.frozen.read(batch)
         like = next(self.heads.parameters())
-        for number, guess in enumerate(self.heads(states.to(like.dtype)), 1):
+        for number, guess in enumerate(self.heads(self._brought(states.to(like.dtype), batch)), 1):
             logits = self._logits(guess[first : size - 1 - number]).float()
             right = number_in(self.heads.draft_tokens, batch.tokens[0, first + 1 + number :][: len(logits)])
             ranks.append([-1] * first + ranks_of(logits, right).tolist())
@@ -137,6 +138,13 @@ class MedusaTraining(DrafterTraining):
             note="Tokens per step, with the tree below, count the bonus token; `k.r` is how often the token k + 1 "
             "places on had rank r with head k.",
         )
+
+    def _brought(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What the heads read: ``states`` of the batch's targets, and where they see it the token that follows each."""
+        if not self.heads.config.sees_root:
+            return states
+        with torch.no_grad():
+            return with_roots(states, self.frozen.target.embed(batch.tokens.flatten()[batch.targets + 1]))
 
     def _logits(self, guess: torch.Tensor) -> torch.Tensor:
         return guess if self.heads.config.own_head else self.frozen.head(guess)
@@ -195,12 +203,14 @@ def new_heads(config: NewHeads, target: TransformersTarget, *, counts: torch.Ten
 
 
 def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
-    """The heads of ``config.start``, to be trained further for a target.
+    """The heads of ``config.start``, to be trained further for a target; if they are to see the root, they learn to.
 
     Raises:
         ConfigError: a tree that they cannot fill; else as :func:`training.run.started`.
     """
     heads: MedusaHeads = started(MedusaHeads, str(config.start), target, "medusa")
+    if config.heads.sees_root:
+        heads = heads.seeing_root()
     check_tree(config.paths, heads=heads.config.heads, ranks=heads.config.ranks)
     return heads
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafters.medusa import Medusa, MedusaConfig, check_tree, nodes_of, paths_of
-from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from drafters.medusa_heads import HeadsConfig, MedusaHeads, with_roots
 from drafters.weights import embedded_weights
 from specdec import Engine, SamplingParams
 from specdec.cost import CostCurve
@@ -83,16 +83,17 @@ def test_a_tree_beyond_heads_or_vocabulary_is_named(target: TransformersTarget, 
 # Drafts
 
 
+@pytest.mark.parametrize("sees_root", [False, True])
 @pytest.mark.parametrize(("own_head", "temperature"), [(False, 0.0), (True, 0.0), (False, 0.7)])
 def test_draft_is_what_the_heads_say_of_the_position_before_the_root(
-    target: TransformersTarget, tmp_path: Path, own_head: bool, temperature: float
+    target: TransformersTarget, tmp_path: Path, own_head: bool, temperature: float, sees_root: bool
 ) -> None:
     """Against the modules as trained and transformers' own hidden states, over steps that accept and that do not.
 
     When sampling it is what they would draw with the target's noise.
     """
     tree = [[0], [0, 0], [1], [0, 1], [1, 0], [0, 0, 0]]
-    drafter = drafter_of(target, tmp_path, tree, heads=3, layers=2, own_head=own_head)
+    drafter = drafter_of(target, tmp_path, tree, heads=3, layers=2, own_head=own_head, sees_root=sees_root)
     heads = MedusaHeads.from_pretrained(tmp_path).double()
     drafts: list[Draft] = []
     sampling = SamplingParams(temperature=temperature, seed=5)
@@ -100,6 +101,9 @@ def test_draft_is_what_the_heads_say_of_the_position_before_the_root(
     text = [*PROMPT, *found.token_ids]
     with torch.no_grad():
         hidden = target.decoder(torch.tensor([text])).last_hidden_state[0]
+        if sees_root:
+            embedded = target.model.get_input_embeddings()(torch.tensor(text))[1:]
+            hidden = torch.cat((hidden[:-1], embedded / embedded.square().mean(-1, keepdim=True).sqrt()), 1)
         logits = [guess if own_head else target.head(guess) for guess in heads(hidden)]
     root, noise = len(PROMPT) - 1, Noise(5, 32, torch.device("cpu"))
     assert len(drafts) > 10
@@ -110,6 +114,16 @@ def test_draft_is_what_the_heads_say_of_the_position_before_the_root(
         expected = [ranks[len(path) - 1][path[-1]] for path in fits]
         assert list(draft.tokens) == [text[root], *expected]
         root += length
+
+
+def test_each_sequence_s_heads_see_its_own_root(target: TransformersTarget, tmp_path: Path) -> None:
+    drafter = drafter_of(target, tmp_path, sees_root=True)
+    hidden = torch.randn(1, 32, dtype=torch.float64)
+    brought: list[tuple[torch.Tensor, int, None]] = [(hidden, root, None) for root in (3, 8)]
+    together = drafter.lists(brought)
+    assert together[0] != together[1]
+    for own, (alone,) in zip(together, (drafter.lists([one]) for one in brought), strict=True):
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(alone))
 
 
 def test_a_prompt_of_one_token_starts_plainly(target: TransformersTarget, tmp_path: Path) -> None:
@@ -161,7 +175,7 @@ def test_the_tree_grows_by_what_the_heads_promise_and_rows_cost(
     costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 1.0 + 100 * slope]])
     Engine(target, None, Spy(drafter, drafts.append), costs=costs).generate(PROMPT, 8)
     hidden = target.decoder(torch.tensor([PROMPT[:-1]])).last_hidden_state[0, -1:].detach()
-    first, second = (dict(zip(*own, strict=True)) for own in drafter.lists([(hidden, None)])[0])
+    first, second = (dict(zip(*own, strict=True)) for own in drafter.lists([(hidden, PROMPT[-1], None)])[0])
     worth = {(token,): 0.8 * chance for token, chance in first.items()}
     worth |= {(token, after): worth[token,] * 0.8 * chance for (token,) in [*worth] for after, chance in second.items()}
     paths: list[tuple[int, ...]] = [()]
@@ -327,11 +341,11 @@ def test_heads_look_ahead_within_their_text() -> None:
     assert (batch.targets[places] - batch.targets[rows]).tolist() == [2] * 4
 
 
-@pytest.mark.parametrize("labels", ["hard", "soft"])
-def test_loss_is_the_papers(target_of: Callable[..., TransformersTarget], labels: str) -> None:
+@pytest.mark.parametrize(("labels", "sees_root"), [("hard", False), ("soft", False), ("soft", True)])
+def test_loss_is_the_papers(target_of: Callable[..., TransformersTarget], labels: str, sees_root: bool) -> None:
     """sum of .8^k CE_k over one text, written out position by position."""
     target = target_of("llama", torch.float32)
-    heads = new_heads(NewHeads(heads=2), target)
+    heads = new_heads(NewHeads(heads=2, sees_root=sees_root), target)
     torch.manual_seed(3)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -342,6 +356,9 @@ def test_loss_is_the_papers(target_of: Callable[..., TransformersTarget], labels
     hidden = target.decoder(torch.tensor([text])).last_hidden_state[0]
     own = torch.softmax(target.head(hidden), -1)
     expected = torch.zeros(())
+    if sees_root:
+        embedded = target.model.get_input_embeddings()(torch.tensor(text)).roll(-1, 0)  # of the last nothing is asked
+        hidden = with_roots(hidden, embedded)
     for k, guess in enumerate(heads(hidden), 1):
         logs = torch.log_softmax(target.head(guess), -1)
         for t in range(12 - k - 1):
@@ -370,7 +387,7 @@ def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget], t
 
 def test_training_goes_on_from_given_heads(target: TransformersTarget, tmp_path: Path) -> None:
     given = random_heads(target, tmp_path, heads=2, layers=2)
-    config = Config(data=["stdlib"], tree=[[0], [0, 0]], start=str(tmp_path))
+    config = Config(data=["stdlib"], tree=[[0], [0, 0]], start=str(tmp_path), heads=NewHeads(sees_root=False))
     heads = started_heads(config, target)
     assert (heads.config.heads, heads.config.layers) == (2, 2)
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), given.parameters(), strict=True))
@@ -380,6 +397,18 @@ def test_training_goes_on_from_given_heads(target: TransformersTarget, tmp_path:
     published(tmp_path / "other", size=16)
     with pytest.raises(CheckpointError, match="width is 16, the model's is 32"):
         started_heads(Config(data=["stdlib"], start=str(tmp_path / "other")), target)
+
+
+def test_heads_learn_to_see_the_root_from_what_they_say_without_it(target: TransformersTarget, tmp_path: Path) -> None:
+    blind = random_heads(target, tmp_path, heads=2, layers=2)
+    config = Config(data=["stdlib"], tree=[[0], [0, 0]], start=str(tmp_path), heads=NewHeads(sees_root=True))
+    heads = started_heads(config, target)
+    assert heads.config.sees_root
+    hidden = torch.randn(3, 32)
+    for root in (torch.zeros(3, 32), torch.randn(3, 32)):
+        for own, former in zip(heads(with_roots(hidden, root)), blind(hidden), strict=True):
+            torch.testing.assert_close(own, former)
+    assert heads.seeing_root() is heads
 
 
 def test_odd_training_options_are_named() -> None:

@@ -20,9 +20,20 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from drafters.kangaroo import Kangaroo, KangarooSession
-from specdec import Draft, Engine, SamplingParams, copies, decoding, processors
+from specdec import (
+    Context,
+    Draft,
+    DrafterBase,
+    Engine,
+    Observation,
+    SamplingParams,
+    copies,
+    decoding,
+    processors,
+)
 from specdec.cost import roofline
 from specdec.draft import ancestors
+from specdec.drafter import Question
 from specdec.errors import ConfigError, NumericalError
 from specdec.results import Step
 from specdec.sampling import Sampler, Scores
@@ -142,6 +153,41 @@ def test_one_copy_in_and_one_out(
         accepted += sum(step.accepted for step, _ in steps)
         assert all(counts == {"in": 1, "out": 1} for _, counts in steps), [c for _, c in steps]
     assert accepted or drafter == "none" or sampling is not None
+
+
+class Foretold(DrafterBase):
+    """Proposes a text that it knows, now and then a wrong token in it, between rows that nobody scores, and asks which
+    token will follow.
+    """
+
+    name = "foretold"
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text, self.answers = text, list[tuple[Sequence[int] | None, int]]()
+
+    def start(self, context: Context) -> Foretold:
+        self.context = context
+        return self
+
+    def propose(self, room: int) -> Draft:
+        size = len(self.context.tokens)
+        first, second = [*self.text[size:], 0, 0][:2]
+        rows = [self.context.root, 7, first, 9, second if size % 2 else (second + 1) % VOCAB]
+        return Draft(rows, [-1, 0, 0, 2, 2], probes={1, 3}) if room >= len(rows) else Draft(rows[:1], [-1])
+
+    def ask(self, question: Question) -> torch.Tensor | None:
+        return question.root
+
+    def observe(self, seen: Observation) -> None:
+        self.answers.append((seen.answer, seen.tokens[-1]))
+
+
+def test_a_step_tells_the_token_that_follows_it_before_anything_is_copied(transfers: Transfers) -> None:
+    target = target_of("llama")
+    text = [*PROMPT, *Engine(target).generate(PROMPT, NEW).token_ids]
+    drafter = Foretold(text)
+    assert Engine(target, None, drafter, max_rows=8).generate(PROMPT, NEW).stats.tokens_per_step >= 2
+    assert [answer for answer, _ in drafter.answers] == [[root] for _, root in drafter.answers]
 
 
 @pytest.mark.parametrize(
