@@ -21,6 +21,7 @@ import typer
 
 from specdec.config import load_yaml
 from specdec.conversations import read_records, turns_of
+from specdec.errors import ConfigError, SpecdecError
 from specdec.files import write_text
 
 Asked = Iterator[tuple[str, list[str]]]  # kind, turns
@@ -34,19 +35,30 @@ def articles(lists: dict[str, Any]) -> Asked:
 
 
 def told_in(file: Path, subjects: list[str]) -> Iterator[tuple[str, str]]:
-    """What was written, up to its last whole sentence, and its subject."""
-    for record in read_records(file):
-        (_, asked), (_, text) = (turns_of(record) or ())[:2]
-        whole = text[: text.rfind(".") + 1].strip()
+    """What was written, up to its last whole sentence, and its subject.
+
+    Raises:
+        ConfigError: an article that was asked for by nothing in the lists.
+    """
+    for number, record in enumerate(read_records(file), 1):
+        said = [text if isinstance(text, str) else "" for _, text in turns_of(record) or ()]
+        subject = next((one for one in subjects if said and one in said[0]), None)
+        if subject is None or len(said) < 2:
+            raise ConfigError(
+                f"{file}, conversation {number}: nothing that prompts.yaml asks for is answered there; give one that "
+                "specdec distill-data made of what this script wrote without --articles"
+            )
+        whole = said[1][: said[1].rfind(".") + 1].strip()
         if len(whole.split()) >= 30:
-            yield whole, next(subject for subject in subjects if subject in asked)
+            yield whole, subject
 
 
 def of_all_kinds(lists: dict[str, Any], told: list[tuple[str, str]], translations: int, draw: random.Random) -> Asked:
     """Summaries, answers from several texts, translations and facts; ``told`` are texts and their subjects."""
     for number, (text, subject) in enumerate(told):
         yield "summarization", [draw.choice(lists["summarise"]).format(text)]
-        others = draw.sample(told[:number] + told[number + 1 :], draw.choice((0, 1, 2)))
+        rest = told[:number] + told[number + 1 :]
+        others = draw.sample(rest, min(draw.choice((0, 1, 2)), len(rest)))
         sources = [" ".join(source.split()) for source in (text, *(other for other, _ in others))]
         draw.shuffle(sources)
         mark = draw.choice(("[{}] {}", "Document {}: {}", "{}. {}"))
@@ -81,4 +93,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except SpecdecError as error:
+        raise SystemExit(f"error: {error}") from error

@@ -45,7 +45,7 @@ class Config(TrainConfig):
         labels: ``hard``, the text's tokens as in the paper, or ``soft``, the target's distribution for their places.
         decay: head k's loss counts ``decay ** k``, k from 1.
         tree: whose tokens per step choose the best checkpoint; a preset, a YAML file or rank paths.
-        heads: what is trained, see its class; with ``start``, those are, and of these options ``sees_root`` alone counts.
+        heads: what is trained, see its class; with ``start``, those are, and ``sees_root`` alone counts here.
     """
 
     out: str = "runs/medusa"

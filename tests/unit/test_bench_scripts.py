@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ import typer
 from typer.testing import CliRunner
 
 from specdec.bench.oracle import OraclePoint
+from specdec.bench.questions import read_questions
 from specdec.bench.shapes import random_model, weight_bytes
 from specdec.model import TransformersTarget
 from specdec.native import library as native
@@ -345,3 +347,34 @@ def test_drafters_of_a_checkout_that_is_not_installed_are_found(monkeypatch: pyt
     checkout.use_checkout()
     added = list(importlib.metadata.distributions(path=[sys.path[-1]]))
     assert sorted(e.name for e in added[0].entry_points if e.group == "specdec.drafters") == expected
+
+
+def test_prompts_of_all_kinds_are_put_together_of_what_was_written(tmp_path: Path) -> None:
+    """Texts end with a sentence, every kind is there, nothing is left to be filled in; a stranger's file is named."""
+    made, run = load("make_prompts"), CliRunner()
+    app = typer.Typer()
+    app.command()(made.main)
+    asked, written, out = tmp_path / "asked.jsonl", tmp_path / "written.jsonl", tmp_path / "kinds.jsonl"
+    assert run.invoke(app, ["--out", str(asked)]).exit_code == 0
+    questions = read_questions(asked)
+    assert len({question.turns for question in questions}) == len(questions) > 100
+    sentence = "It stood there for many years, and nobody {who came} by asked why that was so. "
+    talks = [
+        [{"from": "human", "value": question.turns[0]}, {"from": "gpt", "value": 3 * sentence + "Then the"}]
+        for question in questions[:5]
+    ]
+    written.write_text("".join(json.dumps({"conversations": talk}) + "\n" for talk in talks))
+    arguments = ["--articles", str(written), "--translations", "7", "--out", str(out)]
+    assert run.invoke(app, arguments).exit_code == 0
+    kinds = read_questions(out)
+    counts = Counter(question.category for question in kinds)
+    assert (counts["summarization"], counts["rag"], counts["translation"]) == (5, 5, 7)
+    assert counts["qa"] > 50
+    texts = [question.turns[0] for question in kinds]
+    assert not any("Then the" in text or "{}" in text or "{s" in text or "{q" in text for text in texts)
+    assert sum(sentence.strip() in text for text in texts) == 10
+    first = out.read_text()
+    assert run.invoke(app, arguments).exit_code == 0
+    assert out.read_text() == first
+    written.write_text(json.dumps({"conversations": talks[0][1:]}) + "\n")
+    assert "conversation 1" in str(run.invoke(app, arguments).exception)
