@@ -128,12 +128,13 @@ class MedusaTraining(DrafterTraining):
     def card(self) -> CardText:
         own, size = self.heads.config, f"{parameters_of(self.heads):,} parameters"
         matrix = "each with a matrix of its own" if own.own_head else "sharing the target's own matrix"
+        seeing = ", which see the root" if own.sees_root else ""
         figures = {f"head_{n}_rank_{rank}": f"{n}.{rank}" for n in range(1, own.heads + 1) for rank in range(_RANKS)}
         return CardText(
             title="Medusa heads",
             about=f"{own.heads} heads of {size} in all",
-            opening=f"{own.heads} heads for `{own.target}`, {matrix}{among(own.draft_vocab)}: {size}. The target "
-            "stays as it was.",
+            opening=f"{own.heads} heads for `{own.target}`{seeing}, {matrix}{among(own.draft_vocab)}: {size}. The "
+            "target stays as it was.",
             columns={"tokens_per_step": "tokens per step", **figures},
             note="Tokens per step, with the tree below, count the bonus token; `k.r` is how often the token k + 1 "
             "places on had rank r with head k.",

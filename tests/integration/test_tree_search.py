@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from drafters.medusa import Medusa, MedusaConfig, nodes_of
+from drafters.medusa_heads import with_roots
 from specdec import Engine, SamplingParams
 from specdec.cli import build
 from specdec.config import load_yaml
@@ -148,9 +149,10 @@ def test_heads_are_judged_where_they_draft(target_of: Callable[..., Transformers
     with torch.no_grad():
         text = torch.tensor([texts[0].tokens])
         hidden = engine.target.decoder(text).last_hidden_state[0]  # type: ignore[attr-defined]
+        embedded = engine.target.embed(text[0, 1:])
         right = [
             float((engine.target.head(guess).argmax(-1)[4 : 66 - 4] == text[0, 5 + k : 66 - 4 + k + 1]).float().mean())
-            for k, guess in enumerate(heads(hidden), 1)
+            for k, guess in enumerate(heads(with_roots(hidden[:-1], embedded)), 1)
         ]
     assert [own[0] for own in odds.accuracy] == pytest.approx(right)
 
