@@ -43,7 +43,7 @@ from specdec.target import Target
 
 __all__ = ["Kangaroo", "KangarooConfig", "check_adapter"]
 
-_BRANCH = 4  # most tokens of a guess that are verified because they pay
+_BRANCH = 8  # most tokens of a guess that are verified because they pay
 _ACCEPTED, _GUESSES = 0.6, 4.0  # share of guesses that were accepted before any was made, and those it counts as
 _RIGHT, _PROMISED = 0.9, 8.0  # likeliest tokens that are right for one that is promised, and the promises it counts as
 
@@ -64,7 +64,7 @@ class KangarooConfig:
             tokens of the same rank, and a round stays there.
         gamma: most guesses of a round; None takes the adapter's own.
         branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
-            paper's chain; None takes the adapter's own. Without an eta the most tokens of any guess, 4 for None; under
+            paper's chain; None takes the adapter's own. Without an eta the most tokens of any guess, 8 for None; under
             ``reject`` it is 1.
         check_target: refuse a model that is not the one the adapter was trained for.
     """
