@@ -2,16 +2,16 @@
 
 The root stands at position n, and the last accepted row left the hidden state of position n - 1, from which the target
 chose the root. Head k reads that state, and if it was trained so the root's embedding, too, and guesses position n + k,
-knowing of no token in between. So a tree is a list
-of *rank paths*: path (0, 2) is the first head's best token and behind it the second head's third best. In the paper it
-is the same in every step. Here, where none is given, it grows anew by how probable the heads find their guesses, as far
-as its rows pay; where the heads are not sure, that is not at all. Ranks are chosen, not drawn, so a draft carries no q.
-When sampling, tokens are ranked with the noise with which the target will draw.
+knowing of no token in between. So a tree is a list of *rank paths*: path (0, 2) is the first head's best token and
+behind it the second head's third best. In the paper it is the same in every step. Here, where none is given, it grows
+anew by how probable the heads find their guesses, as far as its rows pay; where the heads are not sure, that is not at
+all. Ranks are chosen, not drawn, so a draft carries no q. When sampling, tokens are ranked with the noise with which
+the target will draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -200,16 +200,16 @@ class Medusa(DrafterBase):
         return MedusaSession(self, context)
 
     @torch.no_grad()
-    def logits(self, hidden: torch.Tensor, roots: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
         """[N, heads, d] from hidden states [N, D] and the tokens [N] that the target chose from them."""
         hidden = hidden.to(*self._place)
-        brought = hidden if self._embed is None else with_roots(hidden, self._embed(roots()).to(hidden))
         states = hidden[:, None]  # [N, 1, D], later [N, K, D]
+        parts: Sequence[torch.Tensor] = [hidden if self._embed is None else with_roots(hidden, self._embed(roots))]
         for products in self._blocks:
-            parts = (brought,) if states.shape[1] == 1 else states.unbind(1)
             found = [product(own) for product, own in zip(products, parts, strict=True)]
             more = found[0] if len(found) == 1 else torch.cat(found, -1)
             states = states + F.silu(more).view(len(hidden), -1, hidden.shape[-1])
+            parts = states.unbind(1)
         if self._matrices is None:
             return self.vocabulary.head(states)
         return torch.stack([head(own) for head, own in zip(self._matrices, states.unbind(1), strict=True)], 1)
@@ -225,7 +225,7 @@ class Medusa(DrafterBase):
         samples.
         """
         hidden, roots, sessions = zip(*brought, strict=True)
-        logits = self.logits(torch.cat(hidden), lambda: torch.tensor(roots)).unbind()
+        logits = self.logits(torch.cat(hidden), torch.tensor(roots)).unbind()
         found = list[Guesses]()
         for own, session in zip(logits, sessions, strict=True):
             ranked = likeliest(own, self.ranks, None, 0, 0.0) if session is None else session.likeliest(own)
@@ -329,8 +329,7 @@ class MedusaSession(BatchedSession):
         if question.last is None:
             return None
         assert question.root is not None
-        states, root = hidden.index_select(0, question.last.to(hidden.device)), question.root
-        (logits,) = self._drafter.logits(states, lambda: root)
+        (logits,) = self._drafter.logits(hidden.index_select(0, question.last.to(hidden.device)), question.root)
         found = self._drafter.ranked([self.drawn(logits, question.depth) if self._samples else logits])
         return found.flatten().view(torch.int64)  # the numbers' bits
 

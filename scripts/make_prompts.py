@@ -1,6 +1,6 @@
 """Prompts of Spec-Bench's kinds, to distil training data for a chat model from: scripts/prompts.yaml, put together.
 
-No question of a benchmark is among them, and nobody's text: what is to be summarised, or to be answered from, the model
+No question was taken from a benchmark, and nobody's text: what is to be summarised, or to be answered from, the model
 writes itself, in a first round.
 
     python scripts/make_prompts.py --out runs/asked_articles.jsonl

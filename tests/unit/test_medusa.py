@@ -83,16 +83,25 @@ def test_a_tree_beyond_heads_or_vocabulary_is_named(target: TransformersTarget, 
 # Drafts
 
 
+DEEP, FLAT = [[0], [0, 0], [1], [0, 1], [1, 0], [0, 0, 0]], [[0], [1]]  # of three heads, and of the first one alone
+
+
 @pytest.mark.parametrize("sees_root", [False, True])
-@pytest.mark.parametrize(("own_head", "temperature"), [(False, 0.0), (True, 0.0), (False, 0.7)])
+@pytest.mark.parametrize(
+    ("tree", "own_head", "temperature"), [(DEEP, False, 0.0), (DEEP, True, 0.0), (DEEP, False, 0.7), (FLAT, False, 0.0)]
+)
 def test_draft_is_what_the_heads_say_of_the_position_before_the_root(
-    target: TransformersTarget, tmp_path: Path, own_head: bool, temperature: float, sees_root: bool
+    target: TransformersTarget,
+    tmp_path: Path,
+    tree: list[list[int]],
+    own_head: bool,
+    temperature: float,
+    sees_root: bool,
 ) -> None:
     """Against the modules as trained and transformers' own hidden states, over steps that accept and that do not.
 
     When sampling it is what they would draw with the target's noise.
     """
-    tree = [[0], [0, 0], [1], [0, 1], [1, 0], [0, 0, 0]]
     drafter = drafter_of(target, tmp_path, tree, heads=3, layers=2, own_head=own_head, sees_root=sees_root)
     heads = MedusaHeads.from_pretrained(tmp_path).double()
     drafts: list[Draft] = []
