@@ -23,6 +23,7 @@ from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from specdec import copies
@@ -58,6 +59,7 @@ _REPEATS = 15
 _GROWTH = 32  # texts grow by so many tokens while forwards are timed, and begin anew: some kernels plan by length
 _STEADY = 0.8  # share of a measurement's time in which its thread must have had a processor
 _PASS_SECONDS = 6e-5  # of a drafter's pass, besides its weights
+_KEPT = 256  # readings of a curve
 _MOST = 10**9  # rows, tokens and seconds of a curve
 _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
 
@@ -109,8 +111,12 @@ class CostCurve:
             )
 
     @cached_property
-    def known(self) -> dict[Any, tuple[float, list[float], float]]:
-        """Readings that are kept, by whoever keeps them."""
+    def _grid(self) -> npt.NDArray[np.float64]:
+        return np.asarray(self.seconds, dtype=np.float64)
+
+    @cached_property
+    def _readings(self) -> dict[Any, tuple[float, list[float], float]]:
+        """Those that are kept, by what was asked; sequences share them."""
         return {}
 
     def at(self, length: int, most: int) -> list[float]:
@@ -119,7 +125,11 @@ class CostCurve:
         Where no more rows were measured than a step is bound by reading the weights for, their slope says nothing of
         the arithmetic beyond; then it is at least that of the roofline.
         """
-        grid, lengths = np.asarray(self.seconds, dtype=np.float64), self.lengths
+        seconds: list[float] = self._at(length, most).tolist()
+        return seconds
+
+    def _at(self, length: int, most: int) -> npt.NDArray[np.float64]:
+        grid, lengths = self._grid, self.lengths
         if len(lengths) == 1:
             seconds = grid[0]
         else:
@@ -128,7 +138,7 @@ class CostCurve:
             share = max(share, 0.0)  # below the shortest, the shortest: a line could end below nothing
             seconds = grid[right - 1] + share * (grid[right] - grid[right - 1])
         wanted, last = np.arange(most + 1), self.rows[-1]
-        values = np.interp(wanted, self.rows, seconds)
+        values: npt.NDArray[np.float64] = np.interp(wanted, self.rows, seconds)
         if most > last:
             slope = max(seconds[-1] - seconds[-2], 0.0) / (last - self.rows[-2]) if last > 1 else 0.0
             if last < _BALANCE:
@@ -136,26 +146,35 @@ class CostCurve:
             beyond = wanted > last
             values[beyond] = seconds[-1] + slope * (wanted[beyond] - last)
         values[0] = 0.0
-        result: list[float] = values.tolist()
-        return result
+        return values
 
-    def steps(self, length: int, most: int, crowd: Crowd | None = None) -> list[float]:
-        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; more rows never cost less.
+    def reading(self, length: int, most: int, crowd: Crowd | None = None) -> tuple[float, list[float], float]:
+        """Seconds of a plain step, :meth:`steps`, and what the cheapest row adds to a step.
 
         In a crowd a plain step is a sequence's share of a forward with one row of each, and rows come on top of those
         that the others bring.
         """
+        kept, asked = self._readings, (length, most, crowd)
+        if (known := kept.get(asked)) is not None:
+            return known
         beside, share = (0, 1) if crowd is None else (crowd.rows, crowd.sequences)
-        seconds = self.at(length, max(beside + most, share))
-        plain, so_far = seconds[share] / share, 1.0
+        seconds = self._at(length, max(beside + most, share))
+        plain = seconds[share] / share
         first = seconds[beside + 1] - plain  # what the root costs is one plain step, whoever is there
-        more = seconds[beside + 1 : beside + most + 1]
-        return [0.0, *(so_far := max(so_far, (taken - first) / plain) for taken in more)]
+        steps = np.maximum.accumulate(np.maximum((seconds[beside + 1 : beside + most + 1] - first) / plain, 1.0))
+        least = float(np.diff(steps).min()) if most > 1 else 0.0
+        if len(kept) == _KEPT:
+            kept.clear()
+        kept[asked] = found = float(plain), [0.0, *steps.tolist()], least
+        return found
+
+    def steps(self, length: int, most: int, crowd: Crowd | None = None) -> list[float]:
+        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; more rows never cost less."""
+        return self.reading(length, most, crowd)[1]
 
     def plain(self, length: int, crowd: Crowd | None = None) -> float:
         """Seconds of a plain step; in a crowd, a sequence's share of it."""
-        share = 1 if crowd is None else crowd.sequences
-        return self.at(length, share)[share] / share
+        return self.reading(length, 1, crowd)[0]
 
     def paying(self, gains: Sequence[float], length: int) -> int:
         """How many rows below the root bring the most expected tokens for their time; ``gains``: each one's chance."""

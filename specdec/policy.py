@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from operator import sub
 from typing import Protocol
 
 from specdec.cost import CostCurve, Crowd
@@ -109,16 +108,12 @@ class Prices:
         self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
 
     def _curve(self, length: int, most: int) -> tuple[float, list[float], float]:
-        """Seconds of a plain step, :meth:`steps`, and what the cheapest row adds to a step."""
+        """The curve's reading near a length, of ``most`` rows or more."""
         near, crowd = length // _BUCKET, self.crowd
         if near != self._near or crowd is not self._near_crowd or most >= len(self._read[1]):
             most = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
-            known, key = self.curve.known, (near, most, crowd)  # sequences share it
-            if key not in known:
-                middle = near * _BUCKET + _BUCKET // 2
-                steps = self.curve.steps(middle, most, crowd)
-                known[key] = self.curve.plain(middle, crowd), steps, min(map(sub, steps[2:], steps[1:]))
-            self._near, self._near_crowd, self._read = near, crowd, known[key]
+            reading = self.curve.reading(near * _BUCKET + _BUCKET // 2, most, crowd)
+            self._near, self._near_crowd, self._read = near, crowd, reading
         return self._read
 
     def plain(self, length: int) -> float:

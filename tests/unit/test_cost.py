@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -298,7 +297,7 @@ def test_a_broken_file_is_measured_anew(counted: list[int]) -> None:
 
 def test_another_machines_file_is_passed_over_and_kept(counted: list[int], tmp_path: Path) -> None:
     path = tmp_path / "theirs.json"
-    theirs = CostCurve(**{**json.loads(json.dumps(vars(CURVE))), "machine": {**describe(target()), "device": "abacus"}})
+    theirs = replace(CURVE, machine={**describe(target()), "device": "abacus"})
     theirs.save(path)
     with pytest.warns(UserWarning, match="made for device 'abacus' and not"):
         curve = cost_curve(target(), path)

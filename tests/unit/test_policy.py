@@ -37,6 +37,20 @@ def test_prices_are_the_curve_s_wherever_it_was_read_before() -> None:
             assert found == (curve.plain(near, crowd), curve.steps(near, most, crowd))
 
 
+def test_readings_of_a_curve_do_not_pile_up() -> None:
+    """A service meets ever new crowds; what is read again is read the same."""
+    curve = curve_of(row=0.25)
+    first = curve.reading(128, 32, Crowd(8, 11))
+    assert curve.reading(128, 32, Crowd(8, 11)) is first
+    for rows in range(7, 3000):
+        curve.reading(128, 32, Crowd(8, rows))
+    assert len(curve._readings) <= 256
+    assert curve.reading(128, 32, Crowd(8, 11)) == first
+    plain, steps, least = first
+    assert steps == pytest.approx([0.0, *(max(1 + 0.25 * (rows - 1) / plain, 1.0) for rows in range(1, 33))])
+    assert least == pytest.approx(0.25 / plain)
+
+
 def policy_of(*, row: float, memory: float = 0.95) -> CostPolicy:
     return CostPolicy(curve_of(row=row), memory=memory)
 
