@@ -509,7 +509,7 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
         return Observation(draft, list(path), seen.tokens, scores, hidden, seen.answer)
     if len(rows) == 1:  # it had none of it: all that concerns it is the text
         chain = Draft.chain([whole.tokens[row] for row in path])
-        hidden = {layer: copies.pick(seen.taps[layer], path) for layer in taps}
+        hidden = {layer: _rows(seen.taps[layer], path) for layer in taps}
         return Observation(chain, range(len(path)), seen.tokens, scores.select(path, None), hidden, seen.answer)
     others = [row for row in path if row not in rows]  # its end, as what is behind another's row is not the part's
     union_rows = [*rows, *others]
@@ -527,5 +527,10 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
         scores = scores.select([union_rows[own] for own in numbers], numbers)
     else:
         scores = scores.select(union_rows, None)
-    hidden = {layer: copies.pick(seen.taps[layer], union_rows) for layer in taps}  # [rows of own_draft, D]
+    hidden = {layer: _rows(seen.taps[layer], union_rows) for layer in taps}  # [rows of own_draft, D]
     return Observation(own_draft, path, seen.tokens, scores, hidden, seen.answer)
+
+
+def _rows(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows of what nobody changes; the first ones, in order, need no copy."""
+    return hidden[: len(rows)] if [*rows] == [*range(len(rows))] else copies.pick(hidden, rows)

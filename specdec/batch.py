@@ -20,6 +20,7 @@ from specdec.arguments import checked
 from specdec.cache import KVCache
 from specdec.cost import Crowd
 from specdec.decoding import Decoding, Setup, Turn, cache_sizes
+from specdec.drafter import likeliest_of
 from specdec.errors import ConfigError
 from specdec.passes import Pass, Passes, forward_together, resume, run_together
 from specdec.results import Chunk, Generation, Statistics, Step
@@ -250,7 +251,8 @@ class Scheduler:
         if not turns:
             return events
         began = perf_counter()
-        parts = forward_together(self._engine.target, turns, self._engine.drafter.taps)
+        drafter = self._engine.drafter
+        parts = forward_together(self._engine.target, turns, drafter.taps, likeliest=likeliest_of(drafter))
         ended, rows = perf_counter(), [turn.block.rows for turn in turns]
         each, drafted = (ended - began) / sum(rows), list[int]()
         for one, turn, part, count in zip(chosen, turns, parts, rows, strict=True):

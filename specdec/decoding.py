@@ -30,6 +30,7 @@ from specdec.drafter import (
     Observation,
     Question,
     check_draft,
+    likeliest_of,
     session_of,
 )
 from specdec.errors import DraftError
@@ -111,7 +112,7 @@ class Decoding:
         self._policy = engine.row_policy()
         self._crowd: Crowd | None = None
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
-        self._likeliest = engine.drafter.likeliest if engine.drafter.needs_observe else 0
+        self._likeliest = likeliest_of(engine.drafter)
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
         self.tokens = list(prompt)
         self._end, rows = cache_sizes(engine, len(prompt), max_new_tokens)
@@ -183,7 +184,8 @@ class Decoding:
         return self.conclude(turn, output, perf_counter() - turn.made)
 
     def _run(self, turn: Turn) -> TargetOutput:
-        return self._target.forward(turn.block, entry=turn.entry, taps=self._drafter.taps, rows=turn.rows)
+        taps, likeliest = self._drafter.taps, self._likeliest
+        return self._target.forward(turn.block, entry=turn.entry, taps=taps, rows=turn.rows, likeliest=likeliest)
 
     def chunk(self, most: int | None = None) -> Turn:
         """The next tokens of the prompt, at most so many."""

@@ -36,6 +36,7 @@ __all__ = [
     "Observation",
     "Question",
     "check_draft",
+    "likeliest_of",
     "proposed",
     "proposing",
     "session_of",
@@ -240,6 +241,11 @@ class DrafterWrapper:
     def start(self, context: Context) -> DraftSession:
         """A session of the drafter inside."""
         return self.inner.start(context)
+
+
+def likeliest_of(drafter: Drafter) -> int:
+    """How many of each scored row's likeliest tokens its sessions read; 0 where they are told nothing."""
+    return drafter.likeliest if drafter.needs_observe else 0
 
 
 def session_of(drafter: Drafter, context: Context) -> DraftSession:

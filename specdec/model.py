@@ -208,6 +208,7 @@ class TransformersTarget:
         exit_layer: int | None = None,
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
+        likeliest: int = 1,
     ) -> TargetOutput:
         runner = self.runner
         if entry is None:
@@ -219,7 +220,7 @@ class TransformersTarget:
         if last < self.num_layers:
             hidden, found = runner.run(hidden, block, first, last, taps)
         else:
-            hidden, found, logits, peaks = runner.finish(hidden, block, first, last, taps, rows, self.joints)
+            hidden, found, logits, peaks = runner.finish(hidden, block, first, last, taps, rows, self.joints, likeliest)
         if last in taps:
             found[last] = hidden
         count = block.rows if rows is None else len(rows)

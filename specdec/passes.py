@@ -146,7 +146,11 @@ class Forward:
 
 
 def forward_together(
-    target: Target, parts: Sequence[Part], taps: Collection[int] = (), exit_layer: int | None = None
+    target: Target,
+    parts: Sequence[Part],
+    taps: Collection[int] = (),
+    exit_layer: int | None = None,
+    likeliest: int = 1,
 ) -> list[TargetOutput]:
     """Run the rows of several sequences as one forward; each one's part of the output, in order.
 
@@ -154,7 +158,11 @@ def forward_together(
     """
     if len(parts) == 1:
         (part,) = parts
-        return [target.forward(part.block, entry=part.entry, exit_layer=exit_layer, taps=taps, rows=part.rows)]
+        return [
+            target.forward(
+                part.block, entry=part.entry, exit_layer=exit_layer, taps=taps, rows=part.rows, likeliest=likeliest
+            )
+        ]
     order = sorted(range(len(parts)), key=lambda place: _layer(parts[place]))
     ranked = [parts[place] for place in order]
     stages = sorted({_layer(part) for part in ranked})
@@ -166,25 +174,23 @@ def forward_together(
         came = [part.entry.hidden for part in within if part.entry is not None and part.entry.layer == layer]
         entry = Entry(layer, torch.cat(came if hidden is None else [hidden, *came])) if came else None
         rows = _wanted(within) if layer == stages[-1] else ()
-        output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows)
+        output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows, likeliest=likeliest)
         hidden = output.hidden
         found |= output.taps
     outputs: dict[int, TargetOutput] = {}
     counts = [part.block.rows if part.rows is None else len(part.rows) for part in ranked]
-    states: Sequence[torch.Tensor] = torch.split(output.hidden, [part.block.rows for part in ranked])
-    logits: Sequence[torch.Tensor | None] = [None] * len(parts)
-    peaks = None
-    if output.logits is not None:
-        logits = torch.split(output.logits, counts)
-        peaks = Peaks(output.logits) if output.peaks is None else output.peaks[0]
+    hidden, logits, peaks = output.hidden, output.logits, None
+    if logits is not None:
+        peaks = Peaks(logits) if output.peaks is None else output.peaks[0]
     first = place = 0
     came_through = [(tap, rows, rows.shape[0]) for tap, rows in found.items()]
-    for part, number, count, own, scored in zip(ranked, order, counts, states, logits, strict=True):
+    for part, number, count in zip(ranked, order, counts, strict=True):
         last = first + part.block.rows
         # Of a layer that later rows did not come through, there are only the rows before those.
         tapped = {tap: rows[first:last] for tap, rows, size in came_through if last <= size}
         shared = None if peaks is None else (peaks, place, place + count)
-        outputs[number] = TargetOutput(scored if count else None, own, tapped, shared)
+        scored = logits[place : place + count] if count and logits is not None else None
+        outputs[number] = TargetOutput(scored, hidden[first:last], tapped, shared)
         first, place = last, place + count
     return [outputs[number] for number in range(len(parts))]
 

@@ -76,10 +76,12 @@ class Target(Protocol):
         exit_layer: int | None = None,
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
+        likeliest: int = 1,
     ) -> TargetOutput:
         """Run the block's rows through layers [entry.layer or 0, exit_layer or all).
 
-        ``rows``: those whose logits are wanted; None for all, empty for none.
+        ``rows``: those whose logits are wanted; None for all, empty for none. ``likeliest``: how many of each one's
+        largest somebody will read.
         """
 
     def verify(

@@ -71,6 +71,7 @@ class Reciter:
         exit_layer: int | None = None,
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
+        likeliest: int = 1,
     ) -> TargetOutput:
         tokens = block.tokens[0].to(self.dtype)[None, None, :, None]
         block.store(tokens, tokens, 0)

@@ -1245,6 +1245,55 @@ INLINE float highest(const void *values, int64_t first, int64_t end, const int h
     return sum != sum ? sum : best;
 }
 
+/* Whether a comes before b where the largest come first; NaN is larger than every number. */
+INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
+
+/* Puts the places of values [first, end) in among `known` ones of the `count` largest, the largest first, of equal ones
+ * the first; none that comes after a value of `least`. Returns how many are known. */
+INLINE int64_t rise(const void *values, int64_t first, int64_t end, float least, int64_t known, int64_t count,
+                    int64_t *best, const int half) {
+    if (known == count) least = value_of(values, best[count - 1], half);
+    for (int64_t i = first; i < end; i++) {
+        float value = value_of(values, i, half);
+        if (known == count ? !before(value, least) : before(least, value)) continue;
+        int64_t at = known < count ? known++ : count - 1;
+        for (; at > 0 && before(value, value_of(values, best[at - 1], half)); at--) best[at] = best[at - 1];
+        best[at] = i;
+        if (known == count) least = value_of(values, best[count - 1], half);
+    }
+    return known;
+}
+
+/* specdec_top of one row. As many blocks as there are places to find hold a value that is no less than the least of the
+ * largest blocks' own largest ones: no block below that, and no value, is looked at again. */
+INLINE void top(const void *row, int64_t size, int64_t count, int64_t *best, const int half) {
+    const int64_t width = (size / BLOCKS / STRIP + 1) * STRIP, blocks = (size + width - 1) / width;
+    float most[BLOCKS], least = -INFINITY;
+    for (int64_t b = 0; b < blocks; b++)
+        most[b] = highest(row, b * width, b * width + width < size ? b * width + width : size, half);
+    if (count <= blocks) {
+        rise(most, 0, blocks, least, 0, count, best, 0);
+        least = most[best[count - 1]];
+    }
+    for (int64_t b = 0, known = 0; b < blocks; b++)
+        if (!before(least, most[b]))
+            known = rise(row, b * width, b * width + width < size ? b * width + width : size, least, known, count, best,
+                         half);
+}
+
+/* The places of the `count` largest of each row's `size` values, the largest first, of equal ones the first, to `best`
+ * [rows, count], and these values to `found`, if that is not NULL. The rows are those `wanted` of `values`; where it is
+ * NULL, the first ones. */
+void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_t size, int half, int64_t count,
+                 int64_t *best, float *found) {
+    for (int64_t r = 0; r < rows; r++, best += count) {
+        const void *row = row_of(values, wanted ? wanted[r] : r, size, half);
+        if (half) top(row, size, count, best, 1);
+        else top(row, size, count, best, 0);
+        for (int64_t n = 0; found && n < count; n++) *found++ = value_of(row, best[n], half);
+    }
+}
+
 /* The first of the largest values; -1 where that is no finite number, or one of them is none. */
 static int64_t peak(const void *values, int64_t count, int half) {
     float best = -INFINITY;
@@ -1262,9 +1311,11 @@ static int64_t peak(const void *values, int64_t count, int half) {
 
 /* Rows `wanted` (all `count`, where it is NULL) of `hidden` through the last norm, and on to `logits` [count, outputs]
  * and each one's `best` token, or -1 where they are no distribution. `normed`, unless it is NULL, gets all `rows`
- * after the norm. All in the model's dtype. Returns as specdec_run_layers. */
+ * after the norm. All in the model's dtype. The places of the `tops` largest logits of each row, and these, go to `most`
+ * and `found` [count, tops], as of specdec_top, while they are still at hand. Returns as specdec_run_layers. */
 static int read_head(const Shape *m, const Head *head, const void *hidden, int64_t rows, void *normed,
-                      const int64_t *wanted, int64_t count, void *logits, int64_t *best, int threads) {
+                      const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
+                      float *found, int threads) {
     const Product *p = &head->product;
     const int64_t size = m->hidden, width = padded(p->outputs), half = m->half;
     float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + gathered(size) + width));
@@ -1286,7 +1337,11 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
     for (int64_t r = 0; r < count; r++) {
         store(logits, r * p->outputs, y + r * width, p->outputs, half);
-        best[r] = peak(row_of(logits, r, p->outputs, half), p->outputs, half);
+        const void *own = row_of(logits, r, p->outputs, half);
+        if (tops) {
+            specdec_top(own, NULL, 1, p->outputs, half, tops, most + r * tops, found + r * tops);
+            best[r] = fabsf(found[r * tops]) < INFINITY ? most[r * tops] : -1;
+        } else best[r] = peak(own, p->outputs, half);
     }
     free(scratch);
     return 0;
@@ -1312,17 +1367,18 @@ static void add_product(const Product *p, float *x, float *grouped, const float 
  * where there is no memory left. */
 int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, const void *hidden, void *out,
                        void *const *taps, int64_t first, int64_t last, const Head *head, void *final,
-                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int threads) {
+                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
+                       float *found, int threads) {
     int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
     int64_t wide = padded(2 * m->inner);
     int64_t attending = room_for_attention(m, all->keys) * workers(m, rows, threads);
-    const int64_t most = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
-    float *scratch = scratch_of(rows * (2 * width + size + heads + mix + wide + m->inner + gathered(most)) + attending);
+    const int64_t widest = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
+    float *scratch = scratch_of(rows * (2 * width + size + heads + mix + wide + m->inner + gathered(widest)) + attending);
     if (!scratch) return 1;
     float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * size;
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mix, *active = gates + rows * wide;
-    float *grouped = active + rows * m->inner, *rest = grouped + rows * gathered(most);
+    float *grouped = active + rows * m->inner, *rest = grouped + rows * gathered(widest);
     for (int64_t r = 0; r < rows; r++) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
     for (int64_t n = first; n < last; n++) {
         const Layer *l = layers + n;
@@ -1350,7 +1406,8 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     }
     for (int64_t r = 0; r < rows; r++) store(out, r * size, stream + r * width, size, half);
     free(scratch);
-    return head ? read_head(m, head, out, rows, final, wanted, count, logits, best, threads) : 0;
+    return head ? read_head(m, head, out, rows, final, wanted, count, logits, best, tops, most, found, threads)
+                : 0;
 }
 
 /* y [rows, outputs] = onto, or 0 where it is NULL, plus x [rows, inputs] times one weight; in bfloat16 or float32.
@@ -1445,55 +1502,6 @@ INLINE int reaches(const void *values, int64_t at, float least, const int half) 
     ints above = {0};
     for (int v = 0; v < VECTORS; v++) above |= ~(load(values, at + v * LANES, half) <= least);
     return total((floats)((ints)spread(1.f) & above)) > 0;
-}
-
-/* Whether a comes before b where the largest come first; NaN is larger than every number. */
-INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
-
-/* Puts the places of values [first, end) in among `known` ones of the `count` largest, the largest first, of equal ones
- * the first; none that comes after a value of `least`. Returns how many are known. */
-INLINE int64_t rise(const void *values, int64_t first, int64_t end, float least, int64_t known, int64_t count,
-                    int64_t *best, const int half) {
-    if (known == count) least = value_of(values, best[count - 1], half);
-    for (int64_t i = first; i < end; i++) {
-        float value = value_of(values, i, half);
-        if (known == count ? !before(value, least) : before(least, value)) continue;
-        int64_t at = known < count ? known++ : count - 1;
-        for (; at > 0 && before(value, value_of(values, best[at - 1], half)); at--) best[at] = best[at - 1];
-        best[at] = i;
-        if (known == count) least = value_of(values, best[count - 1], half);
-    }
-    return known;
-}
-
-/* specdec_top of one row. As many blocks as there are places to find hold a value that is no less than the least of the
- * largest blocks' own largest ones: no block below that, and no value, is looked at again. */
-INLINE void top(const void *row, int64_t size, int64_t count, int64_t *best, const int half) {
-    const int64_t width = (size / BLOCKS / STRIP + 1) * STRIP, blocks = (size + width - 1) / width;
-    float most[BLOCKS], least = -INFINITY;
-    for (int64_t b = 0; b < blocks; b++)
-        most[b] = highest(row, b * width, b * width + width < size ? b * width + width : size, half);
-    if (count <= blocks) {
-        rise(most, 0, blocks, least, 0, count, best, 0);
-        least = most[best[count - 1]];
-    }
-    for (int64_t b = 0, known = 0; b < blocks; b++)
-        if (!before(least, most[b]))
-            known = rise(row, b * width, b * width + width < size ? b * width + width : size, least, known, count, best,
-                         half);
-}
-
-/* The places of the `count` largest of each row's `size` values, the largest first, of equal ones the first, to `best`
- * [rows, count], and these values to `found`, if that is not NULL. The rows are those `wanted` of `values`; where it is
- * NULL, the first ones. */
-void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_t size, int half, int64_t count,
-                 int64_t *best, float *found) {
-    for (int64_t r = 0; r < rows; r++, best += count) {
-        const void *row = row_of(values, wanted ? wanted[r] : r, size, half);
-        if (half) top(row, size, count, best, 1);
-        else top(row, size, count, best, 0);
-        for (int64_t n = 0; found && n < count; n++) *found++ = value_of(row, best[n], half);
-    }
 }
 
 /* SplitMix64's hash, in [0, 2^53), and the Gumbel number that it is; both as in specdec/sampling.py. */

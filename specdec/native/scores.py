@@ -19,6 +19,14 @@ __all__ = ["Stored", "chances", "draw", "largest", "rank", "weighed"]
 _HALF = {torch.float32: False, torch.bfloat16: True}
 
 
+class Found(NamedTuple):
+    """Of every row the places and values of the ``each`` largest, which were found as the rows were made."""
+
+    each: int
+    places: array[int]
+    values: array[float]
+
+
 class Stored(NamedTuple):
     """Rows of scores where the library reads them; whoever has this holds their memory.
 
@@ -29,12 +37,15 @@ class Stored(NamedTuple):
         address: of the first row.
         rows, size: they are [rows, size].
         half: in bfloat16, not float32.
+        found: what is known of them, and of rows before them: of as many as ``first``.
     """
 
     address: int
     rows: int
     size: int
     half: bool
+    found: Found | None = None
+    first: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,7 +54,15 @@ class Stored(NamedTuple):
 
     def part(self, first: int, rows: int) -> Stored:
         """Some rows, from ``first`` on."""
-        return Stored(self.address + first * self.size * (2 if self.half else 4), rows, self.size, self.half)
+        address = self.address + first * self.size * (2 if self.half else 4)
+        return Stored(address, rows, self.size, self.half, self.found, self.first + first)
+
+    def known(self, rows: Sequence[int] | None, count: int) -> tuple[Found, list[slice]] | None:
+        """Where the ``count`` largest of its rows stand in what was found; None where not so many were."""
+        if (found := self.found) is None or found.each < count:
+            return None
+        starts = [(self.first + row) * found.each for row in (range(self.rows) if rows is None else rows)]
+        return found, [slice(start, start + count) for start in starts]
 
 
 def _stored(scores: torch.Tensor | Stored) -> Stored | None:
@@ -63,6 +82,8 @@ def largest(scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: in
     if (stored := _stored(scores)) is None:
         return None
     number, count = stored.rows if rows is None else len(rows), min(count, stored.size)
+    if (known := stored.known(rows, count)) is not None:
+        return [known[0].places[own].tolist() for own in known[1]]
     best = (c_int64 * (number * count))()
     _find(stored, rows, number, count, best, None)
     return [best[first : first + count] for first in range(0, number * count, count)]
@@ -75,6 +96,8 @@ def weighed(
     if (stored := _stored(scores)) is None:
         return None
     number, count = stored.rows if rows is None else len(rows), min(count, stored.size)
+    if (known := stored.known(rows, count)) is not None:
+        return [known[0].places[own] for own in known[1]], [known[0].values[own] for own in known[1]]
     places, values = array("q", bytes(8 * number * count)), array("f", bytes(4 * number * count))
     _find(stored, rows, number, count, places.buffer_info()[0], values.buffer_info()[0])
     if number == 1:

@@ -165,10 +165,11 @@ class ShardedTarget(ParallelTarget):
         exit_layer: int | None = None,
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
+        likeliest: int = 1,
     ) -> TargetOutput:
         cache = block.cache if isinstance(block, Block) else None
         if not isinstance(block, Block) or not isinstance(cache, SharedCache):
-            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows)
+            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, likeliest=likeliest)
         if entry is not None or exit_layer is not None or set(taps) - {FINAL}:
             raise ConfigError(
                 "parallel='rows' splits whole forwards, and this drafter runs the target's first layers by itself; "
@@ -185,7 +186,7 @@ class ShardedTarget(ParallelTarget):
         own = self._block(Draft([*pending, *(tokens[row] for row in share)], above), cache)
         scored = list(range(len(tokens)) if rows is None else rows)
         wanted = [place[row] for row in scored if row in place]
-        output = super().forward(own, taps=taps, rows=wanted)
+        output = super().forward(own, taps=taps, rows=wanted, likeliest=likeliest)
         hidden = {layer: found[len(pending) :] for layer, found in output.taps.items()}
         return ShareOutput(output.logits, output.hidden, hidden, cache=cache, shares=shares, scored=scored)
 

@@ -7,6 +7,7 @@ are beside it, so accepted rows are plain decoding's bit for bit.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Collection, Sequence
 from ctypes import addressof, byref, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from specdec.block import Block, Rows
 from specdec.cache import KVCache
 from specdec.joints import Joints
 from specdec.native.library import CHead, CLayer, CRows, CShape, CSlots, CTurns, library
-from specdec.native.scores import Stored
+from specdec.native.scores import Found, Stored
 from specdec.pages import FilePages, trim_heap
 from specdec.rotary import Rotary
 from specdec.runners.known import KnownHead, KnownLayer, Snapshot, gain, gains, is_known_norm, stacked
@@ -182,15 +183,19 @@ class NativeHead:
         self._norm, self._product = weight.float().contiguous(), product
         self._head = CHead(product.described, self._norm.data_ptr(), epsilon)
 
-    def reading(self, hidden: torch.Tensor, rows: Sequence[int] | None, final: bool) -> Reading:
+    def reading(self, hidden: torch.Tensor, rows: Sequence[int] | None, final: bool, likeliest: int = 1) -> Reading:
         """What is to be read of the rows of ``hidden`` [T, D] after the last layer."""
         count = hidden.shape[0] if rows is None else len(rows)
         normed = torch.empty_like(hidden) if final else None
         logits = torch.empty(count, self._product.outputs, dtype=hidden.dtype) if count else None
         best, address, half = (c_int64 * count)(), _address(logits), hidden.dtype is torch.bfloat16
         wanted = None if rows is None else (c_int64 * count)(*rows)
-        stored = None if address is None else Stored(address, count, self._product.outputs, half)
-        return Reading(normed, logits, stored, best, (self._head, _address(normed), wanted, count, address, best))
+        most = min(likeliest, self._product.outputs) if likeliest > 1 else 0  # the largest alone takes less
+        found = Found(most, array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))) if most else None
+        stored = None if address is None else Stored(address, count, self._product.outputs, half, found)
+        places = (None, None) if found is None else (found.places.buffer_info()[0], found.values.buffer_info()[0])
+        given = (self._head, _address(normed), wanted, count, address, best, most, *places)
+        return Reading(normed, logits, stored, best, given)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +217,7 @@ class Reading:
     arguments: tuple[Any, ...]
 
 
-_NO_HEAD = (None, None, None, 0, None, None)
+_NO_HEAD = (None, None, None, 0, None, None, 0, None, None)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -282,10 +287,11 @@ class NativeRunner(LayerRunner):
         taps: Collection[int],
         rows: Sequence[int] | None,
         joints: Joints,
+        likeliest: int = 1,
     ) -> Finished:
         if self._head is None or not joints.plain:
             return super().finish(hidden, block, first, last, taps, rows, joints)
-        reading = self._head.reading(hidden, rows, FINAL in taps)
+        reading = self._head.reading(hidden, rows, FINAL in taps, likeliest)
         hidden, found = self._run(hidden, block, first, last, taps, reading)
         if reading.normed is not None:
             found[FINAL] = reading.normed

@@ -67,10 +67,12 @@ class LayerRunner(ABC):
         taps: Collection[int],
         rows: Sequence[int] | None,
         joints: Joints,
+        likeliest: int = 1,
     ) -> Finished:
         """As :meth:`run` to the last layer, and on through the last norm (a tap is ``FINAL``) and the head.
 
-        ``rows``: those whose logits are wanted; None for all, empty for none.
+        ``rows``: those whose logits are wanted; None for all, empty for none. ``likeliest``: how many of each one's
+        largest somebody will read, for runners that find them sooner.
         """
         hidden, found = self.run(hidden, block, first, last, taps)
         if FINAL in taps:

@@ -253,9 +253,9 @@ def test_several_at_once_write_what_one_by_one_writes(
 ) -> None:
     widths: list[int] = []
 
-    def forward(target: Any, turns: Sequence[Any], taps: Any) -> Any:
+    def forward(target: Any, turns: Sequence[Any], *rest: Any, **options: Any) -> Any:
         widths.append(len(turns))
-        return forward_together(target, turns, taps)
+        return forward_together(target, turns, *rest, **options)
 
     monkeypatch.setattr("specdec.batch.forward_together", forward)
     runner = make(batch=[2], drafters=["none", "prompt_lookup"], systems=SYSTEMS)

@@ -18,7 +18,9 @@ from specdec.block import Block
 from specdec.draft import Draft, Entry
 from specdec.joints import Joints
 from specdec.native import library as native
+from specdec.native import scores as scores_module
 from specdec.native.scores import Stored, draw, largest, weighed
+from specdec.passes import Part, forward_together
 from specdec.registry import drafter_names
 from specdec.runners.linear import HeadOf, PackedWeight, TiedEmbedding, linear_kernel
 from specdec.sampling import Noise
@@ -268,16 +270,17 @@ def test_a_walk_in_two_parts_is_the_whole_walk_bit_for_bit(dtype: torch.dtype) -
 
 
 @needs_compiler
+@pytest.mark.parametrize("likeliest", [0, 20])
 @pytest.mark.parametrize("vocab", [64, 101])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int) -> None:
+def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, likeliest: int) -> None:
     """Chosen rows are those of all; a tie's first token is taken, as by torch; a row that is NaN has none."""
     target, tokens = native_target("llama", dtype, vocab_size=vocab, tie_word_embeddings=True), [3, 4, 5, 6]
     with target.active():
         cache = target.new_cache(capacity=16, rows=16)
         block = Block(cache, tokens, device=target.device)
-        whole = target.forward(block, taps=(FINAL,))
-        part = target.forward(block, rows=(1, 3))
+        whole = target.forward(block, taps=(FINAL,), likeliest=likeliest)
+        part = target.forward(block, rows=(1, 3), likeliest=likeliest)
         assert target.forward(block, taps=(FINAL,), rows=()).logits is None
         assert torch.equal(target.head(whole.taps[FINAL]), whole.logits)
         assert torch.equal(part.logits, whole.logits[[1, 3]])
@@ -286,8 +289,48 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int) -> None
         for value, found in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
             hidden = torch.full((4, target.hidden_size), value, dtype=dtype)
             with torch.no_grad():
-                entered = target.forward(block, entry=Entry(target.num_layers, hidden), rows=(2,))
+                entry = Entry(target.num_layers, hidden)
+                entered = target.forward(block, entry=entry, rows=(2,), likeliest=likeliest)
             assert entered.peaks[0].of(0, 1) == [found], value
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_tokens_are_found_with_the_logits(
+    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a look at the logits finds, and no look is taken, of a sequence by itself and of two together."""
+    target = native_target("llama", dtype, vocab_size=200)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with target.active():
+            blocks = [
+                Block(target.new_cache(capacity=16, rows=16), ids, device=target.device) for ids in ([3, 4, 5], [6, 7])
+            ]
+            parts = [Part(block, rows) for block, rows in zip(blocks, (None, (1,)), strict=True)]
+            outputs = forward_together(target, parts, likeliest=32)
+            outputs.append(target.forward(blocks[0], likeliest=32))
+    finally:
+        torch.set_num_threads(before)
+    find = scores_module._find
+    monkeypatch.setattr(scores_module, "_find", None)
+    for output, rows in zip(outputs, (None, (1,), None), strict=True):
+        own, order = output.scores(rows), output.logits.sort(descending=True, stable=True)
+        assert own.likeliest(8) == order.indices[:, :8].tolist()
+        tokens, logits = own.weighed(32)
+        assert [row.tolist() for row in tokens] == order.indices[:, :32].tolist()
+        assert torch.equal(torch.tensor([row.tolist() for row in logits], dtype=dtype), order.values[:, :32])
+        if rows is None:
+            assert own.select([2, 0], None).likeliest(3) == order.indices[[2, 0], :3].tolist()
+        with pytest.raises(TypeError):  # of more than were asked for
+            own.likeliest(33)
+    monkeypatch.setattr(scores_module, "_find", find)
+    assert (
+        outputs[0].scores(None).likeliest(40)
+        == outputs[0].logits.sort(descending=True, stable=True).indices[:, :40].tolist()
+    )
 
 
 @needs_compiler
