@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,10 +21,9 @@ from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from specdec import copies
@@ -59,13 +59,16 @@ _REPEATS = 15
 _GROWTH = 32  # texts grow by so many tokens while forwards are timed, and begin anew: some kernels plan by length
 _STEADY = 0.8  # share of a measurement's time in which its thread must have had a processor
 _PASS_SECONDS = 6e-5  # of a drafter's pass, besides its weights
-_KEPT = 256  # readings of a curve
+_READINGS = 512  # of a curve that are kept
 _MOST = 10**9  # rows, tokens and seconds of a curve
 _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
 
 # Rows whose arithmetic takes as long as reading the weights once. A CPU core does some ten operations on a float32
 # weight while it reads one from memory, an accelerator some hundreds on a half precision one, and a row needs two.
 _BALANCE, _BALANCE_ACCELERATOR = 10, 150
+
+
+T = TypeVar("T")
 
 
 class Crowd(NamedTuple):
@@ -111,12 +114,8 @@ class CostCurve:
             )
 
     @cached_property
-    def _grid(self) -> npt.NDArray[np.float64]:
-        return np.asarray(self.seconds, dtype=np.float64)
-
-    @cached_property
-    def _readings(self) -> dict[Any, tuple[float, list[float], float]]:
-        """Those that are kept, by what was asked; sequences share them."""
+    def _kept(self) -> dict[tuple[Any, ...], Any]:
+        """Readings by what was asked; sequences share them."""
         return {}
 
     def at(self, length: int, most: int) -> list[float]:
@@ -125,11 +124,7 @@ class CostCurve:
         Where no more rows were measured than a step is bound by reading the weights for, their slope says nothing of
         the arithmetic beyond; then it is at least that of the roofline.
         """
-        seconds: list[float] = self._at(length, most).tolist()
-        return seconds
-
-    def _at(self, length: int, most: int) -> npt.NDArray[np.float64]:
-        grid, lengths = self._grid, self.lengths
+        grid, lengths = np.asarray(self.seconds, dtype=np.float64), self.lengths
         if len(lengths) == 1:
             seconds = grid[0]
         else:
@@ -138,7 +133,7 @@ class CostCurve:
             share = max(share, 0.0)  # below the shortest, the shortest: a line could end below nothing
             seconds = grid[right - 1] + share * (grid[right] - grid[right - 1])
         wanted, last = np.arange(most + 1), self.rows[-1]
-        values: npt.NDArray[np.float64] = np.interp(wanted, self.rows, seconds)
+        values = np.interp(wanted, self.rows, seconds)
         if most > last:
             slope = max(seconds[-1] - seconds[-2], 0.0) / (last - self.rows[-2]) if last > 1 else 0.0
             if last < _BALANCE:
@@ -146,7 +141,8 @@ class CostCurve:
             beyond = wanted > last
             values[beyond] = seconds[-1] + slope * (wanted[beyond] - last)
         values[0] = 0.0
-        return values
+        result: list[float] = values.tolist()
+        return result
 
     def reading(self, length: int, most: int, crowd: Crowd | None = None) -> tuple[float, list[float], float]:
         """Seconds of a plain step, :meth:`steps`, and what the cheapest row adds to a step.
@@ -154,18 +150,27 @@ class CostCurve:
         In a crowd a plain step is a sequence's share of a forward with one row of each, and rows come on top of those
         that the others bring.
         """
-        kept, asked = self._readings, (length, most, crowd)
-        if (known := kept.get(asked)) is not None:
-            return known
         beside, share = (0, 1) if crowd is None else (crowd.rows, crowd.sequences)
-        seconds = self._at(length, max(beside + most, share))
-        plain = seconds[share] / share
+        asked = length, most, beside, share
+        if (known := self._kept.get(asked)) is not None:
+            return known  # type: ignore[no-any-return]
+        needed = 1 << max(beside + most, share).bit_length()  # a few sizes serve all crowds
+        if (seconds := self._kept.get((length, needed))) is None:
+            seconds = self._keep((length, needed), self.at(length, needed))
+        plain, so_far, least, steps = seconds[share] / share, 1.0, math.inf, [0.0]
         first = seconds[beside + 1] - plain  # what the root costs is one plain step, whoever is there
-        steps = np.maximum.accumulate(np.maximum((seconds[beside + 1 : beside + most + 1] - first) / plain, 1.0))
-        least = float(np.diff(steps).min()) if most > 1 else 0.0
-        if len(kept) == _KEPT:
-            kept.clear()
-        kept[asked] = found = float(plain), [0.0, *steps.tolist()], least
+        for taken in seconds[beside + 1 : beside + most + 1]:
+            step = max((taken - first) / plain, so_far)
+            if len(steps) > 1 and step - so_far < least:
+                least = step - so_far
+            steps.append(step)
+            so_far = step
+        return self._keep(asked, (plain, steps, least))
+
+    def _keep(self, asked: tuple[Any, ...], found: T) -> T:
+        if len(self._kept) == _READINGS:
+            self._kept.clear()
+        self._kept[asked] = found
         return found
 
     def steps(self, length: int, most: int, crowd: Crowd | None = None) -> list[float]:

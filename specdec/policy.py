@@ -111,7 +111,7 @@ class Prices:
         """The curve's reading near a length, of ``most`` rows or more."""
         near, crowd = length // _BUCKET, self.crowd
         if near != self._near or crowd is not self._near_crowd or most >= len(self._read[1]):
-            most = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
+            most = max(16, 1 << (most - 1).bit_length())  # a few sizes serve all, so that the curve is seldom read
             reading = self.curve.reading(near * _BUCKET + _BUCKET // 2, most, crowd)
             self._near, self._near_crowd, self._read = near, crowd, reading
         return self._read

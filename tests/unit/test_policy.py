@@ -44,7 +44,7 @@ def test_readings_of_a_curve_do_not_pile_up() -> None:
     assert curve.reading(128, 32, Crowd(8, 11)) is first
     for rows in range(7, 3000):
         curve.reading(128, 32, Crowd(8, rows))
-    assert len(curve._readings) <= 256
+    assert len(curve._kept) <= 512
     assert curve.reading(128, 32, Crowd(8, 11)) == first
     plain, steps, least = first
     assert steps == pytest.approx([0.0, *(max(1 + 0.25 * (rows - 1) / plain, 1.0) for rows in range(1, 33))])
