@@ -282,6 +282,9 @@ class Part:
         The first row of a path that is left out is judged all the same, as it may become better.
         """
         draft, first = self.draft, len(tree.tokens)
+        if len(draft) == 1:
+            self.rows, self.kinds, self.added = [0], [0], range(0)
+            return
         match = min(draft.match_length.bit_length(), _MATCHES)
         if draft.is_chain and first == 1 and not (draft.read or draft.probes or draft.chances):
             self._lay(tree, least, match)
@@ -369,7 +372,7 @@ class MergedSession(BatchedSession):
         self._plans = drafter.plans_rows
         self._parts = [Part(part, bandit, context) for part, bandit in zip(drafter.parts, drafter.bandits, strict=True)]
         self._most = drafter.config.rows or context.max_rows
-        self._length = 0
+        self._length = self._room = 0
         self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
         self._rows = [0]  # of the tree, that the draft took, ascending
         self._draft = Draft.chain([context.root])
@@ -379,38 +382,38 @@ class MergedSession(BatchedSession):
     def passes(self, room: int) -> Passes[Draft]:
         context, prices, length = self._context, self._prices, self._context.cache.length
         self._length, self._rows, self._promised = length, [0], 0.0
-        room = min(room, self._most + 1)
-        tree, cost, sure, least = Tree(context.root), 0.0, self._drafter.sure, 0.0
-        if self._plans:
-            assert prices is not None
-            least = max(_FAINT, prices.least(length, room) / sure)
+        self._room = room = min(room, self._most + 1)
+        tree, cost = Tree(context.root), 0.0
+        whole: Draft | None = None  # a part's draft that is all there is
         for part in self._parts:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
-                yield from self._ask(part, tree, room - len(tree.needed), least)
+                yield from self._ask(part, tree)
                 cost += part.draft.cost
+                if len(part.draft) == len(tree.tokens) and tree.is_chain and not part.draft.q:
+                    whole = part.draft
         self._needed = needed = tree.needed
-        if len(tree.tokens) == 1:
-            self._draft = Draft(tree.tokens, range(-1, 0), cost=cost)
-            return self._draft
         best = tree.best(room - 1 - len(needed))
-        if self._plans:
+        if best and self._plans:
             assert prices is not None
+            sure = self._drafter.sure
             gains = [sure * tree.reach[row] for row in best]
             del best[prices.keep(gains, length, base=1 + len(needed)) :]
             self._promised = sum(map(tree.reach.__getitem__, best))
         rows = self._rows = [0, *sorted([*needed, *best])]
         size = len(rows)
-        if rows[-1] + 1 == size and not needed:  # the first ones
+        if whole is not None and size == len(whole) and cost == whole.cost:
+            self._draft = whole
+        elif rows[-1] + 1 == size and not needed:  # the first ones
             parents = range(-1, size - 1) if tree.is_chain else tree.parents[:size]
             self._draft = Draft(tree.tokens[:size], parents, cost=cost)
         else:
             self._draft = self._taken(tree, cost)
         return self._draft
 
-    def _ask(self, part: Part, tree: Tree, room: int, least: float) -> Passes[None]:
-        """Have a part put its rows into the tree."""
-        context = self._context
+    def _ask(self, part: Part, tree: Tree) -> Passes[None]:
+        """Have a part put its rows into the tree, those that may be worth what the cheapest one costs."""
+        context, room = self._context, self._room - len(tree.needed)
         if isinstance(part.session, BatchedSession):
             part.draft, part.seconds, _ = yield from timed(proposing(part.session, room, part.name, context.target))
             began = perf_counter()
@@ -422,6 +425,10 @@ class MergedSession(BatchedSession):
                 f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
                 f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of {self._name}.parts"
             )
+        least, prices = 0.0, self._prices
+        if self._plans and len(part.draft) > 1:
+            assert prices is not None
+            least = max(_FAINT, prices.least(self._length, self._room) / self._drafter.sure)
         part.place(tree, least)
         part.seconds += perf_counter() - began
 

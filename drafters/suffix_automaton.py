@@ -9,7 +9,7 @@ over a static corpus, in which every sequence moves a cursor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -70,32 +70,31 @@ class SuffixAutomaton:
         self.end = [0]
         self.last = 0
         self.match = (0, 0)
-        for token in tokens:
-            self.add(token)
+        self.extend(tokens)
 
-    def add(self, token: int) -> None:
-        """Append a token."""
-        after, link, length, end = self.next, self.link, self.length, self.end
-        new, state = len(link), self.last
-        self.tokens.append(token)
-        count = len(self.tokens)
-        after.append({})
-        length.append(count)
-        end.append(count)
-        link.append(0)
-        while state >= 0 and token not in after[state]:
-            after[state][token] = new
-            state = link[state]
-        if state >= 0:
-            link[new] = self._whole(state, token)
-        self.last = new
-        found = link[new]
-        self.match = (end[found], length[found])
-        for _ in range(_FRESHENED):  # all suffixes end here, from now on
-            if found <= 0:
-                break
-            end[found] = count
-            found = link[found]
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens."""
+        text, after, link, length, end = self.tokens, self.next, self.link, self.length, self.end
+        state = self.last
+        for token in tokens:
+            new = len(link)
+            text.append(token)
+            count = len(text)
+            after.append({})
+            length.append(count)
+            end.append(count)
+            link.append(0)
+            while state >= 0 and token not in (following := after[state]):
+                following[token] = new
+                state = link[state]
+            found = link[new] = 0 if state < 0 else self._whole(state, token)
+            self.match = (end[found], length[found])
+            for _ in range(_FRESHENED):  # all suffixes end here, from now on
+                if found <= 0:
+                    break
+                end[found] = count
+                found = link[found]
+            self.last = state = new
 
     def _whole(self, state: int, token: int) -> int:
         """The state of ``state``'s longest string and ``token``, split off from longer strings where it must be."""
@@ -210,7 +209,8 @@ class SuffixAutomatonSession:
         pass  # the text is read from the context
 
     def _read(self) -> None:
-        for token in self._context.tokens[len(self._text.tokens) :]:
-            self._text.add(token)
-            if self._cursor is not None:
+        fresh = self._context.tokens[len(self._text.tokens) :]
+        self._text.extend(fresh)
+        if self._cursor is not None:
+            for token in fresh:
                 self._cursor.add(token)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from drafters.recycled import KEPT, Distributions, DrawnSession
@@ -81,9 +82,10 @@ class TokenRecycling(DrafterBase):
         return TokenRecyclingSession(nodes, table, context)
 
 
-def template(rows: int, depth: int, ranks: int) -> list[Grown]:
+@lru_cache(16)
+def template(rows: int, depth: int, ranks: int) -> tuple[Grown, ...]:
     """The ``rows`` nodes that are likeliest to be right."""
-    return grow([[_FIRST / (rank + 1) ** _FALL for rank in range(ranks)]] * depth, rows)
+    return tuple(grow([[_FIRST / (rank + 1) ** _FALL for rank in range(ranks)]] * depth, rows))
 
 
 class Successors:
@@ -125,8 +127,10 @@ class TokenRecyclingSession:
 
     def propose(self, room: int) -> Draft:
         self._learns = room > 1  # where nobody asks, taking the best of every row would be most of its time
-        deepest = self._context.remaining - 1
-        tokens, parents, depths = [self._context.root], [-1], [0]
+        root, deepest = self._context.root, self._context.remaining - 1
+        if not self._table.of(root):
+            return Draft.chain([root])
+        tokens, parents, depths = [root], [-1], [0]
         row_of = {0: 0}  # node of the template -> row; nodes without a known token have none
         for node, (above, rank, *_) in enumerate(self._nodes, 1):
             if len(tokens) >= room:

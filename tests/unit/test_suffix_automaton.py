@@ -30,7 +30,7 @@ def ends_of(text: Sequence[int], part: Sequence[int]) -> list[int]:
 def test_match_is_the_latest_occurrence_of_the_longest_repeated_suffix(text: list[int]) -> None:
     automaton = SuffixAutomaton()
     for count, token in enumerate(text, 1):
-        automaton.add(token)
+        automaton.extend([token])
         seen = text[:count]
         length = max(size for size in range(count) if size == 0 or len(ends_of(seen, seen[-size:])) > 1)
         assert automaton.match[1] == length

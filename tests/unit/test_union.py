@@ -112,6 +112,21 @@ def test_q_is_dropped_as_equal_rows_are_merged() -> None:
     assert not union_of(Drawn()).start(context_of([1, 2])).propose(9).q
 
 
+def test_a_draft_that_is_all_there_is_goes_on_as_it_is() -> None:
+    class Costly(Fixed):
+        def propose(self, room: int) -> Draft:
+            self.made = Draft([self.context.root, *self.tokens], range(-1, len(self.tokens)), cost=0.5)
+            return self.made
+
+    path, alone, cheap = Costly([3, 4]), Costly(), Fixed()
+    assert union_of(path).start(context_of([1, 2])).propose(9) is path.made
+    assert union_of(cheap, alone).start(context_of([1, 2])).propose(9) is alone.made
+    both = union_of(path, alone).start(context_of([1, 2])).propose(9)
+    assert (list(both.tokens), both.cost) == ([2, 3, 4], 1.0), "what all parts cost"
+    short = union_of(path, rows=1).start(context_of([1, 2])).propose(9)
+    assert (list(short.tokens), short.cost) == ([2, 3], 0.5)
+
+
 @pytest.mark.parametrize("faint", [0.0, 0.03, 0.5])
 @pytest.mark.parametrize("match", [0, 1, 9])
 def test_a_chain_by_itself_is_placed_as_any_tree_is(match: int, faint: float) -> None:
