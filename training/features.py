@@ -17,6 +17,8 @@ from training.packing import Batch
 
 __all__ = ["FrozenTarget"]
 
+_SLAB = 64  # windows that are kept in one piece, as small ones among what a forward needs would leave holes in memory
+
 
 class FrozenTarget:
     """A target's early features and last hidden states for whole batches, and its head.
@@ -39,8 +41,9 @@ class FrozenTarget:
         self.target = target
         self.draft_tokens = draft_tokens
         self._taps = [*sorted(set(layers)), FINAL]
-        self._free = keep
-        self._kept: dict[int, torch.Tensor] = {}  # number of a window -> [taps, L, D]
+        self._keep = keep
+        self._slabs: list[torch.Tensor] = []  # [windows, taps, L, D]
+        self._places: dict[int, int] = {}  # number of a window -> where it lies in the slabs
         # A product that gradients pass through, in the dtype that its input has.
         self._heads: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {}
         target.model.requires_grad_(False)
@@ -65,12 +68,16 @@ class FrozenTarget:
 
     def _window(self, number: int, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
         """[taps, L, D] of one window."""
-        if (kept := self._kept.get(number)) is not None:
-            return kept
-        found = self._computed(tokens, documents)
-        if number >= 0 and found.nbytes <= self._free:
-            self._free -= found.nbytes
-            self._kept[number] = found
+        place = self._places.get(number)
+        if place is not None:
+            return self._slabs[place // _SLAB][place % _SLAB]
+        found, place = self._computed(tokens, documents), len(self._places)
+        left = self._keep // found.nbytes - place
+        if number >= 0 and left > 0:
+            if place % _SLAB == 0:
+                self._slabs.append(found.new_empty(min(_SLAB, left), *found.shape))
+            self._slabs[-1][place % _SLAB] = found
+            self._places[number] = place
         return found
 
     def _computed(self, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:

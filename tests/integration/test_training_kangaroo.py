@@ -120,8 +120,12 @@ def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], 
         start, row = start + len(text), row + len(text) - 1
 
 
-def test_kept_features_are_those_computed(target_of: Callable[..., TransformersTarget]) -> None:
+@pytest.mark.parametrize("slab", [1, 2, 64])
+def test_kept_features_are_those_computed(
+    target_of: Callable[..., TransformersTarget], monkeypatch: pytest.MonkeyPatch, slab: int
+) -> None:
     """A window is computed once, whatever batch it comes in; what does not fit is computed anew."""
+    monkeypatch.setattr("training.features._SLAB", slab)
     target = target_of("llama", torch.float32)
     windows = pack([Sample(list(prompt_of(40, 1)), [True] * 40, False)], 8)
     each = 2 * 8 * 32 * 4  # taps, tokens, width, bytes
@@ -132,6 +136,7 @@ def test_kept_features_are_those_computed(target_of: Callable[..., TransformersT
     features, states = frozen.read(every)
     found, _ = frozen.read(again)
     assert len(forwards) == 5 + 1
+    assert sum(part.nbytes for part in frozen._slabs) == 3 * each
     torch.testing.assert_close(found[1], features[1][[4, 2, 0]], rtol=0, atol=0)
     assert states.shape == (35, 32)
     assert not found[1].is_inference()
