@@ -17,7 +17,7 @@ from training.packing import Batch
 
 __all__ = ["FrozenTarget"]
 
-_SLAB = 64  # windows that are kept in one piece, as small ones among what a forward needs would leave holes in memory
+_SLAB = 64  # windows that are kept in one piece, as many small ones would lie among what a forward needs and frees
 
 
 class FrozenTarget:
