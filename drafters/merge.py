@@ -384,14 +384,11 @@ class MergedSession(BatchedSession):
         self._length, self._rows, self._promised = length, [0], 0.0
         self._room = room = min(room, self._most + 1)
         tree, cost = Tree(context.root), 0.0
-        whole: Draft | None = None  # a part's draft that is all there is
         for part in self._parts:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if part.asked:
                 yield from self._ask(part, tree)
                 cost += part.draft.cost
-                if len(part.draft) == len(tree.tokens) and tree.is_chain and not part.draft.q:
-                    whole = part.draft
         self._needed = needed = tree.needed
         best = tree.best(room - 1 - len(needed))
         if best and self._plans:
@@ -402,9 +399,7 @@ class MergedSession(BatchedSession):
             self._promised = sum(map(tree.reach.__getitem__, best))
         rows = self._rows = [0, *sorted([*needed, *best])]
         size = len(rows)
-        if whole is not None and size == len(whole) and cost == whole.cost:
-            self._draft = whole
-        elif rows[-1] + 1 == size and not needed:  # the first ones
+        if rows[-1] + 1 == size and not needed:  # the first ones
             parents = range(-1, size - 1) if tree.is_chain else tree.parents[:size]
             self._draft = Draft(tree.tokens[:size], parents, cost=cost)
         else:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drafters.lookahead import Lookahead, LookaheadConfig
 from drafters.merge import Bandit, Part, Tree, kind_of, part_of
@@ -112,19 +114,46 @@ def test_q_is_dropped_as_equal_rows_are_merged() -> None:
     assert not union_of(Drawn()).start(context_of([1, 2])).propose(9).q
 
 
-def test_a_draft_that_is_all_there_is_goes_on_as_it_is() -> None:
-    class Costly(Fixed):
-        def propose(self, room: int) -> Draft:
-            self.made = Draft([self.context.root, *self.tokens], range(-1, len(self.tokens)), cost=0.5)
-            return self.made
+@st.composite
+def parts(draw: st.DrawFn) -> Fixed:
+    """A small tree of few tokens, so that parts meet; some rows are probes, and some are read."""
+    size, chain = draw(st.integers(0, 3)), draw(st.booleans())
+    parents = [above if chain else draw(st.integers(0, above)) for above in range(size)]
+    rows = st.sets(st.integers(1, size), max_size=2) if size else st.just(set[int]())
+    read = draw(rows)
+    probes = {row for row in draw(rows) if row not in parents}
+    tokens = draw(st.lists(st.integers(3, 4), min_size=size, max_size=size))
+    return Fixed(tokens, parents, probes=probes, read=sorted(read))
 
-    path, alone, cheap = Costly([3, 4]), Costly(), Fixed()
-    assert union_of(path).start(context_of([1, 2])).propose(9) is path.made
-    assert union_of(cheap, alone).start(context_of([1, 2])).propose(9) is alone.made
-    both = union_of(path, alone).start(context_of([1, 2])).propose(9)
-    assert (list(both.tokens), both.cost) == ([2, 3, 4], 1.0), "what all parts cost"
-    short = union_of(path, rows=1).start(context_of([1, 2])).propose(9)
-    assert (list(short.tokens), short.cost) == ([2, 3], 0.5)
+
+def paths_of(draft: Draft) -> list[tuple[int, ...]]:
+    """The tokens from the root to each row."""
+    paths = [(int(draft.tokens[0]),)]
+    for row in range(1, len(draft)):
+        paths.append((*paths[draft.parents[row]], int(draft.tokens[row])))
+    return paths
+
+
+@settings(max_examples=300)
+@given(st.lists(parts(), min_size=2, max_size=3), st.sampled_from([2, 64]))
+def test_the_tree_is_what_its_parts_propose(some: list[Fixed], rows: int) -> None:
+    """All candidates and all that is read, once each, where there is room; never a row of nobody's."""
+    draft = union_of(*some, rows=rows).start(context_of([1, 2])).propose(rows + 1)
+    found, candidates, read, all_paths = paths_of(draft), {(2,)}, set[tuple[int, ...]](), {(2,)}
+    for part in some:
+        own = part.propose(rows + 1)
+        paths = paths_of(own)
+        all_paths.update(paths)
+        candidates.update(path for row, path in enumerate(paths) if row not in own.probes)
+        read.update(paths[row] for row in own.read)
+    needed = {path[:size] for path in read for size in range(1, len(path) + 1)}
+    assert len({*found}) == len(found) <= rows + 1
+    assert all_paths.issuperset(found)
+    assert {found[row] for row in draft.read} <= read
+    if rows > 12:
+        assert {*found} == candidates | needed
+        assert {found[row] for row in draft.read} == read
+        assert {found[row] for row in draft.probes} == needed - candidates, "a hope of anybody's is a candidate"
 
 
 @pytest.mark.parametrize("faint", [0.0, 0.03, 0.5])
