@@ -9,6 +9,7 @@ reading weights, so what surrounds the products counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -16,14 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafters.adapter import Adapter, rotations
-from specdec.attention import attend_all
+from specdec.attention import attend, attend_all
 from specdec.block import Block, rows_of
 from specdec.cache import KVCache, LayerSpec
 from specdec.rotary import rotate, signed
 from specdec.runners.linear import HeadOf, LinearKernel, PackedWeight, linear_kernel
 from specdec.runners.native import NativeHead, NativeLayer, NativeLayers, runs_heads_of
 
-__all__ = ["AdapterCache", "AdapterStep"]
+__all__ = ["AdapterCache", "AdapterStep", "Nodes"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -69,57 +70,84 @@ class AdapterStep:
                     self._native_head = NativeHead(self.norm, eps, own)
         self.alike = self._layer is not None
 
-    def absorb(self, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
-        """Cache keys and values of ``features`` [T, D] as the next T positions; returns their queries [H, T, d]."""
-        return self._store(self._qkv(self._normed(features, self._input_norm)), cache)
+    def absorb(self, features: torch.Tensor, cache: AdapterCache) -> None:
+        """Cache keys and values of ``features`` [T, D] as the next T positions."""
+        states = self._qkv(self._normed(features, self._input_norm))
+        self._store(states, cache, cache.length, range(cache.length, cache.length + len(features)))
+        cache.length += len(features)
 
-    def _store(self, states: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
-        """As ``absorb``, of queries, keys and values [T, (H + 2 Hk) d] that are not rotated yet."""
+    def _store(self, states: torch.Tensor, cache: AdapterCache, first: int, places: Sequence[int]) -> torch.Tensor:
+        """Cache keys and values from slot ``first`` on, and give the queries [H, T, d].
+
+        ``states`` [T, (H + 2 Hk) d] are queries, keys and values that are not rotated yet, to ``places``.
+        """
         rows, (heads, key_heads) = len(states), self.config.groups
         states = states.view(rows, heads + 2 * key_heads, -1).transpose(0, 1)  # [H + 2 Hk, T, d]
-        last = cache.length + rows
-        cos, signed_sin = (table[0, cache.length : last] for table in self._rotary(last))
+        at = slice(places.start, places.stop) if isinstance(places, range) else places
+        cos, signed_sin = (table[0, at] for table in self._rotary(max(places) + 1))
         turned = rotate(states[: heads + key_heads], cos, signed_sin)
-        cache.write(0, turned[None, heads:], states[None, heads + key_heads :], cache.length)
-        cache.length = last
+        cache.write(0, turned[None, heads:], states[None, heads + key_heads :], first)
         return turned[:heads]
 
-    def guess(self, features: Sequence[torch.Tensor], caches: Sequence[AdapterCache]) -> torch.Tensor:
-        """Logits [N, d] of the token after each sequence's last row of its ``features`` [T, D].
+    def guess(self, brought: Sequence[Nodes]) -> list[torch.Tensor]:
+        """[N, d] logits of what follows the nodes that each sequence brought.
 
-        These are its next T positions. With a single layer, keys and values depend on the features alone, so only the
-        last row needs a query; and as it sees everything, no mask.
+        Where they begin a tree, only the last one is asked; those before it are text from now on. With a single layer,
+        keys and values depend on the features alone, so they need no query.
         """
-        sizes = [len(own) for own in features]
-        rows = features[0] if len(features) == 1 else torch.cat([*features])
-        if self._layer is not None:
-            return self._native(self._layer, rows, sizes, caches)
-        hidden = torch.cat([own[-1:] for own in features])
+        features = [nodes.features for nodes in brought]
+        sizes, wanted = [len(own) for own in features], [len(one.features) if one.first else 1 for one in brought]
+        rows = features[0] if len(features) == 1 else torch.cat(features)
+        if self._layer is None:
+            logits = self._apart(rows, brought, sizes, wanted)
+        else:
+            logits = self._native(self._layer, rows, brought, sizes, wanted)
+        for nodes in brought:
+            if not nodes.first:
+                nodes.cache.length += len(nodes.features) - 1
+        return [logits] if len(brought) == 1 else [*torch.split(logits, wanted)]
+
+    def _apart(self, rows: torch.Tensor, brought: Sequence[Nodes], sizes: list[int], wanted: list[int]) -> torch.Tensor:
+        hidden = torch.cat([own[-count:] for own, count in zip(torch.split(rows, sizes), wanted, strict=True)])
         if self.config.attends:
             states = torch.split(self._qkv(self._normed(rows, self._input_norm)), sizes)
-            seen = [
-                attend_all(self._store(own, cache)[None, :, -1:], *cache.seen()).reshape(1, -1)  # [1, H d]
-                for own, cache in zip(states, caches, strict=True)
-            ]
+            seen = [self._attended(*one) for one in zip(states, brought, wanted, strict=True)]
             hidden = self._out.add(torch.cat(seen), hidden)
         if self.config.has_mlp:
             gate, up = self._gate_up(self._normed(hidden, self._mlp_norm)).chunk(2, -1)
             hidden = self._down.add(F.silu(gate).mul_(up), hidden)
         return self._head(self._normed(hidden, self.norm) if self._target_norm is None else self._target_norm(hidden))
 
+    def _attended(self, states: torch.Tensor, nodes: Nodes, wanted: int) -> torch.Tensor:
+        """[N, H d] what the last N nodes attend to; ``states`` as in ``_store``."""
+        cache, first = nodes.cache, nodes.cache.length + nodes.first
+        last = first + len(states)
+        if nodes.parents is None:  # the last one sees everything
+            queries = self._store(states, cache, first, range(first, last))
+            keys, values = (stored[0].narrow(2, 0, last) for stored in (cache.keys, cache.values))
+            found = attend_all(queries[None, :, -1:], keys, values)
+        else:
+            block = nodes.block()
+            places = [cache.length + depth for depth in block.depths[nodes.first :]]
+            found = attend(self._store(states, cache, first, places)[None], block, 0, self.config.head_dim**-0.5)
+        return found[0].transpose(0, 1).reshape(wanted, -1)
+
     def _native(
-        self, layer: NativeLayers, rows: torch.Tensor, sizes: Sequence[int], caches: Sequence[AdapterCache]
+        self,
+        layer: NativeLayers,
+        rows: torch.Tensor,
+        brought: Sequence[Nodes],
+        sizes: list[int],
+        wanted: list[int],
     ) -> torch.Tensor:
-        block = rows_of([Block(cache, [0] * size) for cache, size in zip(caches, sizes, strict=True)])
-        lasts = [end - 1 for end in accumulate(sizes)]
+        block, ends = rows_of([nodes.block() for nodes in brought]), accumulate(sizes)
+        asked = [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]
         head = self._native_head
-        reading = None if head is None else head.reading(rows, lasts, False)
+        reading = None if head is None else head.reading(rows, asked, False)
         cos, signed_sin = self._rotary(block.end)
         hidden, _ = layer.run(rows, block, cos, signed_sin, 0, 1, (), by_row=False, reading=reading)
-        for cache, size in zip(caches, sizes, strict=True):
-            cache.length += size
         if reading is None:
-            return self._head(self._normed(hidden[lasts], self.norm))
+            return self._head(self._normed(hidden[asked], self.norm))
         assert reading.logits is not None
         return reading.logits
 
@@ -140,16 +168,40 @@ class AdapterStep:
 
 
 class AdapterCache(KVCache):
-    """Keys and values of one sequence's adapter, a single layer; its positions are its own."""
+    """Keys and values of one sequence's adapter, a single layer; its positions are its own.
 
-    def __init__(self, adapter: AdapterStep, capacity: int) -> None:
+    Args:
+        capacity: most tokens that will ever be committed.
+        rows: most rows of a tree behind them.
+    """
+
+    def __init__(self, adapter: AdapterStep, capacity: int, rows: int = 1) -> None:
         config, like = adapter.config, adapter.norm
         size, heads = config.head_dim, config.groups[1]
-        super().__init__([LayerSpec(heads, size, size, None, like.device, like.dtype)], capacity=capacity, rows=1)
+        super().__init__([LayerSpec(heads, size, size, None, like.device, like.dtype)], capacity=capacity, rows=rows)
 
-    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All that is stored, [1, key heads, length, d] each."""
-        return self.keys[0].narrow(2, 0, self.length), self.values[0].narrow(2, 0, self.length)
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The next nodes of the tree behind a sequence's text, or its root after some more text.
+
+    Attributes:
+        features: [T, D] behind the exit layer.
+        cache: the adapter's, of what they follow.
+        first: nodes of the tree before these; 0: these are a chain that ends in the root.
+        parents, depths: of all nodes up to the last of these; None where each follows the one before it.
+    """
+
+    features: torch.Tensor
+    cache: AdapterCache
+    first: int = 0
+    parents: Sequence[int] | None = None
+    depths: Sequence[int] | None = None
+
+    def block(self) -> Block:
+        """Their rows."""
+        rows = range(len(self.features))
+        return Block(self.cache, rows, parents=self.parents, depths=self.depths, first=self.first)
 
 
 def _stored(*parts: nn.Linear) -> LinearKernel:

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from operator import eq
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from drafters.adapter import Adapter, AdapterConfig
-from drafters.adapter_step import AdapterCache, AdapterStep
+from drafters.adapter_step import AdapterCache, AdapterStep, Nodes
 from drafters.vocabulary import DraftVocabulary, coupled, likeliest, processed
 from drafters.weights import check_fit, weights_folder
 from specdec import copies
@@ -130,9 +129,9 @@ class Kangaroo(DrafterBase):
     def start(self, context: Context) -> KangarooSession:
         return KangarooSession(self, context)
 
-    def guess(self, brought: Sequence[tuple[torch.Tensor, AdapterCache]]) -> Sequence[torch.Tensor]:
-        """[d] logits of the token after the features [T, D] that each sequence brought, with its cache."""
-        return self.adapter.guess([features for features, _ in brought], [cache for _, cache in brought]).unbind()
+    def guess(self, brought: Sequence[Nodes]) -> Sequence[torch.Tensor]:
+        """[N, d] logits of what follows the nodes that each sequence brought."""
+        return self.adapter.guess(brought)
 
 
 def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool = True) -> None:
@@ -150,12 +149,13 @@ class KangarooSession(BatchedSession):
         self._drafter, self._adapter, self._context = drafter, drafter.adapter, context
         self._forward = Forward(context.target, drafter.exit_layer)
         self._gamma = min(drafter.gamma, context.max_rows)  # more would not fit a step
-        capacity = context.prompt_length + context.remaining + self._gamma
-        self._cache = AdapterCache(drafter.adapter, capacity)
-        self._committed = 0  # positions of the text that the cache holds, or that wait in _pending
-        self._pending: list[torch.Tensor] = []  # [T, D] features of committed tokens that the adapter has not seen
-        self._tokens: Sequence[int] = []  # of this round's draft; the last may be one that was dropped
-        self._drafted: list[int] = []  # the rows, from the root on, that the adapter has seen in this round
+        most = min(self._gamma * drafter.branch, context.max_rows)  # rows below the root
+        self._cache = AdapterCache(drafter.adapter, context.prompt_length + context.remaining, most + 1)
+        self._pending: list[torch.Tensor] = []  # [1, D] features of committed tokens that the adapter has not seen
+        self._tokens: Sequence[int] = []  # of this round's draft
+        # The tree of the rows that the adapter has seen in this round: which rows of the draft, and the parents in it.
+        self._drafted: list[int] = []
+        self._above: list[int] = []
         params = context.sampling
         self._temperature, self._processors = params.temperature, params.processors()
         self._reads_prefix = params.repetition_penalty != 1
@@ -164,8 +164,9 @@ class KangarooSession(BatchedSession):
         self._draws = sampled and params.acceptance == "reject"  # from q, or else with the target's own noise
         self._noise = drafter.vocabulary.noise(context.noise) if sampled and not self._draws else None
         target = context.target
-        apart = copies.is_apart(target.device) and copies.is_apart(target.head_device)
+        self._apart = apart = copies.is_apart(target.device) and copies.is_apart(target.head_device)
         self._stays = apart and drafter.eta is None
+        self._wide = drafter.eta is None and not (apart or self._draws or self._reads_prefix)  # guess behind siblings
         self._ahead = apart and drafter.eta is not None and drafter.branch == 1  # else what is read says how many rows
         # In plain steps: a shallow pass of one row, a guess, and a step by its rows.
         costs, length = context.costs, context.prompt_length
@@ -173,9 +174,10 @@ class KangarooSession(BatchedSession):
             pass_price(weights, context.target, costs, length)
             for weights in (drafter.shallow_weights, drafter.guess_weights)
         )
-        self._steps = costs.steps(length, min(self._gamma * drafter.branch, context.max_rows) + 2)
+        self._steps = costs.steps(length, most + drafter.branch + 1)
         self._deep = 1 - drafter.exit_layer / context.target.num_layers
-        self._guessed: list[tuple[float, slice]] = []  # chance of the likeliest token, and those kept, of this round
+        # Of each row that the adapter has seen the chance of its likeliest token, and those kept: or where they are.
+        self._guessed: list[tuple[float, list[int] | slice]] = []
         self._accepted, self._guesses = _ACCEPTED * _GUESSES, _GUESSES  # where all above was right
         self._right, self._promised = _RIGHT * _PROMISED, _PROMISED
         # By rank how many were right, and how many there were; what is not known takes its share of what is left over.
@@ -186,7 +188,8 @@ class KangarooSession(BatchedSession):
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
         drafter, context, drawn_from = self._drafter, self._context, None
         most = min(self._gamma, room - 1, context.remaining - 1)
-        parents, depths, self._drafted, self._guessed = [-1], [0], [], []
+        parents, depths = [-1], [0]
+        self._drafted, self._above, self._guessed = [], [], []
         tokens: list[int] = [context.root]
         self._tokens = tokens
         if most < 1:
@@ -197,81 +200,137 @@ class KangarooSession(BatchedSession):
         features = [(yield root).hidden]
         unread: list[torch.Tensor] = [root.brought.block.tokens[0]] if self._stays else []
         q: dict[int, torch.Tensor] = {}
-        confident, last, reached = True, 0, 1.0
-        while confident and depths[last] < most and len(parents) < room:
-            scores = self._scores((yield self._guess(last, features[-1][:1])))
-            listed = None if self._draws else self._listed(scores)
+        nodes, reached, cost = range(1), [1.0], 0.0  # rows to guess behind, and the chances that all above is right
+        while nodes and depths[nodes[0]] < most and len(parents) < room:
+            scores = self._scores((yield self._guess(nodes, features[-1], parents, depths)))
+            cost += self._guess_price * self._steps[len(nodes)]
+            last, first, left = nodes[0], len(parents), min(drafter.branch, room - len(parents))
+            listed = None if self._draws else self._listed(scores, depths[last])
             if listed is None:
-                shares, places, drawn_from = self._draw(scores) if self._draws else self._rank(scores)
-            first, left = len(parents), min(drafter.branch, room - len(parents))
+                shares, places, drawn_from = (self._draw if self._draws else self._rank)(scores[0], depths[last])
             chosen: Sequence[int]
             if self._stays:
-                chances = [right / made for right, made in self._ranks[: min(left, len(places))]]
-                kept, reached, confident = self._paying(reached, chances, first)
-                kept = max(kept, 1)  # or nothing would be learned; whether to draft at all is the policy's to say
-                unread.append(drafter.vocabulary.tokens_at(places[:kept].clamp(min=0)))
-                chosen = copies.Later(unread[-1])
+                count, reached = self._unread(reached[0], first, min(left, len(places)))
+                unread.append(drafter.vocabulary.tokens_at(places[:count].clamp(min=0)))
+                chosen, above = copies.Later(unread[-1]), [last] * count
             else:
                 if listed is None:
                     # In one copy from the device; a number is exact in float64, too.
                     read = copies.reading(torch.cat((places.double(), shares.double())))
                     if self._ahead:
-                        guess = copies.Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
-                        hidden = (yield self._shallow(guess, [*parents, last], [*depths, depths[last] + 1])).hidden
+                        ahead = copies.Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
+                        hidden = (yield self._shallow(ahead, [*parents, last], [*depths, depths[last] + 1])).hidden
                     found = read()
-                    listed = found[: len(places)], found[len(places) :]
-                chances = [chance for chance in listed[1] if chance > 0]
-                numbers = [int(number) for number in listed[0][: len(chances)] if number >= 0]
-                if not numbers:  # weights so large that the adapter says NaN
+                    listed = [(found[: len(places)], found[len(places) :])]
+                guesses = [
+                    [(int(number), chance) for number, chance in zip(*one, strict=True) if chance > 0 and number >= 0]
+                    for one in listed
+                ]
+                if not guesses[0]:  # weights so large that the adapter says NaN
                     break
                 if drafter.eta is None:
-                    kept, reached, confident = self._paying(reached, chances[:left], first)
+                    above, numbers, reached = self._worth(nodes, reached, guesses, first, left)
                 else:
-                    confident = chances[0] > drafter.eta
-                    kept = 1 if confident else left
-                if drawn_from is not None and kept > 1:
-                    numbers = self._alternatives(drawn_from, kept)
-                chosen = [drafter.vocabulary.token(number) for number in numbers[: max(kept, 1)]]
+                    numbers, reached = self._trusted(guesses[0], drawn_from, left)
+                    above = [last] * len(numbers)
+                chosen = [drafter.vocabulary.token(number) for number in numbers]
                 tokens += chosen
-            self._guessed.append((chances[0], slice(first, first + len(chosen))))
-            if not kept:
+                for node, guess in zip(nodes, guesses, strict=True):
+                    kept = [token for token, row in zip(chosen, above, strict=True) if row == node]
+                    # The likeliest one is judged, kept or not.
+                    judged = kept or [drafter.vocabulary.token(number) for number, _ in guess[:1]]
+                    self._guessed.append((guess[0][1] if guess else 0.0, judged))
+            if not above:
                 break
             if drawn_from is not None:
                 q[last] = drafter.vocabulary.spread(drawn_from, 0.0)
             if self._reads_prefix:
                 newest = unread[-1][:1] if self._stays else torch.tensor(chosen[:1], device=self._ids.device)
                 self._ids = torch.cat((self._ids, newest.to(self._ids.device)[None]), 1)
-            parents += [last] * len(chosen)
-            depths += [depths[last] + 1] * len(chosen)
+            parents += above
+            depths += [depths[last] + 1] * len(above)
             features.append(hidden if self._ahead else (yield self._shallow(chosen, parents, depths)).hidden)
-            last = first
-        cost = len(self._drafted) * self._guess_price + (len(features) - 1) * self._shallow_price
+            nodes = range(first, first + len(reached))
+        cost += (len(features) - 1) * self._shallow_price
         entry = Entry(drafter.exit_layer, torch.cat(features))
         if self._stays:
             self._tokens = copies.Later(torch.cat([own.to(self._ids.device) for own in unread]))
-            return Draft(self._tokens, parents, q=q, entry=entry, cost=cost)
-        return Draft(tokens[: len(parents)], parents, q=q, entry=entry, cost=cost)
+        return Draft(self._tokens, parents, q=q, entry=entry, cost=cost)
 
-    def _paying(self, reached: float, chances: Sequence[float], rows: int) -> tuple[int, float, bool]:
-        """How many of a guess's tokens bring most over what they cost; and of what follows the first, if it pays.
+    def _unread(self, reached: float, rows: int, most: int) -> tuple[int, list[float]]:
+        """How many tokens of a guess are verified that nobody has read, and :meth:`_onward` of the first."""
+        chances = [right / made for right, made in self._ranks[:most]]
+        hopes = self._hopes(reached, chances)
+        count = max(self._paying(hopes, rows), 1)  # or nothing would be learned; the policy may say to draft nothing
+        self._guessed.append((chances[0], slice(rows, rows + count)))
+        return count, self._onward(hopes[:1], rows + count)
 
-        Args:
-            reached: the chance that all tokens above are right.
-            chances: the tokens', behind those.
-            rows: of the draft, so far.
+    def _trusted(
+        self, guess: Sequence[tuple[int, float]], drawn_from: torch.Tensor | None, most: int
+    ) -> tuple[list[int], list[float]]:
+        """The likeliest token's number, and that a guess follows; with no confidence, its alternatives, and none."""
+        assert self._drafter.eta is not None
+        if guess[0][1] > self._drafter.eta:
+            return [guess[0][0]], [1.0]
+        count = min(most, len(guess))
+        if drawn_from is not None and count > 1:
+            return self._alternatives(drawn_from, count), []
+        return [number for number, _ in guess[:count]], []
+
+    def _worth(
+        self,
+        nodes: Sequence[int],
+        reached: Sequence[float],
+        guesses: Sequence[Sequence[tuple[int, float]]],
+        rows: int,
+        most: int,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """What pays of the guesses, each a number and its chance, behind some rows: the likeliest to be reached first.
 
         Returns:
-            The number; the chance that the first is right with all above it; and whether a guess behind it pays.
+            The row that each token follows; the token's number; and :meth:`_onward`.
         """
-        steps, nets, sure = self._steps, [0.0], self._right / self._promised
-        for row, chance in enumerate(chances, rows):
+        found = [
+            (hope, node, number)
+            for node, reach, guess in zip(nodes, reached, guesses, strict=True)
+            for (number, _), hope in zip(guess, self._hopes(reach, [chance for _, chance in guess]), strict=True)
+        ]
+        if len(nodes) > 1:
+            found.sort(key=itemgetter(0), reverse=True)
+        hopes = [hope for hope, _, _ in found[:most]]
+        count = self._paying(hopes, rows)
+        onward = self._onward(hopes[: count if self._wide else min(count, 1)], rows + count)
+        return [node for _, node, _ in found[:count]], [number for _, _, number in found[:count]], onward
+
+    def _hopes(self, reached: float, chances: Sequence[float]) -> list[float]:
+        """That tokens are right with all above them: by how often what was promised has come."""
+        sure = self._right / self._promised
+        return [reached * min(1.0, sure * chance) for chance in chances]
+
+    def _paying(self, hopes: Sequence[float], rows: int) -> int:
+        """How many tokens bring most over what they cost, the likeliest first; ``rows``: of the draft, so far."""
+        steps, nets = self._steps, [0.0]
+        for row, hope in enumerate(hopes, rows):
             # The first one pays for a shallow pass, in which the others are but rows.
             price = self._first_price(rows) if row == rows else steps[row + 1] - steps[row]
-            nets.append(nets[-1] + reached * min(1.0, sure * chance) - price)
-        kept = nets.index(max(nets))
-        reached *= min(1.0, sure * chances[0])
-        accepted = self._accepted / self._guesses
-        return kept, reached, reached * accepted > self._guess_price + self._first_price(rows + kept)
+            nets.append(nets[-1] + hope - price)
+        return nets.index(max(nets))
+
+    def _onward(self, hopes: Sequence[float], rows: int) -> list[float]:
+        """Of those behind which another guess pays, the hopes.
+
+        The first one pays for adapter, head and a shallow pass, in which the others are but rows.
+        """
+        steps, accepted, onward = self._steps, self._accepted / self._guesses, list[float]()
+        price = self._guess_price + self._first_price(rows)
+        for row, hope in enumerate(hopes, rows):
+            if row > rows:
+                guessed = len(onward)
+                price = self._guess_price * (steps[guessed + 1] - steps[guessed]) + steps[row + 1] - steps[row]
+            if hope * accepted <= price:
+                break
+            onward.append(hope)
+        return onward
 
     def _first_price(self, rows: int) -> float:
         """Of a token behind ``rows`` others: a shallow pass and a deep row."""
@@ -282,25 +341,39 @@ class KangarooSession(BatchedSession):
         if seen.draft is None:
             if self._adapter.config.attends:
                 self._adapter.absorb(features.to(self._adapter.norm.device), self._cache)
-            self._committed += len(features)
             return
         committed = [seen.draft.tokens[0], *seen.tokens[:-1]]
-        known = sum(takewhile(bool, map(eq, (self._tokens[row] for row in self._drafted), committed)))
-        if self._drafted:
-            self._cache.length = self._committed + known
-        for (chance, rows), token in zip(self._guessed, seen.tokens[:known], strict=False):
-            chosen = self._tokens[rows]
-            for own, rank in zip(chosen, self._ranks, strict=False):
-                rank[0] += own == token
+        known = self._known(committed)
+        self._cache.commit(known)
+        for own, token in zip(known, seen.tokens, strict=False):
+            if own >= len(self._guessed):
+                break
+            chance, guess = self._guessed[own]
+            chosen = guess if isinstance(guess, list) else self._tokens[guess]
+            for guessed, rank in zip(chosen, self._ranks, strict=False):
+                rank[0] += guessed == token
                 rank[1] += 1
             self._guesses += 1
             self._accepted += token in chosen
             self._promised += chance
             self._right += token == chosen[0]
-        self._committed += len(committed)
-        if known < len(committed):
-            self._pending += [features[row : row + 1] for row in seen.path[known:]]
-        self._drafted, self._guessed = [], []
+        if len(known) < len(committed):
+            self._pending += [features[row : row + 1] for row in seen.path[len(known) :]]
+        self._drafted, self._above, self._guessed = [], [], []
+
+    def _known(self, committed: Sequence[int]) -> list[int]:
+        """Of the rows that the adapter has seen in this round those that became text; by tokens, whoever drafted."""
+        path, above, first = list[int](), -1, 0
+        for token in committed:
+            rows = range(first, len(self._drafted))
+            here = next(
+                (own for own in rows if self._above[own] == above and self._tokens[self._drafted[own]] == token), None
+            )
+            if here is None:
+                break
+            path.append(here)
+            above, first = here, here + 1
+        return path
 
     def _shallow(self, rows: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Pass:
         """These tokens, the draft's last rows, through layers [0, l), into their slots."""
@@ -312,36 +385,56 @@ class KangarooSession(BatchedSession):
         )  # fmt: skip
         return self._forward.of(block)
 
-    def _guess(self, row: int, feature: torch.Tensor) -> Pass:
-        """The adapter's guess after a row, whose feature is [1, D]; the first of a round brings what waited."""
-        rows = torch.cat((*self._pending, feature)) if self._pending else feature
-        self._pending.clear()
-        self._drafted.append(row)
-        return Pass(self._drafter.guess, (rows.to(self._adapter.norm.device), self._cache), self._drafter.alike)
+    def _guess(
+        self, rows: Sequence[int], features: torch.Tensor, parents: Sequence[int], depths: Sequence[int]
+    ) -> Pass:
+        """The adapter's guesses after some rows, whose features come first; the root, row 0, brings what waited."""
+        features, first = features[: len(rows)], len(self._drafted)
+        self._above += [self._drafted.index(parents[row]) if row else -1 for row in rows]
+        self._drafted += rows
+        chain = self._above[-1] == len(self._above) - 2 and len(rows) == 1 and depths[rows[0]] == first
+        if self._pending:
+            features = torch.cat((*self._pending, features))
+            self._pending.clear()
+        places, seen = (None, None) if chain else (self._above, [depths[row] for row in self._drafted])
+        nodes = Nodes(features.to(self._adapter.norm.device), self._cache, first, places, seen)
+        return Pass(self._drafter.guess, nodes, self._drafter.alike)
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """[d] the guess, under the processors that the target's logits are under."""
+        """[N, d] guesses, under the processors that the target's logits are under."""
         if not self._processors:
             return logits
         vocabulary, scores = self._drafter.vocabulary, logits.float()
-        if self._reads_prefix:  # by the tokens' ids
-            scores = vocabulary.spread(scores, -torch.inf)
-        scores = processed(scores[None], self._ids, self._processors)[0]
-        return vocabulary.gather(scores) if self._reads_prefix else scores
+        if not self._reads_prefix:
+            return processed(scores, self._ids, self._processors)
+        scores = vocabulary.spread(scores[0], -torch.inf)  # by the tokens' ids
+        return vocabulary.gather(processed(scores[None], self._ids, self._processors)[0])[None]
 
-    def _listed(self, scores: torch.Tensor) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Of the likeliest tokens, likeliest first, the number, and the chance to be the target's choice; or None."""
-        found = likeliest(scores, self._drafter.branch, self._noise, self._position, self._temperature)
-        return None if found is None else (found[0][0], found[1][0])
+    def _listed(self, scores: torch.Tensor, depth: int) -> list[tuple[Sequence[float], Sequence[float]]] | None:
+        """Of each guess the likeliest tokens' numbers, likeliest first, and their chances to be the target's choice.
 
-    def _rank(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """The same as tensors, chances first."""
+        All are behind rows of one depth. None where reading them means waiting for a device.
+        """
+        if self._apart:
+            return None
+        found, place = list[tuple[Sequence[float], Sequence[float]]](), self._place(depth)
+        for row in scores:
+            one = likeliest(row, self._drafter.branch, self._noise, place, self._temperature)
+            if one is None:
+                shares, places, _ = self._rank(row, depth)
+                found.append((places.tolist(), shares.tolist()))
+            else:
+                found.append((one[0][0], one[1][0]))
+        return found
+
+    def _rank(self, scores: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Of one guess the chances of the likeliest tokens, and their numbers."""
         if self._noise is not None:
-            scores = coupled(scores, self._noise.gumbel(self._position), self._temperature)
+            scores = coupled(scores, self._noise.gumbel(self._place(depth)), self._temperature)
         found = torch.softmax(scores, -1, dtype=torch.float32).topk(min(self._drafter.branch, len(scores)))
         return found.values, found.indices, None
 
-    def _draw(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _draw(self, scores: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As ``_rank``, of one token drawn from q, which is the third.
 
         Its chance rests on q and on what became of other draws, never on the token itself.
@@ -351,10 +444,9 @@ class KangarooSession(BatchedSession):
             q = q.nan_to_num(1 / len(q))
         return (q.max()[None] + self._accepted / self._guesses) / 2, self._choice(q)[None], q
 
-    @property
-    def _position(self) -> int:
-        """Of the token that is guessed."""
-        return len(self._context.tokens) + len(self._drafted) - 1
+    def _place(self, depth: int) -> int:
+        """Position of a token that is guessed behind a row of a depth."""
+        return len(self._context.tokens) + depth
 
     def _choice(self, q: torch.Tensor, before: int = 0) -> torch.Tensor:
         """A draw's number, int64 [], behind ``before`` siblings; -1 where there is none.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from drafters.adapter import VARIANTS, Adapter, AdapterConfig
-from drafters.adapter_step import AdapterCache, AdapterStep
+from drafters.adapter_step import AdapterCache, AdapterStep, Nodes
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.block import Block
 from specdec.draft import Draft, Entry
@@ -27,6 +27,7 @@ from specdec.sampling import Noise
 from specdec.target import FINAL
 from tests import models
 from tests.models import settings_of
+from tests.unit.test_kangaroo import guess_on
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
@@ -406,7 +407,7 @@ def test_an_adapter_s_step_equals_the_whole_text(variant: str) -> None:
     if variant != "mlp":
         step.absorb(features[0, :4], cache)
     found = torch.cat(
-        [step.guess([features[0, first:last]], [cache]) for first, last in ((4, 5), (5, 8), (8, 9), (9, 11))]
+        [guess_on(step, features[0, first:last], cache) for first, last in itertools.pairwise((4, 5, 8, 9, 11))]
     )
     torch.testing.assert_close(found, whole[[4, 7, 8, 10]], atol=1e-5, rtol=1e-5)
 
@@ -429,9 +430,11 @@ def test_an_adapter_s_layer_and_head_are_one_call(dtype: torch.dtype) -> None:
         for first, last in ((0, 2), (2, 3)):
             parts = [text[first:last] for text in texts]
             if together:
-                found += of.guess(parts, caches)
+                found += of.guess([Nodes(part, cache) for part, cache in zip(parts, caches, strict=True)])
+                for cache in caches:
+                    cache.commit([0])
             else:
-                found += [of.guess([part], [cache])[0] for part, cache in zip(parts, caches, strict=True)]
+                found += [guess_on(of, part, cache) for part, cache in zip(parts, caches, strict=True)]
         return found
 
     one, other = guesses(step, together=False), guesses(step, together=True)

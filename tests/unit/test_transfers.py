@@ -426,7 +426,8 @@ def test_a_round_that_nothing_stops_stays_on_the_device(
     options = {"name": "kangaroo", "adapter": str(tmp_path), "branch": 1}
     text, drafted = steps_of(Engine(target, None, {**options, "eta": 0.0}, policy="off"), sampling, None)
     engine = Engine(target, None, options, policy="off")
-    patch.setattr(KangarooSession, "_paying", lambda own, reached, chances, rows: (1, 1.0, True))
+    patch.setattr(KangarooSession, "_paying", lambda own, hopes, rows: 1)
+    patch.setattr(KangarooSession, "_onward", lambda own, hopes, rows: [1.0])
     got, steps = steps_of(engine, sampling, request.getfixturevalue("transfers"))
     assert got == text
     assert [(step.tokens, step.rows) for step, _ in steps] == [(step.tokens, step.rows) for step in drafted]
@@ -443,7 +444,7 @@ def test_what_is_no_number_is_drafted_unread(
     """Where an adapter's weights are so large that it says NaN, the text is the target's; drawn, its q is one."""
     target, sampling = target_of("llama"), SamplingParams(temperature=0.8, seed=4, acceptance=acceptance)
     random_adapter(target, tmp_path, eta=None)
-    monkeypatch.setattr(Kangaroo, "guess", lambda own, brought: [torch.full((VOCAB,), torch.nan) for _ in brought])
+    monkeypatch.setattr(Kangaroo, "guess", lambda own, brought: [torch.full((1, VOCAB), torch.nan) for _ in brought])
     request.getfixturevalue("transfers")
     engine = Engine(target, None, {"name": "kangaroo", "adapter": str(tmp_path)}, policy="off")
     found = engine.generate(PROMPT, NEW, sampling)
