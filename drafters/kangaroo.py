@@ -3,17 +3,18 @@
 A round runs the newest token through layers [0, l), keeps its feature, and lets the adapter guess the next token from
 it; in the paper it ends after gamma guesses, or after one that the adapter does not trust (confidence <= eta), which is
 kept. Without an eta what pays is drafted: of a guess those tokens whose chances are worth their rows of verification
-and a shallow pass for all of them, and another guess behind the likeliest one if that one's chance is worth adapter and
-head, too. Verification enters at layer l with the kept features, so no layer runs twice for a token, and draft and
-verification share one cache. When sampling, tokens are ranked with the noise with which the target will draw.
+and a shallow pass for all of them; and another guess behind the likeliest one if that one's chance is worth adapter and
+head, too, and in the same pass of the adapter behind those others that are worth a row of it. Verification enters at
+layer l with the kept features, so no layer runs twice for a token, and draft and verification share one cache. When
+sampling, tokens are ranked with the noise with which the target will draw.
 
 On a device nothing is read before the step is verified: there the chances of a token are what became of tokens of its
 rank in steps that are over, so that a round's guesses and their alternatives are settled before they are made. Where an
 eta is given, which has to be held against each guess, a chain's next shallow pass is launched first, so that the device
 has work while the host waits (docs/gpu.md has the sums).
 
-The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows beyond its last one wait
-in ``_pending`` and go in with the next root. So full acceptance is no special case.
+The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows that no guess was made
+behind wait in ``_pending`` and go in with the next root. So full acceptance is no special case.
 """
 
 from __future__ import annotations

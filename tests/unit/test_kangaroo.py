@@ -235,7 +235,12 @@ def test_alternatives_are_verified_where_their_rows_pay(shallow_target: Transfor
             others.extend(found)
             behind.extend(row for row in found if row in seen.path[:-1])
 
-    spy = Spy(drafter, drafts.append, note)
+    def look(draft: Draft) -> None:
+        drafts.append(draft)
+        seen, above = drafter.session._drafted, drafter.session._above
+        assert [seen[own] if own >= 0 else -1 for own in above] == [draft.parents[row] for row in seen]
+
+    spy = Spy(drafter, look, note)
     decoding = Engine(shallow_target, None, spy, costs=costs).start(prompt, 80, sampling)
     with shallow_target.active():
         decoding.prefill()
