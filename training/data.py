@@ -97,6 +97,9 @@ def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, ski
             yield _plain(text, tokenizer, _held_out(text, config))
 
 
+_FORM = '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, as ShareGPT has it'
+
+
 def load_samples(
     data: Sequence[str],
     eval_data: Sequence[str],
@@ -123,7 +126,7 @@ def load_samples(
     held = list(read_samples(eval_data, tokenizer, config, skips))
     for line in skips.lines():
         say(line)
-    why = "; ".join(skips.lines()) or "the files are empty"
+    why = f"{'; '.join(skips.lines()) or 'the files are empty'}; a conversation is {_FORM}"
     if eval_data and not held:
         raise ConfigError(f"{', '.join(eval_data)}: not one usable conversation to evaluate with; {why}")
     top = max((max(s.tokens) for s in (*samples, *held) if s.tokens), default=0)

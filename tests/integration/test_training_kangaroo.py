@@ -333,7 +333,7 @@ class TestBadInput:
         path.write_text(json.dumps([{"id": 1}, {"conversations": []}]))
         config = Config(data=[str(path)])
         tokenizer = AutoTokenizer.from_pretrained(embedded_model())
-        with pytest.raises(ConfigError, match=r"not one usable conversation; 1 skipped: no list"):
+        with pytest.raises(ConfigError, match=r"not one usable conversation; 1 skipped: no list.*\"from\": \"human\""):
             load_samples(config.data, (), config.text, tokenizer, say=lambda line: None)
 
     def test_nothing_to_evaluate_with(self, talks: Path, tmp_path: Path) -> None:
