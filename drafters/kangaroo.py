@@ -175,7 +175,7 @@ class KangarooSession(BatchedSession):
             pass_price(weights, context.target, costs, length)
             for weights in (drafter.shallow_weights, drafter.guess_weights)
         )
-        self._steps = costs.steps(length, most + drafter.branch + 1)
+        self._steps = costs.steps(length, 2 * most + 1)
         self._deep = 1 - drafter.exit_layer / context.target.num_layers
         # Of each row that the adapter has seen the chance of its likeliest token, and those kept: or where they are.
         self._guessed: list[tuple[float, list[int] | slice]] = []
