@@ -114,6 +114,17 @@ def test_q_is_dropped_as_equal_rows_are_merged() -> None:
     assert not union_of(Drawn()).start(context_of([1, 2])).propose(9).q
 
 
+def test_a_tree_costs_what_its_parts_cost() -> None:
+    class Costly(Fixed):
+        def propose(self, room: int) -> Draft:
+            return Draft([self.context.root, *self.tokens], range(-1, len(self.tokens)), cost=0.5)
+
+    both = union_of(Costly([3, 4]), Costly()).start(context_of([1, 2])).propose(9)
+    assert (list(both.tokens), both.cost) == ([2, 3, 4], 1.0)
+    short = union_of(Costly([3, 4]), Fixed(), rows=1).start(context_of([1, 2])).propose(9)
+    assert (list(short.tokens), short.cost) == ([2, 3], 0.5)
+
+
 @st.composite
 def parts(draw: st.DrawFn) -> Fixed:
     """A small tree of few tokens, so that parts meet; some rows are probes, and some are read."""
