@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import yaml
 
-from drafters.medusa_heads import MedusaHeads, with_roots
+from drafters.heads_step import HeadsStep, State
+from drafters.medusa_heads import MedusaHeads
 from drafters.tree import Grown, grow
 from drafters.vocabulary import DraftVocabulary, coupled, likeliest, processed
 from drafters.weights import check_fit, weights_folder
@@ -32,7 +32,6 @@ from specdec.draft import Draft
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation, Question
 from specdec.errors import ConfigError, shown, unknown
 from specdec.passes import Pass, Passes
-from specdec.runners.linear import LinearKernel, linear_kernel
 from specdec.target import FINAL, Target
 
 __all__ = ["TREES", "Medusa", "MedusaConfig", "Node", "check_tree", "nodes_of", "paths_of"]
@@ -156,6 +155,7 @@ class Medusa(DrafterBase):
     draws = False
     Config = MedusaConfig
     taps = frozenset({FINAL})
+    needs_draft = False
     fixed_cost_rows = 3  # what a pass's price leaves out: noise and best tokens of every head, and the tree
 
     def __init__(self, config: MedusaConfig, heads: MedusaHeads, target: Target) -> None:
@@ -169,17 +169,7 @@ class Medusa(DrafterBase):
             check_tree(paths, heads=own.heads, ranks=own.ranks)
             self.nodes = nodes_of(paths)
             depth, self.ranks = max(map(len, paths)), max(map(max, paths)) + 1
-        weights = {name: weight.detach() for name, weight in heads.named_parameters()}
-        # Per layer its products, to [K D] together; as all heads read the same state, the first layer's are one.
-        self._blocks: list[list[LinearKernel]] = []
-        for layer in range(own.layers):
-            parts = [[weights[f"{head}.{layer}.linear.{part}"] for head in range(depth)] for part in ("weight", "bias")]
-            stacked = zip(*parts, strict=True) if layer else [map(torch.cat, parts)]
-            self._blocks.append([linear_kernel(weight, bias) for weight, bias in stacked])
-        self._embed = target.embed if own.sees_root else None
-        self._place = weights["0.0.linear.bias"].device, weights["0.0.linear.bias"].dtype
-        heads_of = [linear_kernel(weights[f"{head}.{own.layers}.weight"]) for head in range(depth) if own.own_head]
-        self._matrices = heads_of or None
+        self.step = HeadsStep(heads, depth, self.vocabulary.head, target)
         head = own.ranks * own.hidden_size * (depth if own.own_head else 1)
         blocks = depth * own.hidden_size * (own.input_size + (own.layers - 1) * own.hidden_size)
         self.weights = head + blocks  # that a guess reads
@@ -199,33 +189,15 @@ class Medusa(DrafterBase):
     def start(self, context: Context) -> MedusaSession:
         return MedusaSession(self, context)
 
-    @torch.no_grad()
-    def logits(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
-        """[N, heads, d] from hidden states [N, D] and the tokens [N] that the target chose from them."""
-        hidden = hidden.to(*self._place)
-        states = hidden[:, None]  # [N, 1, D], later [N, K, D]
-        parts: Sequence[torch.Tensor] = [hidden if self._embed is None else with_roots(hidden, self._embed(roots))]
-        for products in self._blocks:
-            found = [product(own) for product, own in zip(products, parts, strict=True)]
-            more = found[0] if len(found) == 1 else torch.cat(found, -1)
-            states = states + F.silu(more).view(len(hidden), -1, hidden.shape[-1])
-            parts = states.unbind(1)
-        if self._matrices is None:
-            return self.vocabulary.head(states)
-        return torch.stack([head(own) for head, own in zip(self._matrices, states.unbind(1), strict=True)], 1)
-
     def ranked(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
         """[N, heads, 2, ranks] float64: numbers and chances of heads' likeliest tokens, by N times [heads, d]."""
         best = torch.softmax(torch.stack([*logits]), -1, dtype=torch.float32).topk(self.ranks, -1)
         return torch.stack((best.indices.double(), best.values.double()), -2)
 
-    @torch.no_grad()
-    def lists(self, brought: Sequence[tuple[torch.Tensor, int, MedusaSession | None]]) -> list[Guesses]:
-        """The same as lists, of the [1, D] and the root that each sequence brought; with the session of one that
-        samples.
-        """
-        hidden, roots, sessions = zip(*brought, strict=True)
-        logits = self.logits(torch.cat(hidden), torch.tensor(roots)).unbind()
+    def lists(self, brought: Sequence[tuple[State, MedusaSession | None]]) -> list[Guesses]:
+        """The same as lists, of the state that each sequence brought; with the session of one that samples."""
+        states, sessions = zip(*brought, strict=True)
+        logits = self.step.each(states)
         found = list[Guesses]()
         for own, session in zip(logits, sessions, strict=True):
             ranked = likeliest(own, self.ranks, None, 0, 0.0) if session is None else session.likeliest(own)
@@ -319,17 +291,17 @@ class MedusaSession(BatchedSession):
         ids = torch.empty(1, 0, dtype=torch.long, device=logits.device)
         return processed(logits.float(), ids, self._processors)
 
-    def _brought(self) -> tuple[torch.Tensor, int, MedusaSession | None]:
+    def _brought(self) -> tuple[State, MedusaSession | None]:
         """What the heads guess from."""
         assert self._seen is not None
-        return self._seen[self._last : self._last + 1], self._context.root, self if self._samples else None
+        return State(self._seen, self._last, self._context.root), self if self._samples else None
 
     def ask(self, question: Question) -> torch.Tensor | None:
         hidden = question.taps[FINAL]
         if question.last is None:
             return None
         assert question.root is not None
-        (logits,) = self._drafter.logits(hidden.index_select(0, question.last.to(hidden.device)), question.root)
+        (logits,) = self._drafter.step.logits(hidden.index_select(0, question.last.to(hidden.device)), question.root)
         found = self._drafter.ranked([self.drawn(logits, question.depth) if self._samples else logits])
         return found.flatten().view(torch.int64)  # the numbers' bits
 

@@ -262,11 +262,25 @@ class Tree:
 class Part:
     """A part in one sequence: its session, its latest draft and where that draft's rows went."""
 
-    __slots__ = ("added", "asked", "bandit", "draft", "kinds", "name", "rows", "seconds", "session", "taps", "told")
+    __slots__ = (
+        "added",
+        "asked",
+        "bandit",
+        "draft",
+        "kinds",
+        "maps",
+        "name",
+        "rows",
+        "seconds",
+        "session",
+        "taps",
+        "told",
+    )
 
     def __init__(self, drafter: Drafter, bandit: Bandit, context: Context) -> None:
         self.name, self.taps = drafter.name, drafter.taps
         self.told = bool(drafter.taps) or drafter.needs_observe
+        self.maps = drafter.needs_draft
         self.bandit = bandit
         self.session = session_of(drafter, context)
         self.asked = False
@@ -466,21 +480,20 @@ class MergedSession(BatchedSession):
                 self._drafter.learn(self._promised, len(place) - 1 - len(self._needed.intersection(place)))
         for part in self._parts:
             if part.asked and place:
-                self._tell(part, seen if seen.answer is None else replace(seen, answer=answers.get(part)), place)
-            elif part.taps:  # it sees the hidden states of all tokens, and the step as it was
-                if seen.answer is not None or len(seen.taps) > len(part.taps):
-                    taps, answer = {layer: seen.taps[layer] for layer in part.taps}, answers.get(part)
-                    part.session.observe(Observation(whole, seen.path, seen.tokens, seen.scores, taps, answer))
-                else:
-                    part.session.observe(seen)
+                self._judge(part, seen, answers.get(part), place)
+            elif part.taps:  # it sees the hidden states of all tokens
+                _show(part, seen, answers.get(part))
 
-    def _tell(self, part: Part, seen: Observation, place: dict[int, int]) -> None:
+    def _judge(self, part: Part, seen: Observation, answer: Sequence[int] | None, place: dict[int, int]) -> None:
         """Judge a part that was asked by what became of its rows, and let it learn; ``place`` as for ``judge``."""
         began, rows, prices = perf_counter(), self._rows, self._prices
         part.judge(place, seen.tokens)
-        if part.told:
+        if part.told and part.maps:
             kept = {row: number for number, row in enumerate(rows)}
-            part.session.observe(part_of(seen, part.draft, [kept.get(row, -1) for row in part.rows], part.taps))
+            own = seen if seen.answer is None else replace(seen, answer=answer)
+            part.session.observe(part_of(own, part.draft, [kept.get(row, -1) for row in part.rows], part.taps))
+        elif part.told:
+            _show(part, seen, answer)
         if prices is not None:
             net, size = 0.0, len(rows)
             if size > 1 and part.added:
@@ -489,6 +502,14 @@ class MergedSession(BatchedSession):
             part.bandit.judge(
                 prices, self._length, net=net, seconds=part.seconds + perf_counter() - began, cost=part.draft.cost
             )
+
+
+def _show(part: Part, seen: Observation, answer: Sequence[int] | None) -> None:
+    """Have a part observe the step as it was."""
+    if seen.answer is not None or len(seen.taps) > len(part.taps):
+        taps = {layer: seen.taps[layer] for layer in part.taps}
+        seen = Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, answer)
+    part.session.observe(seen)
 
 
 def _begins_with(draft: Draft, own: Draft) -> bool:

@@ -97,7 +97,8 @@ class DrawnSession:
         prices = ((step - 1) / rows for rows, step in enumerate(self._steps[2:], 1))
         self._least = max(_FAINT, min(prices, default=1.0)) if self._weighs else 0.0
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
-        self._chances = [1.0]  # of the rows of the latest draft, where their parents are right, as promised
+        self._tokens, self._parents = [context.root], [-1]  # the latest draft, ...
+        self._chances = [1.0]  # ... and each row's chance where its parent is right, as promised
         self._learns = True
 
     def propose(self, room: int) -> Draft:
@@ -105,7 +106,7 @@ class DrawnSession:
         most, deepest = min(self._most, room - 1), min(self._depth, context.remaining - 1)
         self._learns = room > 1  # where nobody asks, reading the best of every row would be most of its time
         tokens, parents, depths, reach = [context.root], [-1], [0], [1.0]
-        chances = self._chances = [1.0]
+        chances = [1.0]
         before = context.tokens[-2] if len(context.tokens) > 1 else None
         ahead: list[tuple[float, int, int, int, float]] = []  # (-reach, order, parent, token, chance)
         found = 0
@@ -127,9 +128,11 @@ class DrawnSession:
             reach.append(-worth)
             chances.append(chance)
         size = self._paying(reach) if self._weighs else len(reach)
-        del chances[size:]
+        for own in (tokens, parents, chances):
+            del own[size:]
+        self._tokens, self._parents, self._chances = tokens, parents, chances
         sure = [min(self._sure * chance, 1.0) for chance in chances]
-        return Draft(tokens[:size], parents[:size], chances=sure)
+        return Draft(tokens, parents, chances=sure)
 
     def _after(self, before: int | None, token: int, depth: int) -> list[tuple[int, float]]:
         """What is likeliest to come after a token at a depth, likeliest first, with the chance of each."""
@@ -158,12 +161,15 @@ class DrawnSession:
     def observe(self, seen: Observation) -> None:
         assert seen.draft is not None
         assert seen.scores is not None
-        place = {row: depth for depth, row in enumerate(seen.path)}
-        for row, (chance, parent) in enumerate(zip(self._chances, seen.draft.parents, strict=False)):
-            depth = place.get(parent)
+        right, count = {0: 0}, len(seen.tokens)  # row that the text went through -> its depth
+        for row in range(1, len(self._tokens)):
+            depth = right.get(self._parents[row])
             if depth is not None:
-                self._promised += chance
-                self._right += seen.draft.tokens[row] == seen.tokens[depth]
+                self._promised += self._chances[row]
+                if self._tokens[row] == seen.tokens[depth]:
+                    self._right += 1
+                    if depth + 1 < count:
+                        right[row] = depth + 1
         if self._learns:
             self._learn(seen.draft, seen.path, len(seen.tokens), seen.scores)
 

@@ -55,6 +55,7 @@ class TokenRecycling(DrafterBase):
     name = "token_recycling"
     draws = False
     Config = TokenRecyclingConfig
+    needs_draft = False
     fixed_cost_rows = 1  # the best tokens of every row
 
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:

@@ -12,6 +12,7 @@ T rows are R slots. A ring of exactly W rows would lose T - 1 live keys to rows 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_int64
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 from specdec import copies
 from specdec.errors import DraftError
+from specdec.native.library import library
 
 __all__ = ["KVCache", "LayerSpec", "Slots"]
 
@@ -81,16 +83,19 @@ class Slots:
 
     def move(self, source: Sequence[int], first: int) -> None:
         """Copy the rows at ``source`` positions, ascending, to those from ``first`` on, which is no later."""
-        if copies.is_apart(self.keys.device):
-            # An index would have to be copied to the device. No row is written before it was read, as each moves down.
-            for new, old in enumerate(source, first):
-                for store in (self.keys, self.values):
-                    store.select(3, new % self.size).copy_(store.select(3, old % self.size))
+        count = len(source)
+        found = None if copies.is_apart(self.keys.device) else library()
+        if found is not None:
+            wanted = (c_int64 * count)(*source)
+            for store in (self.keys, self.values):
+                bytes_each = store.shape[-1] * store.element_size()
+                lists = store.shape[0] * store.shape[2]
+                found.specdec_move(store.data_ptr(), lists, self.size, bytes_each, wanted, first, count)
             return
-        here = torch.tensor([p % self.size for p in source])
-        there = self.index((first, first + len(source)))
-        for tensor in (self.keys, self.values):
-            tensor.index_copy_(3, there, tensor.index_select(3, here))
+        # No row is written before it was read, as each moves down. An index would have to be copied to a device.
+        for new, old in enumerate(source, first):
+            for store in (self.keys, self.values):
+                store.select(3, new % self.size).copy_(store.select(3, old % self.size))
 
 
 class KVCache:

@@ -172,6 +172,8 @@ class Drafter(Protocol):
         taps: hidden layers that sessions want back in ``observe``; ``FINAL`` is the last one, after the norm.
         needs_observe: False where the tokens in the context are all that sessions learn from; without taps they are
             then told nothing.
+        needs_draft: False where sessions take a step as it was, whoever proposed its rows. Beside other drafters, in a
+            ``union``, they are shown all of it, which is less work than to show them what became of their own draft.
         likeliest: how many of each scored row's likeliest tokens sessions read. Where several processes share a step's
             rows, neither more than that many nor logits are there.
         proposes: False where drafts are the root alone, so that nothing has to be known of what rows cost.
@@ -185,6 +187,7 @@ class Drafter(Protocol):
     name: str
     taps: frozenset[int]
     needs_observe: bool
+    needs_draft: bool
     likeliest: int
     proposes: bool
     plans_rows: bool
@@ -206,6 +209,7 @@ class DrafterBase:
     Config: ClassVar[type[Any]]
     taps: frozenset[int] = frozenset()
     needs_observe: bool = True
+    needs_draft: bool = True
     likeliest: int = 1
     proposes: bool = True
     plans_rows: bool = False
@@ -232,6 +236,7 @@ class DrafterWrapper:
         self.name = inner.name
         self.taps = inner.taps
         self.needs_observe = inner.needs_observe
+        self.needs_draft = inner.needs_draft
         self.likeliest = inner.likeliest
         self.proposes = inner.proposes
         self.plans_rows = inner.plans_rows

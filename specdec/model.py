@@ -226,7 +226,11 @@ class TransformersTarget:
         count = block.rows if rows is None else len(rows)
         return TargetOutput(logits, hidden, found, None if peaks is None else (peaks, 0, count))
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        if not isinstance(tokens, torch.Tensor):
+            if isinstance(self.runner.embed, TiedEmbedding):
+                return self.joints.embedding(self.runner.embed.look_up(tokens))
+            tokens = torch.tensor(tokens)
         return self.joints.embedding(self.runner.embed(tokens.to(self.device)[None])[0])
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:

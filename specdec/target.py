@@ -104,8 +104,8 @@ class Target(Protocol):
     def active(self) -> AbstractContextManager[None]:
         """A context manager inside which ``forward`` may be called."""
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[N, D] what the first layer gets of tokens [N]."""
+    def embed(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """[N, D] what the first layer gets of tokens [N]; of a list, where the host has it to look up."""
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., D] through the last norm."""

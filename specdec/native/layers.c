@@ -8,6 +8,7 @@
  * order, over inputs and over the row's own path of keys. So a tree's accepted rows are, bit for bit, those of plain
  * decoding, and a sequence's those that it has by itself.
  */
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -1426,6 +1427,67 @@ int specdec_product(const Product *p, const void *x, const void *onto, void *y, 
     return 0;
 }
 
+/* Medusa's heads. Each head's state is what was brought, and gets SiLU(block's product) after every block. */
+typedef struct {
+    const Product *blocks; /* the first one's, of all heads at once, and then every further one's, head by head */
+    const Product *ends;   /* to the logits: one for all heads, or each head's own; or NULL, where these are the states */
+    int64_t layers, heads, size, own;
+} Heads;
+
+/* A row brings its `hidden` state [size] and, where the first block reads more than that, what is `embedded` [rows, size]
+ * of its root, which is scaled to a mean square of 1. Of each row `found` gets [heads, outputs] logits or [heads, size]
+ * states; all in bfloat16 or float32. Returns as specdec_run_layers. */
+int specdec_guess(const Heads *h, const void *const *hidden, const void *embedded, int64_t rows, void *const *found,
+                  int half, int threads) {
+    const int64_t size = h->size, heads = h->heads, all = rows * heads, seen = h->blocks->inputs;
+    const int64_t wide = padded(heads * size), width = h->ends ? padded(h->ends->outputs) : 0;
+    const int64_t most = rows * gathered(seen) > all * gathered(size) ? rows * gathered(seen) : all * gathered(size);
+    float *scratch = scratch_of(rows * seen + 2 * all * size + rows * wide + all * width + most);
+    if (!scratch) return 1;
+    float *brought = scratch, *states = brought + rows * seen; /* [heads, rows, size], as a head's own products read it */
+    float *read = states + all * size, *more = read + all * size, *logits = more + rows * wide;
+    float *grouped = logits + all * width;
+    for (int64_t r = 0; r < rows; r++) {
+        float *own = brought + r * seen, *root = own + size, squares = 0;
+        widen_all(hidden[r], own, size, half);
+        for (int64_t k = 0; k < heads; k++) memcpy(states + (k * rows + r) * size, own, size * sizeof *own);
+        if (seen == size) continue;
+        widen_all(row_of(embedded, r, size, half), root, size, half);
+        for (int64_t i = 0; i < size; i++) squares += root[i] * root[i];
+        const float by = 1.f / sqrtf(squares / size + FLT_EPSILON);
+        for (int64_t i = 0; i < size; i++) root[i] *= by;
+    }
+    for (int64_t n = 0; n < h->layers; n++)
+        for (int64_t k = 0; k < heads; k++) {
+            const Product *p = n ? h->blocks + 1 + (n - 1) * heads + k : h->blocks;
+            float *own = states + k * rows * size, *from = n ? read + k * rows * size : brought;
+            const int64_t stride = n ? padded(size) : wide;
+            if (n) memcpy(from, own, rows * size * sizeof *own); /* pairs round it, which the state is not */
+            if (n || !k) product(p, from, grouped, more, stride, rows, 0, threads);
+            for (int64_t r = 0; r < rows; r++) {
+                const float *added = more + r * stride + (n ? 0 : k * size);
+                int64_t i = 0;
+                for (float *to = own + r * size; i + LANES <= size; i += LANES) {
+                    const floats more = load(added, i, 0);
+                    *(floats *)(to + i) += more / (1.f + exponential(-more));
+                }
+                for (; i < size; i++) own[r * size + i] += added[i] / (1.f + expf(-added[i]));
+            }
+        }
+    for (int64_t k = 0; h->ends && k < (h->own ? heads : 1); k++) {
+        const int64_t count = h->own ? rows : all;
+        product(h->ends + k, states + k * rows * size, grouped, logits + k * rows * width, width, count, 0, threads);
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < heads; k++) {
+            const float *own = h->ends ? logits + (k * rows + r) * width : states + (k * rows + r) * size;
+            const int64_t count = h->ends ? h->ends->outputs : size;
+            store(found[r], k * count, own, count, half);
+        }
+    free(scratch);
+    return 0;
+}
+
 /* Where among the bytes of two inputs an output's low byte of the first one lies; its code as well. */
 INLINE int64_t place_of(int64_t output) { /* as decode takes a panel's two vectors from the halves of every 16 bytes */
     return output % 16 / 4 * 16 + output / 16 * 8 + output % 4 * 2;
@@ -1495,6 +1557,15 @@ int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, voi
         }
     }
     return 0;
+}
+
+/* In each of `lists` of `size` slots the slots `from`, ascending, go to those from `first` on, which is no later: each is
+ * read before it is written. Positions beyond the last slot begin anew at the first. */
+void specdec_move(char *slots, int64_t lists, int64_t size, int64_t bytes, const int64_t *from, int64_t first,
+                  int64_t count) {
+    for (int64_t l = 0; l < lists; l++, slots += size * bytes)
+        for (int64_t n = 0; n < count; n++)
+            memcpy(slots + (first + n) % size * bytes, slots + from[n] % size * bytes, bytes);
 }
 
 /* Whether one of a strip of values is above `least`, or no number. */

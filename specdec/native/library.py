@@ -32,6 +32,7 @@ __all__ = [
     "PANEL",
     "STEP",
     "CHead",
+    "CHeads",
     "CLayer",
     "CProduct",
     "CRows",
@@ -142,13 +143,26 @@ class CHead(Structure):
     _fields_ = (("product", CProduct), ("norm", c_void_p), ("epsilon", c_float))
 
 
+class CHeads(Structure):
+    _fields_ = (
+        ("blocks", c_void_p),
+        ("ends", c_void_p),
+        ("layers", c_int64),
+        ("heads", c_int64),
+        ("size", c_int64),
+        ("own", c_int64),
+    )
+
+
 _FUNCTIONS: dict[str, list[Any]] = {
     "specdec_run_layers": [
         POINTER(CShape), c_void_p, POINTER(CRows), c_void_p, c_void_p, c_void_p, c_int64, c_int64,
         POINTER(CHead), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int,
     ],
     "specdec_product": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
+    "specdec_guess": [POINTER(CHeads), c_void_p, c_void_p, c_int64, c_void_p, c_int, c_int],
     "specdec_look_up": [POINTER(CProduct), c_void_p, c_int64, c_void_p, c_int],
+    "specdec_move": [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
     "specdec_top": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int64, c_void_p, c_void_p],
     "specdec_draw": [c_void_p, c_int64, c_int, c_float, c_uint64],
     "specdec_rank": [
@@ -326,7 +340,12 @@ def _load(path: Path) -> Any:
     try:
         for name, arguments in _FUNCTIONS.items():
             getattr(loaded, name).argtypes = arguments
-        for allocating in (loaded.specdec_run_layers, loaded.specdec_product, loaded.specdec_chances):
+        for allocating in (
+            loaded.specdec_run_layers,
+            loaded.specdec_product,
+            loaded.specdec_guess,
+            loaded.specdec_chances,
+        ):
             allocating.errcheck = _check_memory
     except AttributeError as error:
         raise OSError(f"{str(path)!r} is no such library: {error}") from error

@@ -7,9 +7,19 @@ import torch
 
 from specdec.cache import KVCache, LayerSpec
 from specdec.errors import DraftError
+from specdec.native.library import library
 
 FULL = LayerSpec(heads=1, key_dim=1, value_dim=2, window=None, device=torch.device("cpu"), dtype=torch.float64)
 RING = LayerSpec(heads=1, key_dim=1, value_dim=2, window=4, device=torch.device("cpu"), dtype=torch.float64)
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def moved_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows move by the compiled library, and where there is none, by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr("specdec.cache.library", lambda: None)
+    elif library() is None:
+        pytest.skip("no C compiler")
 
 
 def write(cache: KVCache, layer: int, marks: list[float], start: int) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drafters.adapter import Adapter
+from drafters.heads_step import State
 from drafters.kangaroo import Kangaroo, KangarooConfig
 from drafters.medusa import Medusa, MedusaConfig
 from drafters.medusa_heads import MedusaHeads
@@ -139,7 +140,7 @@ def test_medusa_proposes_the_best_of_its_vocabulary(target: TransformersTarget, 
     with torch.no_grad():
         logits = [state if own_head else target.head(state)[:, TOKENS] for state in heads(hidden)]
     best = [[TOKENS[number] for number in own[0].argsort(descending=True)] for own in logits]
-    (guesses,) = drafter.lists([(hidden, 0, None)])
+    (guesses,) = drafter.lists([(State(hidden, 0, 0), None)])
     assert [[drafter.vocabulary.token(int(number)) for number in own] for own, _ in guesses] == best[:2]
     drafts = drafts_of(target, drafter)
     assert {token for draft in drafts for token in draft.tokens[1:]} <= set(TOKENS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drafters.heads_step import State
 from drafters.medusa import Medusa, MedusaConfig, check_tree, nodes_of, paths_of
 from drafters.medusa_heads import HeadsConfig, MedusaHeads, with_roots
 from drafters.weights import embedded_weights
@@ -20,6 +21,7 @@ from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
+from specdec.native.library import library
 from specdec.sampling import Noise
 from tests.fakes import Spy
 from tests.models import prompt_of, random_heads
@@ -29,6 +31,7 @@ from training.medusa import Config, MedusaTraining, NewHeads, ahead, new_heads, 
 from training.packing import pack
 
 PROMPT = prompt_of(9)
+needs_compiler = pytest.mark.skipif(library() is None, reason="no C compiler")
 
 
 @pytest.fixture
@@ -128,11 +131,42 @@ def test_draft_is_what_the_heads_say_of_the_position_before_the_root(
 def test_each_sequence_s_heads_see_its_own_root(target: TransformersTarget, tmp_path: Path) -> None:
     drafter = drafter_of(target, tmp_path, sees_root=True)
     hidden = torch.randn(1, 32, dtype=torch.float64)
-    brought: list[tuple[torch.Tensor, int, None]] = [(hidden, root, None) for root in (3, 8)]
+    brought = [(State(hidden, 0, root), None) for root in (3, 8)]
     together = drafter.lists(brought)
     assert together[0] != together[1]
     for own, (alone,) in zip(together, (drafter.lists([one]) for one in brought), strict=True):
         torch.testing.assert_close(torch.tensor(own), torch.tensor(alone))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [{"layers": 1}, {"layers": 3}, {"own_head": True}, {"layers": 2, "draft_vocab": 20}])
+@pytest.mark.parametrize("sees_root", [False, True])
+def test_native_heads_say_what_the_heads_do(
+    target_of: Callable[..., TransformersTarget],
+    tmp_path: Path,
+    heads: dict[str, Any],
+    sees_root: bool,
+    dtype: torch.dtype,
+) -> None:
+    """All of them at once, bit for bit the same for a row whatever rows are beside it."""
+    target = target_of("llama", dtype)
+    drafter = drafter_of(target, tmp_path, heads=3, sees_root=sees_root, **heads)
+    modules = MedusaHeads.from_pretrained(tmp_path).to(dtype).float()
+    hidden = torch.randn(7, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    states = [State(hidden, row, root) for row, root in ((2, 5), (6, 1), (2, 30), (0, 0))]
+    found = drafter.step.each(states)
+    assert drafter.step.native
+    assert all(torch.equal(one, own) for one, (own,) in zip(found, map(drafter.step.each, zip(states)), strict=True))
+    rows, roots = hidden[[state.row for state in states]].float(), torch.tensor([state.root for state in states])
+    with torch.no_grad():
+        brought = with_roots(rows, target.embed(roots).float()) if sees_root else rows
+        ends = [guess if "own_head" in heads else target.head(guess.to(dtype)).float() for guess in modules(brought)]
+        expected = torch.stack(ends, 1)
+    if drafter.vocabulary.tokens is not None:
+        expected = expected[..., drafter.vocabulary.tokens]
+    within = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(torch.stack(found).float(), expected, **within)
 
 
 def test_a_prompt_of_one_token_starts_plainly(target: TransformersTarget, tmp_path: Path) -> None:
@@ -184,7 +218,7 @@ def test_the_tree_grows_by_what_the_heads_promise_and_rows_cost(
     costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 1.0 + 100 * slope]])
     Engine(target, None, Spy(drafter, drafts.append), costs=costs).generate(PROMPT, 8)
     hidden = target.decoder(torch.tensor([PROMPT[:-1]])).last_hidden_state[0, -1:].detach()
-    first, second = (dict(zip(*own, strict=True)) for own in drafter.lists([(hidden, PROMPT[-1], None)])[0])
+    first, second = (dict(zip(*own, strict=True)) for own in drafter.lists([(State(hidden, 0, PROMPT[-1]), None)])[0])
     worth = {(token,): 0.8 * chance for token, chance in first.items()}
     worth |= {(token, after): worth[token,] * 0.8 * chance for (token,) in [*worth] for after, chance in second.items()}
     paths: list[tuple[int, ...]] = [()]

@@ -221,7 +221,7 @@ def test_promises_follow_what_was_right() -> None:
         context = drawing([5, 5])
         session = started(context)
         told(session, context, 5, logits)
-        for _ in range(60):
+        for _ in range(80):
             draft = session.propose(9)
             context.tokens.append(emitted)
             rows = Scores(logits.expand(len(draft), V))

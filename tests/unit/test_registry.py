@@ -91,6 +91,7 @@ class Odd(DrafterBase):
     name, Config = "odd", dict
     taps = frozenset({1})
     needs_observe = False
+    needs_draft = False
     proposes = False
     plans_rows = True
     draws = False
@@ -117,7 +118,7 @@ def test_a_drafter_that_does_not_declare_itself_is_refused(tiny_engine: Engine) 
             raise NotImplementedError
 
     message = (
-        r"drafter Bare does not say its needs_observe, likeliest, proposes, draws, fixed_cost_rows; "
+        r"drafter Bare does not say its needs_observe, needs_draft, likeliest, proposes, draws, fixed_cost_rows; "
         r"subclass specdec\.DrafterBase"
     )
     with pytest.raises(ConfigError, match=message):

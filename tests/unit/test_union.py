@@ -255,6 +255,22 @@ def test_observations_fit_together() -> None:
             known += len(seen.tokens)
 
 
+def test_a_part_that_needs_no_draft_sees_each_step_as_it_was() -> None:
+    """All rows, whoever proposed them; only other parts' hidden states are kept from it."""
+    parts = [Fixed([3, 4], [0, 0], taps=[1]), Fixed([5], [0], taps=[FINAL])]
+    parts[1].needs_draft = False
+    session = union_of(*parts, rows=8).start(context_of([1, 2]))
+    draft = session.propose(100)
+    taps = {1: torch.zeros(4, 32), FINAL: torch.ones(4, 32)}
+    session.observe(Observation(draft, [0, 2], [4, 7], scores := Scores(torch.zeros(4, 32)), taps))
+    (mine,), (whole,) = (part.seen for part in parts)
+    assert mine.draft is not None
+    assert list(mine.draft.tokens) == [2, 3, 4]
+    assert (whole.draft, whole.path, whole.tokens, whole.scores) == (draft, [0, 2], [4, 7], scores)
+    assert whole.taps.keys() == {FINAL}
+    assert whole.taps[FINAL] is taps[FINAL]
+
+
 def test_part_of_maps_scores_and_taps() -> None:
     whole = Draft((9, 5, 6, 7, 8), (-1, 0, 1, 1, 3), probes=frozenset({2}))
     logits = torch.arange(4.0)[:, None] + 10  # of rows 0, 1, 3, 4
