@@ -111,6 +111,8 @@ class Bandit:
         self._net: float | None = None  # until the prices of its first step are known
         # A part that has no model to run is simply tried, one that has waits until it may pay.
         self._computes = bool(part.taps)
+        # What a model brings comes rarely and is much, what it takes comes every time: few steps say little of it.
+        self._lasting = memory**0.25 if part.taps else memory
         self._patience = Patience(32, 256) if part.taps else Patience(4, 32)
 
     def chance(self, kind: int, supposed: float) -> float:
@@ -141,7 +143,7 @@ class Bandit:
         """Take note of a step: tokens that its rows brought less their price, seconds of drafting, the draft's cost."""
         assert self._net is not None
         net -= prices.drafting(seconds, self._fixed_rows, length, cost)
-        self._net = self._memory * self._net + (1 - self._memory) * net
+        self._net = self._lasting * self._net + (1 - self._lasting) * net
         if self._net > 0.05:
             self._patience.paid()
 

@@ -12,7 +12,7 @@ import torch
 from drafters.auto import Auto, AutoConfig
 from drafters.merge import Bandit, Part, Tree, kind_of
 from specdec import Draft, Engine, SamplingParams
-from specdec.cost import CostCurve
+from specdec.cost import CostCurve, roofline
 from specdec.draft import Entry
 from specdec.errors import ConfigError
 from specdec.policy import Prices
@@ -131,6 +131,19 @@ def test_a_drafter_that_knows_its_chances_is_believed() -> None:
         part.draft = Draft([7, 1, 2, 3], parents, chances=[1, 0.5, 0.2, 0.9])
         part.place(tree, 0.0)
         assert tree.reach == pytest.approx(reach)
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_part_with_a_model_is_judged_by_many_steps(computes: bool) -> None:
+    """It brings 1.8 tokens in every sixteenth step and costs a tenth of one in each: together it pays."""
+    part = Fixed(taps=[1] if computes else ())
+    bandit, prices = Bandit(part, 0.96), Prices(roofline("cpu"), clock=False)
+    awake = 0
+    for step in range(400):
+        if bandit.awake(prices, 10):
+            awake += 1
+            bandit.judge(prices, 10, net=1.8 * (step % 16 == 15), seconds=0.0, cost=0.1)
+    assert (awake == 400) == computes
 
 
 def test_chances_by_depth_rank_and_match() -> None:
