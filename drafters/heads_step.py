@@ -95,7 +95,7 @@ class HeadsStep:
             dtype is torch.bfloat16,
             torch.get_num_threads(),
         )
-        return found if self._outputs else [self._head(one) for one in found]
+        return found if self._outputs else [*self._head(torch.stack(found)).unbind()]
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:

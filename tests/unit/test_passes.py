@@ -81,7 +81,7 @@ class Calls(Counter[str]):
             elif isinstance(part, DraftModel):
                 self.count(part.model, "forward")
             else:
-                self.count(part, "logits")
+                self.count(part.step, "each")
 
     def count(self, owner: Any, method: str, when: Callable[[dict[str, Any]], bool] = lambda options: True) -> None:
         inner = getattr(owner, method)
