@@ -149,7 +149,7 @@ def test_native_heads_say_what_the_heads_do(
     sees_root: bool,
     dtype: torch.dtype,
 ) -> None:
-    """All of them at once, bit for bit the same for a row whatever rows are beside it."""
+    """All of them at once, and where their last matrix is packed, the same bit for bit whatever rows are beside."""
     target = target_of("llama", dtype)
     drafter = drafter_of(target, tmp_path, heads=3, sees_root=sees_root, **heads)
     modules = MedusaHeads.from_pretrained(tmp_path).to(dtype).float()
@@ -157,7 +157,10 @@ def test_native_heads_say_what_the_heads_do(
     states = [State(hidden, row, root) for row, root in ((2, 5), (6, 1), (2, 30), (0, 0))]
     found = drafter.step.each(states)
     assert drafter.step.native
-    assert all(torch.equal(one, own) for one, (own,) in zip(found, map(drafter.step.each, zip(states)), strict=True))
+    alike = (
+        torch.equal if {"own_head", "draft_vocab"} & heads.keys() else torch.allclose
+    )  # by torch's head, to rounding
+    assert all(alike(one, own) for one, (own,) in zip(found, map(drafter.step.each, zip(states)), strict=True))
     rows, roots = hidden[[state.row for state in states]].float(), torch.tensor([state.root for state in states])
     with torch.no_grad():
         brought = with_roots(rows, target.embed(roots).float()) if sees_root else rows
