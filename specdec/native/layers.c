@@ -1442,10 +1442,10 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
     const int64_t size = h->size, heads = h->heads, all = rows * heads, seen = h->blocks->inputs;
     const int64_t wide = padded(heads * size), width = h->ends ? padded(h->ends->outputs) : 0;
     const int64_t most = rows * gathered(seen) > all * gathered(size) ? rows * gathered(seen) : all * gathered(size);
-    float *scratch = scratch_of(rows * seen + 2 * all * size + rows * wide + all * width + most);
+    float *scratch = scratch_of(rows * (seen + size + wide) + all * (size + width) + most);
     if (!scratch) return 1;
     float *brought = scratch, *states = brought + rows * seen; /* [heads, rows, size], as a head's own products read it */
-    float *read = states + all * size, *more = read + all * size, *logits = more + rows * wide;
+    float *read = states + all * size, *more = read + rows * size, *logits = more + rows * wide;
     float *grouped = logits + all * width;
     for (int64_t r = 0; r < rows; r++) {
         float *own = brought + r * seen, *root = own + size, squares = 0;
@@ -1460,7 +1460,7 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
     for (int64_t n = 0; n < h->layers; n++)
         for (int64_t k = 0; k < heads; k++) {
             const Product *p = n ? h->blocks + 1 + (n - 1) * heads + k : h->blocks;
-            float *own = states + k * rows * size, *from = n ? read + k * rows * size : brought;
+            float *own = states + k * rows * size, *from = n ? read : brought;
             const int64_t stride = n ? padded(size) : wide;
             if (n) memcpy(from, own, rows * size * sizeof *own); /* pairs round it, which the state is not */
             if (n || !k) product(p, from, grouped, more, stride, rows, 0, threads);
@@ -1468,8 +1468,8 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
                 const float *added = more + r * stride + (n ? 0 : k * size);
                 int64_t i = 0;
                 for (float *to = own + r * size; i + LANES <= size; i += LANES) {
-                    const floats more = load(added, i, 0);
-                    *(floats *)(to + i) += more / (1.f + exponential(-more));
+                    const floats bent = load(added, i, 0);
+                    *(floats *)(to + i) += bent / (1.f + exponential(-bent));
                 }
                 for (; i < size; i++) own[r * size + i] += added[i] / (1.f + expf(-added[i]));
             }
