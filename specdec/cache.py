@@ -52,8 +52,8 @@ class LayerSpec:
 class Slots:
     """The slots of all layers of one spec.
 
-    ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor, so that a commit moves those of all at once. They
-    grow up to ``limit`` slots; a ring turns once it has them all.
+    ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor, so that a commit moves those of all layers at
+    once. They grow up to ``limit`` slots; a ring turns once it has them all.
     """
 
     def __init__(self, spec: LayerSpec, layers: int, limit: int) -> None:
