@@ -46,25 +46,27 @@ def read_records(path: Path, skipped: Counter[str] | None = None) -> list[Any]:
     try:
         whole = parse_json(text)
     except ValueError as error:
-        lines = [line for line in text.split("\n") if line.strip()]
-        if not lines or lines[0].lstrip().startswith("["):
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        if not lines or lines[0][1].lstrip().startswith("["):
             raise _no_json(path, error) from error
     else:
         return whole if isinstance(whole, list) else [whole]
     records: list[Any] = []
-    for line in lines:
+    for number, line in lines:
         try:
             records.append(parse_json(line))
         except ValueError as error:
             if skipped is None:
-                raise _no_json(path, error) from error
+                raise _no_json(path, error, f", line {number}") from error
             skipped["a line that is no JSON"] += 1
     return records
 
 
-def _no_json(path: Path, error: ValueError) -> ConfigError:
+def _no_json(path: Path, error: ValueError, where: str = "") -> ConfigError:
+    reason = getattr(error, "msg", error) if where else error  # which counts its lines from this one
     return ConfigError(
-        f"the data file {str(path)!r} is no JSON: {error}; it must hold a list of conversations, or one a line"
+        f"the data file {str(path)!r}{where} is no JSON: {reason}; it must hold a list of records (conversations, or "
+        "prompts), or one record a line"
     )
 
 

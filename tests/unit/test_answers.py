@@ -87,5 +87,8 @@ def test_records_that_are_no_prompts(prompts: Path) -> None:
     prompts.write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"record 2 of .* is no prompt"):
         read_prompts(prompts)
+    prompts.write_text('{"prompt": "a"}\n\n{"prompt": \n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r", line 3 is no JSON: Expecting value; it must hold a list of records"):
+        read_prompts(prompts)
     prompts.write_text('[{"messages": [{"role": "user", "content": "hi"}]}]', encoding="utf-8")
     assert read_prompts(prompts) == [[{"role": "user", "content": "hi"}]]
