@@ -253,7 +253,9 @@ class Scheduler:
         began = perf_counter()
         drafter = self._engine.drafter
         parts = forward_together(self._engine.target, turns, drafter.taps, likeliest=likeliest_of(drafter))
-        ended, rows = perf_counter(), [turn.block.rows for turn in turns]
+        ended, rows, live = perf_counter(), [turn.block.rows for turn in turns], self._engine.live
+        if live is not None and all(turn.is_whole for turn in turns):
+            live.note(sum(rows), sum(one.decoding.length for one in chosen) // len(chosen), ended - began)
         each, drafted = (ended - began) / sum(rows), list[int]()
         for one, turn, part, count in zip(chosen, turns, parts, rows, strict=True):
             decoding = one.decoding

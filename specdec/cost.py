@@ -113,6 +113,11 @@ class CostCurve:
                 f"got {shape}; measure it anew with `specdec tune`"
             )
 
+    @property
+    def now(self) -> CostCurve:
+        """Itself: nothing bends it, see :class:`specdec.live.LiveCosts`."""
+        return self
+
     @cached_property
     def _kept(self) -> dict[tuple[Any, ...], Any]:
         """Readings by what was asked; sequences share them."""

@@ -34,6 +34,7 @@ from specdec.drafter import (
     session_of,
 )
 from specdec.errors import DraftError
+from specdec.live import LiveCosts
 from specdec.parallel.target import ParallelTarget
 from specdec.passes import Part, Passes, alone, timed
 from specdec.policy import RowPolicy
@@ -55,13 +56,14 @@ class Setup(Protocol):
     drafter: Drafter
     max_rows: int
     costs: CostCurve
+    live: LiveCosts | None
 
     @property
     def chunk_rows(self) -> int:
         """Most tokens of a prompt that go through one forward."""
 
-    def row_policy(self) -> RowPolicy | None:
-        """What decides on the rows of a new sequence, if anything does."""
+    def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
+        """What decides on the rows of a new sequence, if anything does; ``steady``: by the curve as it was measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +79,11 @@ class Turn(Part):
     draft: Draft | None = None
     drafting: float = 0.0
     made: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its rows are a draft's that go through all layers and all get logits, as in a measured forward."""
+        return self.draft is not None and self.entry is None and self.rows is None
 
 
 class Decoding:
@@ -109,18 +116,22 @@ class Decoding:
         target = engine.target
         target.check_unchanged()
         self._target, self._tokenizer, self._drafter = target, engine.tokenizer, engine.drafter
-        self._policy = engine.row_policy()
+        self.tokens = list(prompt)
+        self.sampler = Sampler(sampling, self.tokens, target.vocab_size, target.head_device, processors, sample)
+        # Where the text at a seed depends on the rows that are proposed, as under ``reject``, it must depend neither on
+        # other sequences nor on what forwards take, and so the rows must not either.
+        rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self._drafter.draws)
+        self._by_rows = sampling.acceptance == "typical" or (self.sampler.sample and rejects)
+        self._policy, self._live = engine.row_policy(steady=self._by_rows), engine.live
         self._crowd: Crowd | None = None
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
         self._likeliest = likeliest_of(engine.drafter)
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
-        self.tokens = list(prompt)
         self._end, rows = cache_sizes(engine, len(prompt), max_new_tokens)
         self._end_reason = "length" if self._end == len(prompt) + max_new_tokens else "context"
         self._chunk = engine.chunk_rows
         self._cache = target.new_cache(capacity=self._end, rows=rows)
         self._cache.reserve(len(prompt))
-        self.sampler = Sampler(sampling, self.tokens, target.vocab_size, target.head_device, processors, sample)
         self._context = Context(
             target=target,
             cache=self._cache,
@@ -131,14 +142,10 @@ class Decoding:
             sampling=sampling,
             noise=self.sampler.noise,
             rng=random.Random(sampling.seed),
-            costs=engine.costs,
+            costs=engine.costs if self._live is None or self._by_rows else self._live.now,
             policy=self._policy,
         )
         self._session = session_of(self._drafter, self._context)
-        # Where the text at a seed depends on the rows that are proposed, as under ``reject``, it must not depend on
-        # other sequences, and so the rows must not either.
-        rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self._drafter.draws)
-        self._by_rows = sampling.acceptance == "typical" or (self.sampler.sample and rejects)
         # Of several processes none decides by itself what its rows say.
         apart = copies.is_apart(target.device) and copies.is_apart(target.head_device)
         self._apart = apart and not isinstance(target, ParallelTarget)
@@ -163,6 +170,11 @@ class Decoding:
         return text
 
     @property
+    def length(self) -> int:
+        """Tokens in the target's cache."""
+        return self._cache.length
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the target's cache."""
         return self._cache.nbytes
@@ -181,7 +193,10 @@ class Decoding:
         """One draft, one target forward, at least one token."""
         turn = self.propose()
         output = self._run(turn)
-        return self.conclude(turn, output, perf_counter() - turn.made)
+        seconds = perf_counter() - turn.made
+        if self._live is not None and turn.is_whole:
+            self._live.note(turn.block.rows, self._cache.length, seconds)
+        return self.conclude(turn, output, seconds)
 
     def _run(self, turn: Turn) -> TargetOutput:
         taps, likeliest = self._drafter.taps, self._likeliest

@@ -19,6 +19,7 @@ from specdec.cost import CostCurve, cost_curve, describe, kept_curve, roofline, 
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
+from specdec.live import LiveCosts
 from specdec.model import TransformersTarget
 from specdec.parallel import PARALLEL
 from specdec.parallel.load import load_parallel
@@ -51,9 +52,14 @@ class Engine:
         policy: ``off`` lets the drafter propose what its options say; ``acceptance`` weighs accepted tokens against
             what rows cost by the target's curve; ``cost`` goes by the clock as well, and a path is that of a cost file
             to do so by. See :mod:`specdec.policy`. A drafter that plans its rows goes by acceptance where it is off.
-        costs: the target's curve. Left out, it is read from the user's cache folder where it was kept, or measured here
-            and now, for about a second, if policy or drafter want it; never later.
+        costs: the target's curve, which is gone by as it is: the same calls take the same steps. Left out, it is read
+            from the user's cache folder where it was kept, or measured here and now, for about a second, if policy or
+            drafter want it; and where a row's numbers are the same whatever rows are beside it (native layers), it
+            follows what forwards take from then on.
         progress: called with the share that is done while the curve is measured.
+
+    Attributes:
+        live: what rows cost now, if that is followed.
 
     Raises:
         ConfigError: unknown drafter or option, or a size that is not positive.
@@ -81,8 +87,11 @@ class Engine:
         self._by_file = policy not in ("off", "acceptance", "cost")
         self._progress = progress
         self._weighs = self.drafter.proposes and (policy != "off" or self.drafter.plans_rows)
+        self.live: LiveCosts | None = None
         if costs is None and self._weighs:
             costs = cost_curve(target, policy if self._by_file else None, progress=progress)
+            if target.alike and not isinstance(target, ParallelTarget):  # no text depends on the steps that it took
+                self.live = LiveCosts(costs)
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
         by_clock = self._weighs and policy not in ("off", "acceptance")
@@ -90,7 +99,8 @@ class Engine:
             raise ConfigError(
                 f"policy={policy!r} goes by the clock, which is another one on every rank; use acceptance or off"
             )
-        self._cost_policy = CostPolicy(self.costs) if by_clock else None
+        self._by_clock = by_clock
+        self._cost_policy: CostPolicy | None = None
 
     @property
     def chunk_rows(self) -> int:
@@ -100,10 +110,15 @@ class Engine:
         windows = [spec.window for spec in getattr(self.target, "specs", ()) if spec.window is not None]
         return min(512, max(32, min(windows))) if windows else 512  # a window's size, but no sliver
 
-    def row_policy(self) -> RowPolicy | None:
-        """What decides on the rows of a new sequence, if anything does."""
-        if self._weighs and self._cost_policy is None:
-            return AcceptancePolicy(self.costs, self.drafter.fixed_cost_rows)
+    def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
+        """What decides on the rows of a new sequence, if anything does; ``steady``: by the curve as it was measured."""
+        if not self._weighs:
+            return None
+        costs = self.costs if self.live is None else self.live
+        if not self._by_clock:
+            return AcceptancePolicy(self.costs if steady else costs, self.drafter.fixed_cost_rows)
+        if self._cost_policy is None:
+            self._cost_policy = CostPolicy(costs)
         return self._cost_policy
 
     @classmethod
@@ -192,7 +207,7 @@ class Engine:
         """
         policy = self.policy if policy is None else policy
         other_file = policy != self.policy and policy not in ("off", "acceptance", "cost")
-        return Engine(
+        other = Engine(
             self.target,
             self.tokenizer,
             drafter,
@@ -202,6 +217,11 @@ class Engine:
             costs=None if other_file else self._known_costs,
             progress=self._progress,
         )
+        if self._known_costs is None and not other._by_file:
+            self._known_costs, self.live = other._known_costs, other.live
+        elif not other_file:
+            other.live = self.live
+        return other
 
     @checked
     def generate(

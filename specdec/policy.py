@@ -24,6 +24,7 @@ from typing import Protocol
 from specdec.cost import CostCurve, Crowd
 from specdec.draft import Draft
 from specdec.errors import ConfigError, shown
+from specdec.live import LiveCosts
 
 __all__ = ["AcceptancePolicy", "CostPolicy", "Patience", "Prices", "RowPolicy", "check_policy"]
 
@@ -97,11 +98,12 @@ class Prices:
             sequence's share, and rows and drafting are the dearer by it.
     """
 
-    def __init__(self, curve: CostCurve, *, clock: bool, memory: float = 0.95) -> None:
-        self.curve = curve
+    def __init__(self, costs: CostCurve | LiveCosts, *, clock: bool, memory: float = 0.95) -> None:
+        self._costs = costs
         self._clock, self._memory = clock, memory
         self.crowd: Crowd | None = None
-        self._near = -1  # where the curve was read last, beside whom, and what it said
+        self._near = -1  # where a curve was read last, which one, beside whom, and what it said
+        self._near_curve = costs.now
         self._near_crowd: Crowd | None = None
         self._read: tuple[float, list[float], float] = (0.0, [], 0.0)
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
@@ -109,11 +111,16 @@ class Prices:
 
     def _curve(self, length: int, most: int) -> tuple[float, list[float], float]:
         """The curve's reading near a length, of ``most`` rows or more."""
-        near, crowd = length // _BUCKET, self.crowd
-        if near != self._near or crowd is not self._near_crowd or most >= len(self._read[1]):
+        near, crowd, curve = length // _BUCKET, self.crowd, self._costs.now
+        if (
+            near != self._near
+            or crowd is not self._near_crowd
+            or curve is not self._near_curve
+            or most >= len(self._read[1])
+        ):
             most = max(16, 1 << (most - 1).bit_length())  # a few sizes serve all, so that the curve is seldom read
-            reading = self.curve.reading(near * _BUCKET + _BUCKET // 2, most, crowd)
-            self._near, self._near_crowd, self._read = near, crowd, reading
+            reading = curve.reading(near * _BUCKET + _BUCKET // 2, most, crowd)
+            self._near, self._near_crowd, self._near_curve, self._read = near, crowd, curve, reading
         return self._read
 
     def plain(self, length: int) -> float:
@@ -190,8 +197,8 @@ class AcceptancePolicy:
         fixed_rows: the drafter's ``fixed_cost_rows``.
     """
 
-    def __init__(self, curve: CostCurve, fixed_rows: int = 0) -> None:
-        self.prices = Prices(curve, clock=False)
+    def __init__(self, costs: CostCurve | LiveCosts, fixed_rows: int = 0) -> None:
+        self.prices = Prices(costs, clock=False)
         self._fixed_seconds = _ROW_SECONDS * (_TREE_ROWS + fixed_rows)
         self._left = _START
         self._patience = Patience(1, 32)
@@ -230,8 +237,8 @@ class CostPolicy:
     speculation loses. One serves all sequences of an engine.
     """
 
-    def __init__(self, curve: CostCurve, *, memory: float = 0.95) -> None:
-        self.prices = Prices(curve, clock=True, memory=memory)
+    def __init__(self, costs: CostCurve | LiveCosts, *, memory: float = 0.95) -> None:
+        self.prices = Prices(costs, clock=True, memory=memory)
         self._memory = memory
         self._hits: list[float] = []  # per row number: accepted, and seen
         self._tries: list[float] = []
