@@ -5,8 +5,8 @@ next one T(3) - T(2), and so on, all told as fractions of T(1), a plain step. A 
 plain step. So a drafter goes on proposing as long as its accepted tokens outweigh the steps that its rows cost.
 
 - ``off``: no policy; the drafter proposes what its options say.
-- ``acceptance``: an account per sequence, accepted tokens in, cost of rows out, by the curve: as it is now where that is
-  followed (:mod:`specdec.live`), else as it was measured, and then the same calls take the same steps.
+- ``acceptance``: an account per sequence, accepted tokens in, cost of rows out, by the curve: as it is now where that
+  is followed (:mod:`specdec.live`), else as it was measured, and then the same calls take the same steps.
 - ``cost``: the number of rows with the most expected tokens per second, by the curve and by what steps really took of
   late. Steps differ from run to run.
 
