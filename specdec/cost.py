@@ -1,9 +1,8 @@
 """Cost: the seconds that a forward of some rows takes after a text of some length, measured on the machine at hand.
 
 On an accelerator 64 rows may cost what one does; on a CPU eight rows may cost two. What a drafter should propose is
-decided by this curve, so it is measured once for a model, dtype, device and number of threads, and kept. How it is
-followed from there on: :mod:`specdec.live`. Where nothing may be measured, :func:`roofline`
-stands in.
+decided by this curve, so it is measured once for a model, dtype, device and number of threads, and kept.
+How it is followed from there on: :mod:`specdec.live`. Where nothing may be measured, :func:`roofline` stands in.
 """
 
 from __future__ import annotations

@@ -123,6 +123,7 @@ class Decoding:
         rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self._drafter.draws)
         self._by_rows = sampling.acceptance == "typical" or (self.sampler.sample and rejects)
         self._policy, self._live = engine.row_policy(steady=self._by_rows), engine.live
+        steady = self._by_rows or self._policy is None
         self._crowd: Crowd | None = None
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
         self._likeliest = likeliest_of(engine.drafter)
@@ -142,7 +143,7 @@ class Decoding:
             sampling=sampling,
             noise=self.sampler.noise,
             rng=random.Random(sampling.seed),
-            costs=engine.costs if self._live is None or self._by_rows else self._live.now,
+            costs=engine.costs if steady or self._live is None else self._live.now,
             policy=self._policy,
         )
         self._session = session_of(self._drafter, self._context)

@@ -70,11 +70,8 @@ class LiveCosts:
 
     def _bend(self) -> None:
         bins = np.array(self._bins)
-        if self._weights.any():
-            expected = self._bent[bins]
-            apart = np.clip(self._apart, expected - _OUTLIER, expected + _OUTLIER)
-        else:
-            apart = np.clip(self._apart, *(np.median(self._apart) + np.array([-_OUTLIER, _OUTLIER])))
+        expected = self._bent[bins] if self._weights.any() else np.median(self._apart)
+        apart = np.clip(self._apart, expected - _OUTLIER, expected + _OUTLIER)
         weights = _MEMORY ** np.arange(_EVERY - 1, -1, -1)
         self._weights = _MEMORY**_EVERY * self._weights + np.bincount(bins, weights, len(_COUNTS))
         self._sums = _MEMORY**_EVERY * self._sums + np.bincount(bins, weights * apart, len(_COUNTS))

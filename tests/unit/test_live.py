@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdec import Engine, SamplingParams
+from specdec import Context, DraftSession, Engine, SamplingParams
 from specdec.cost import CostCurve, Crowd
 from specdec.live import LiveCosts
 from specdec.policy import Prices
@@ -121,6 +121,23 @@ def test_it_is_followed_where_the_curve_was_measured_and_rows_round_alike() -> N
     rounds = target()
     rounds.alike = False
     assert Engine(rounds, None, "jacobi", policy="acceptance").live is None
+
+
+@pytest.mark.usefixtures("kept")
+def test_without_a_policy_sizes_are_what_they_were_whatever_another_engine_measured() -> None:
+    """What a session is told of costs is what lookahead's and jacobi's sizes follow from."""
+    engine, told = Engine(target(), None, "jacobi", policy="off"), list[CostCurve]()
+    start = engine.drafter.start
+
+    def noted(context: Context) -> DraftSession:
+        told.append(context.costs)
+        return start(context)
+
+    engine.drafter.start = noted  # type: ignore[method-assign]
+    engine.generate([1, 2, 3], 5)
+    assert engine.with_drafter("auto").live is engine.live is not None
+    engine.generate([1, 2, 3], 5)
+    assert told == [engine.costs] * 2
 
 
 class Told(LiveCosts):
