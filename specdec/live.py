@@ -20,7 +20,7 @@ __all__ = ["LiveCosts"]
 
 _BINS = 8  # to a doubling of the rows
 _MOST = 256  # rows that are told apart
-_EVERY = 16  # forwards, after which the curve is bent anew
+_FIRST, _EVERY = 16, 64  # forwards after which the curve is bent, at first and later: all prices are then read anew
 _MEMORY = 0.98  # weight of the past, from one forward to the next: some fifty forwards count
 _NEAR, _FAR = 0.1, 0.25  # doublings of the rows within which a forward tells of others, and within which of most
 _WEIGHT = 2.0  # forwards that what the nearest ones tell counts as, beside the forwards of such rows themselves
@@ -50,6 +50,7 @@ class LiveCosts:
         self._times = np.array([measured.at(length, most) for length in measured.lengths])[:, self._rows]
         self._due: dict[int, list[float]] = {}  # by context, the logarithms of what the curve says of 1 .. rows
         self._bins, self._apart = list[int](), list[float]()  # of the forwards since the curve was bent
+        self._wait = _FIRST
         self._weights = np.zeros(len(_COUNTS))
         self._sums = np.zeros(len(_COUNTS))
         self._bent = np.zeros(len(_COUNTS))  # logarithm of what forwards take by what the curve says
@@ -65,19 +66,20 @@ class LiveCosts:
             due = self._due[bucket] = [0.0, *map(math.log, times[1:])]
         self._bins.append(_BIN_OF[rows])
         self._apart.append(math.log(seconds) - due[rows])
-        if len(self._bins) == _EVERY:
+        if len(self._bins) == self._wait:
             self._bend()
 
     def _bend(self) -> None:
-        bins = np.array(self._bins)
+        bins, past = np.array(self._bins), _MEMORY**self._wait
         expected = self._bent[bins] if self._weights.any() else np.median(self._apart)
         apart = np.clip(self._apart, expected - _OUTLIER, expected + _OUTLIER)
-        weights = _MEMORY ** np.arange(_EVERY - 1, -1, -1)
-        self._weights = _MEMORY**_EVERY * self._weights + np.bincount(bins, weights, len(_COUNTS))
-        self._sums = _MEMORY**_EVERY * self._sums + np.bincount(bins, weights * apart, len(_COUNTS))
+        weights = _MEMORY ** np.arange(self._wait - 1, -1, -1)
+        self._weights = past * self._weights + np.bincount(bins, weights, len(_COUNTS))
+        self._sums = past * self._sums + np.bincount(bins, weights * apart, len(_COUNTS))
         wide = (_WIDE @ self._sums) / (_WIDE @ self._weights)
         self._bent = (_OWN @ self._sums + _WEIGHT * wide) / (_OWN @ self._weights + _WEIGHT)
         self._bins.clear()
         self._apart.clear()
+        self._wait = min(2 * self._wait, _EVERY)
         factors = np.exp(np.interp(np.log2(self._rows), np.log2(_COUNTS), self._bent))
         self.now = replace(self.measured, rows=self._rows.tolist(), seconds=(self._times * factors).tolist())

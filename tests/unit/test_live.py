@@ -64,7 +64,7 @@ def test_another_process_s_moment_is_no_price() -> None:
     live = LiveCosts(curve_of())
     run(live, {1: 1.0, 4: 1.0})
     live.note(4, 100, 1.0)  # some hundred times as long
-    run(live, {1: 1.0, 4: 1.0}, 16)
+    run(live, {1: 1.0, 4: 1.0}, 32)
     assert ratios(live, 1, 4) == pytest.approx([1.0, 1.0], rel=0.02)
 
 
