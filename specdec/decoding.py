@@ -250,6 +250,8 @@ class Decoding:
         made, rows = perf_counter(), draft.scored_rows()
         sent = self._arrays(draft, rows) if self._apart else None
         block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
+        if self.sampler.sample and verifier_for(self.sampler.params, draft, sampling=True) is match:
+            block.draw = self.sampler.next_draw
         return Turn(block, rows, draft.entry, draft, made - began, made)
 
     def _room(self) -> int:

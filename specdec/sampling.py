@@ -79,6 +79,10 @@ class Noise:
         key = _mix((self._seed + stream * _GOLDEN) & _MASK)
         return _mix((_mix((key + position * _GOLDEN) & _MASK) + index * _GOLDEN) & _MASK)
 
+    def key(self, position: int) -> int:
+        """64 bits that the Gumbel numbers of the target's draw at a position follow from."""
+        return self._key(position, Noise.TARGET, 0)
+
     def uniform(self, position: int, stream: int, index: int = 0) -> float:
         """One number in (0, 1)."""
         return ((_mix(self._key(position, stream, index) + _GOLDEN & _MASK) >> 11) + 0.5) * 2.0**-53
@@ -111,7 +115,7 @@ class Noise:
 
     def drawn(self, scores: torch.Tensor | Stored, position: int, temperature: float = 1.0) -> int | None:
         """The winner by scores [V] over a temperature, in float32, where one look at them tells; else None."""
-        return draw(scores, self._key(position, Noise.TARGET, 0), temperature)
+        return draw(scores, self.key(position), temperature)
 
     def ranked(
         self, known: Sequence[tuple[array[int], array[float]]], temperature: float, position: int, count: int
@@ -125,7 +129,7 @@ class Noise:
             known: at least one: distinct tokens, "q", and their scores, "f", largest first. These over the temperature
                 are the logarithms of their shares but for a constant; -inf is never drawn.
         """
-        key = self._key(position, Noise.TARGET, 0)
+        key = self.key(position)
         if (found := rank(known, temperature, key, count)) is not None:
             return found
         shares: dict[int, float] = {}
@@ -173,7 +177,7 @@ class Noise:
                 raise _no_distribution(scores)
             return int(place if among is None else among[place])
         # Of a large vocabulary the numbers cost more than all else here.
-        key = _signed(self._key(position, Noise.TARGET, 0))
+        key = _signed(self.key(position))
         if among is not None:
             return int(among[(_gumbel(_mixed(self._steps[among] + key)) + scores[among]).argmax()])
         # Only those tokens need logarithms that would reach, with the largest number there is, the likeliest one's sum.
@@ -232,10 +236,13 @@ class Peaks:
     Args:
         found: the logits [R, V], or the tokens, where they are known.
         stored: where the logits are, if the library reads them there.
+        drawn: the tokens that were drawn with the logits, see :attr:`specdec.block.Block.draw`; -1 where none was.
     """
 
-    def __init__(self, found: torch.Tensor | list[int], stored: Stored | None = None) -> None:
-        self._found, self.stored = found, stored
+    def __init__(
+        self, found: torch.Tensor | list[int], stored: Stored | None = None, drawn: Sequence[int] = ()
+    ) -> None:
+        self._found, self.stored, self.drawn = found, stored, drawn
 
     def of(self, first: int, last: int) -> list[int]:
         """Tokens of rows [first, last); -1 where a row's logits are no distribution."""
@@ -294,6 +301,12 @@ class Scores:
         if best == _UNSOUND:
             raise _no_distribution(self.of(row))
         return best
+
+    def drawn(self, row: int) -> int | None:
+        """The target's own token after a row, where it was drawn with the logits; else None."""
+        peaks, first, _ = self.shared or (None, 0, 0)
+        token = -1 if peaks is None or not peaks.drawn else peaks.drawn[first + self.place(row)]
+        return None if token < 0 else token
 
     def own(self, row: int) -> int | None:
         """The target's own token after a row, where all rows' were drawn at once (``Sampler.decide``); else None.
@@ -499,6 +512,13 @@ class Sampler:
                 logits = judged(processor, ids, logits, lengths)
         return logits
 
+    @property
+    def next_draw(self) -> tuple[float, int] | None:
+        """Temperature and key of the draw after the text, where these and the logits are all that it depends on."""
+        if not self.sample or self._temperature is None:
+            return None
+        return self._temperature, self.noise.key(len(self.tokens))
+
     def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
 
@@ -538,7 +558,9 @@ class Sampler:
         """
         position = len(self.tokens) + len(path)
         if self._temperature is not None:
-            token = self.noise.drawn(scores.row(row), position, self._temperature)
+            token = scores.drawn(row)
+            if token is None:
+                token = self.noise.drawn(scores.row(row), position, self._temperature)
             if token is not None:
                 return token
         if self._top_p is None:

@@ -1310,13 +1310,16 @@ static int64_t peak(const void *values, int64_t count, int half) {
     return first;
 }
 
+static int draw(const void *scores, int64_t count, int half, float by, uint64_t key, int64_t likeliest);
+
 /* Rows `wanted` (all `count`, where it is NULL) of `hidden` through the last norm, and on to `logits` [count, outputs]
  * and each one's `best` token, or -1 where they are no distribution. `normed`, unless it is NULL, gets all `rows`
  * after the norm. All in the model's dtype. The places of the `tops` largest logits of each row, and these, go to `most`
- * and `found` [count, tops], as of specdec_top, while they are still at hand. Returns as specdec_run_layers. */
+ * and `found` [count, tops], as of specdec_top, while they are still at hand; so does the draw of each row for which `by`
+ * is more than 0, as of specdec_draw, to `drawn`, unless it is NULL. Returns as specdec_run_layers. */
 static int read_head(const Shape *m, const Head *head, const void *hidden, int64_t rows, void *normed,
                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
-                      float *found, int threads) {
+                      float *found, const float *by, const uint64_t *keys, int64_t *drawn, int threads) {
     const Product *p = &head->product;
     const int64_t size = m->hidden, width = padded(p->outputs), half = m->half;
     float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + gathered(size) + width));
@@ -1343,6 +1346,7 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
             specdec_top(own, NULL, 1, p->outputs, half, tops, most + r * tops, found + r * tops);
             best[r] = fabsf(found[r * tops]) < INFINITY ? most[r * tops] : -1;
         } else best[r] = peak(own, p->outputs, half);
+        if (drawn) drawn[r] = by[r] > 0 ? draw(own, p->outputs, half, by[r], keys[r], best[r]) : -1;
     }
     free(scratch);
     return 0;
@@ -1369,7 +1373,7 @@ static void add_product(const Product *p, float *x, float *grouped, const float 
 int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, const void *hidden, void *out,
                        void *const *taps, int64_t first, int64_t last, const Head *head, void *final,
                        const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
-                       float *found, int threads) {
+                       float *found, const float *by, const uint64_t *keys, int64_t *drawn, int threads) {
     int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
     int64_t wide = padded(2 * m->inner);
@@ -1407,8 +1411,8 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     }
     for (int64_t r = 0; r < rows; r++) store(out, r * size, stream + r * width, size, half);
     free(scratch);
-    return head ? read_head(m, head, out, rows, final, wanted, count, logits, best, tops, most, found, threads)
-                : 0;
+    if (!head) return 0;
+    return read_head(m, head, out, rows, final, wanted, count, logits, best, tops, most, found, by, keys, drawn, threads);
 }
 
 /* y [rows, outputs] = onto, or 0 where it is NULL, plus x [rows, inputs] times one weight; in bfloat16 or float32.
@@ -1590,30 +1594,27 @@ INLINE double most_gumbel(uint64_t hash) { return (__builtin_clzll((1ull << 53) 
 
 INLINE double gumbel(uint64_t hash) { return -log(-log(((double)hash + .5) * 0x1p-53)); }
 
-/* The token with the largest sum of its score, divided `by` a number, and its Gumbel number under a key. -1 where the
- * caller has to find it: the scores are no distribution, or two sums are nearer than what logarithms may be apart
- * elsewhere. */
-int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t key) {
-    const int64_t likeliest = peak(scores, count, half);
+/* specdec_draw, where the token with the largest score is known. */
+static int draw(const void *scores, int64_t count, int half, float by, uint64_t key, int64_t likeliest) {
     if (likeliest < 0) return -1;
-    hashes states;
-    signed_hashes most = {0};
-    for (int i = 0; i < HASHES; i++) states[i] = key + (i + 1) * golden;
-    for (int64_t i = 0; i < count; i += HASHES, states += HASHES * golden) { /* a few too many, which does no harm */
-        hashes x = states;
-        signed_hashes own = (signed_hashes)HASH(x), larger = own > most;
-        most = (own & larger) | (most & ~larger);
-    }
-    int64_t largest = 0;
     uint64_t x = key + (likeliest + 1) * golden;
-    for (int i = 0; i < HASHES; i++) largest = most[i] > largest ? most[i] : largest;
-    /* A token that would not reach the likeliest one's sum with the largest number needs none. */
-    double reach = gumbel(largest), best = -INFINITY, second = best;
-    if (isinf(reach)) return -1;
-    double bar = gumbel(HASH(x)) + value_of(scores, likeliest, half) / by;
+    double bar = gumbel(HASH(x)) + value_of(scores, likeliest, half) / by, best = -INFINITY, second = best;
     int64_t winner = 0;
+    hashes states;
+    for (int i = 0; i < HASHES; i++) states[i] = key + (i + 1) * golden;
     for (int64_t i = 0, end; i < count; i = end) {
-        float least = by * (bar - reach - .01 - 1e-6 * fabs(bar - reach)); /* by more than rounding too low */
+        signed_hashes most = {0};
+        for (int v = 0; v < STRIP / HASHES; v++, states += HASHES * golden) { /* at the end for tokens that there are not */
+            hashes many = states;
+            signed_hashes own = (signed_hashes)HASH(many), larger = own > most;
+            most = (own & larger) | (most & ~larger);
+        }
+        int64_t largest = 0;
+        for (int n = 0; n < HASHES; n++) largest = most[n] > largest ? most[n] : largest;
+        /* Below this a score does not reach the best sum so far, with the largest number of the strip; and some more,
+         * for rounding. */
+        double missing = bar - most_gumbel(largest);
+        float least = by * (missing - .01 - 1e-6 * fabs(missing));
         end = i + STRIP < count ? i + STRIP : count;
         if (end - i == STRIP && !reaches(scores, i, least, half)) continue;
         for (int64_t n = i; n < end; n++) {
@@ -1629,6 +1630,13 @@ int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t
         if (best > bar) bar = best;
     }
     return best - second > 1e-9 && isfinite(best) ? (int)winner : -1;
+}
+
+/* The token with the largest sum of its score, divided `by` a number, and its Gumbel number under a key. -1 where the
+ * caller has to find it: the scores are no distribution, or two sums are nearer than what logarithms may be apart
+ * elsewhere. */
+int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t key) {
+    return draw(scores, count, half, by, key, peak(scores, count, half));
 }
 
 /* Of the mean of some distributions the `count` tokens with the largest sums of the logarithm of their share and their

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Collection, Sequence
-from ctypes import addressof, byref, c_int32, c_int64, c_void_p
+from collections.abc import Collection, Mapping, Sequence
+from ctypes import addressof, byref, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,6 +33,7 @@ from specdec.sampling import Peaks
 __all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_NONE: Mapping[int, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,8 +184,15 @@ class NativeHead:
         self._norm, self._product = weight.float().contiguous(), product
         self._head = CHead(product.described, self._norm.data_ptr(), epsilon)
 
-    def reading(self, hidden: torch.Tensor, rows: Sequence[int] | None, final: bool, likeliest: int = 1) -> Reading:
-        """What is to be read of the rows of ``hidden`` [T, D] after the last layer."""
+    def reading(
+        self,
+        hidden: torch.Tensor,
+        rows: Sequence[int] | None,
+        final: bool,
+        likeliest: int = 1,
+        draws: Mapping[int, tuple[float, int]] = _NONE,
+    ) -> Reading:
+        """What is to be read of the rows of ``hidden`` [T, D] after the last layer; ``draws``: of those rows, some."""
         count = hidden.shape[0] if rows is None else len(rows)
         normed = torch.empty_like(hidden) if final else None
         logits = torch.empty(count, self._product.outputs, dtype=hidden.dtype) if count else None
@@ -194,8 +202,14 @@ class NativeHead:
         found = Found(most, array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))) if most else None
         stored = None if address is None else Stored(address, count, self._product.outputs, half, found)
         places = (None, None) if found is None else (found.places.buffer_info()[0], found.values.buffer_info()[0])
-        given = (self._head, _address(normed), wanted, count, address, best, most, *places)
-        return Reading(normed, logits, stored, best, given)
+        by = keys = drawn = None
+        if draws and count:
+            by, keys, drawn = (c_float * count)(), (c_uint64 * count)(), (c_int64 * count)()
+            for place, row in enumerate(range(count) if rows is None else rows):
+                if row in draws:
+                    by[place], keys[place] = draws[row]
+        given = (self._head, _address(normed), wanted, count, address, best, most, *places, by, keys, drawn)
+        return Reading(normed, logits, stored, best, drawn, given)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,6 +221,7 @@ class Reading:
         logits: [R, V] of the rows that are, if any.
         stored: where they lie.
         best: the token with the largest of each row's, -1 where they are no distribution.
+        drawn: the tokens that were drawn, -1 where none was or it is to be found otherwise; None where none are to be.
         arguments: of the library, that say so.
     """
 
@@ -214,10 +229,11 @@ class Reading:
     logits: torch.Tensor | None
     stored: Stored | None
     best: ctypes.Array[c_int64]
+    drawn: ctypes.Array[c_int64] | None
     arguments: tuple[Any, ...]
 
 
-_NO_HEAD = (None, None, None, 0, None, None, 0, None, None)
+_NO_HEAD = (None, None, None, 0, None, None, 0, None, None, None, None, None)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -291,11 +307,13 @@ class NativeRunner(LayerRunner):
     ) -> Finished:
         if self._head is None or not joints.plain:
             return super().finish(hidden, block, first, last, taps, rows, joints)
-        reading = self._head.reading(hidden, rows, FINAL in taps, likeliest)
+        draws = {start: part.draw for part, start, _ in block.parts if part.draw is not None}
+        reading = self._head.reading(hidden, rows, FINAL in taps, likeliest, draws)
         hidden, found = self._run(hidden, block, first, last, taps, reading)
         if reading.normed is not None:
             found[FINAL] = reading.normed
-        peaks = None if reading.stored is None else Peaks(reading.best[:], reading.stored)
+        drawn = () if reading.drawn is None else reading.drawn[:]
+        peaks = None if reading.stored is None else Peaks(reading.best[:], reading.stored, drawn)
         return hidden, found, reading.logits, peaks
 
     def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from specdec.native.scores import Stored, draw, largest, weighed
 from specdec.passes import Part, forward_together
 from specdec.registry import drafter_names
 from specdec.runners.linear import HeadOf, PackedWeight, TiedEmbedding, linear_kernel
-from specdec.sampling import Noise
+from specdec.sampling import Noise, Sampler
 from specdec.target import FINAL
 from tests import models
 from tests.models import settings_of
@@ -381,6 +382,78 @@ def test_a_draw_is_that_of_torch_s_numbers(dtype: torch.dtype) -> None:
     even = torch.tensor([0.0, first - second])  # float32 is exact enough to make their sums even
     assert noise.drawn(even, position) is None
     assert noise.drawn(even + torch.tensor([0.0, 1e-6]), position) == 1
+
+
+@needs_compiler
+def test_a_draw_is_uneven_wherever_its_best_tokens_lie() -> None:
+    """Two tokens whose sums are as good as even, in places that are looked at one after the other, and far apart."""
+    for size, other in itertools.product((200, 3001), (1, 63, 64, 130, 199)):
+        noise = Noise(size, size, torch.device("cpu"))
+        for position in range(3):
+            numbers, scores = noise.gumbel(position), torch.full((size,), -60.0, dtype=torch.float64)
+            scores[0], scores[other] = 20.0, 20.0 + numbers[0] - numbers[other]
+            rounded = scores.float()
+            apart = float((rounded.double() + numbers)[other] - (rounded.double() + numbers)[0])
+            assert abs(apart) < 1e-5
+            winner = None if abs(apart) < 1e-9 else other if apart > 0 else 0
+            assert noise.drawn(rounded, position) == winner
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_next_is_drawn_with_the_logits(dtype: torch.dtype, threads: int) -> None:
+    """Of a sequence by itself and of three together, one of which asks for none, and another for logits of few rows."""
+    target = native_target("llama", dtype, vocab_size=200)
+    noise, before = Noise(3, 200, torch.device("cpu")), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with target.active():
+            blocks = [
+                Block(target.new_cache(capacity=16, rows=16), ids, device=target.device)
+                for ids in ([3, 4, 5], [6, 7], [8, 9, 10])
+            ]
+            for position in range(20):
+                blocks[0].draw, blocks[2].draw = (0.8, noise.key(position)), (1.5, noise.key(position + 1))
+                wanted = (None, None, (0, 2))
+                parts = [Part(block, rows) for block, rows in zip(blocks, wanted, strict=True)]
+                together = forward_together(target, parts, likeliest=1 + position % 2)
+                first, none, last = (output.scores(rows) for output, rows in zip(together, wanted, strict=True))
+                alone = target.forward(blocks[0]).scores(None)
+                for scores in (first, alone):
+                    assert scores.drawn(0) == noise.drawn(scores.logits[0], position, 0.8)
+                    assert scores.drawn(1) is scores.drawn(2) is None
+                assert none.drawn(0) is none.drawn(1) is None
+                assert last.drawn(0) == noise.drawn(last.logits[0], position + 1, 1.5)
+                assert last.drawn(2) is None
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "token_recycling"])
+def test_no_second_look_is_taken_for_the_first_draw(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the text is the one that such looks give; where processors change logits, none are drawn with them."""
+    target, looks = native_target("llama", torch.bfloat16, vocab_size=200), list[int]()
+    engine = Engine(target, None, drafter, policy="off")
+    drawn = Noise.drawn
+
+    def counted(self: Noise, scores: Any, position: int, temperature: float = 1.0) -> int | None:
+        looks.append(position)
+        return drawn(self, scores, position, temperature)
+
+    monkeypatch.setattr(Noise, "drawn", counted)
+    hot, prompt = SamplingParams(temperature=0.7, seed=5), [3, 4, 5, 3, 4, 5, 3]
+    found = engine.generate(prompt, 40, hot)
+    assert len(looks) == len(found.token_ids) - len(found.steps), "one of each step's tokens needs none"
+    monkeypatch.setattr(Sampler, "next_draw", None)
+    looks.clear()
+    assert engine.generate(prompt, 40, hot).token_ids == found.token_ids
+    assert len(looks) == len(found.token_ids)
+    monkeypatch.undo()
+    for params in (replace(hot, top_p=0.6), replace(hot, top_k=5), replace(hot, repetition_penalty=1.3)):
+        other = engine.with_drafter("none").generate(prompt, 40, params).token_ids
+        assert engine.generate(prompt, 40, params).token_ids == other
 
 
 def plain(target: TransformersTarget, cache: Any, token: int) -> Any:
