@@ -96,7 +96,8 @@ def test_every_drafter_has_drafts_accepted(
         (tmp_path / "corpus.txt").write_text(TEXT + plain.text, encoding="utf-8")
         store = build_datastore([tmp_path / "corpus.txt"], tiny_engine.tokenizer, tmp_path / "datastore")
         options["datastore"] = str(store.path)
-    out = Engine(tiny_engine.target, tiny_engine.tokenizer, options).generate(TEXT, 40)
+    engine = Engine(tiny_engine.target, tiny_engine.tokenizer, options, costs=tiny_engine.costs)
+    out = engine.generate(TEXT, 40)
     assert out.token_ids == plain.token_ids
     assert out.stats.tokens_per_step > 1.2
 
