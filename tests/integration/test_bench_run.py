@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -668,3 +669,18 @@ def test_missing_answers_are_an_error(make: Make, tiny_engine: Engine) -> None:
     folder.answers.write_text("".join(line for line in lines if '"system":"lookahead"' not in line))
     with pytest.raises(ConfigError, match="2 of 2 answers of 'lookahead' are missing, such as question"):
         judge(tiny_engine, folder, folder.records())
+
+
+def test_what_was_there_before_is_not_swept_while_systems_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look through all objects of models and libraries would be counted to who answers just then."""
+    run, frozen, before = make(drafters=["none"]), list[int](), gc.get_freeze_count()
+    answer = run._answer
+
+    def noted(*args: Any) -> Any:
+        frozen.append(gc.get_freeze_count())
+        return answer(*args)
+
+    monkeypatch.setattr(run, "_answer", noted)
+    run.run()
+    assert min(frozen) > before + 10_000
+    assert gc.get_freeze_count() == before
