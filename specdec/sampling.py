@@ -302,19 +302,18 @@ class Scores:
             raise _no_distribution(self.of(row))
         return best
 
-    def drawn(self, row: int) -> int | None:
-        """The target's own token after a row, where it was drawn with the logits; else None."""
-        peaks, first, _ = self.shared or (None, 0, 0)
-        token = -1 if peaks is None or not peaks.drawn else peaks.drawn[first + self.place(row)]
-        return None if token < 0 else token
-
     def own(self, row: int) -> int | None:
-        """The target's own token after a row, where all rows' were drawn at once (``Sampler.decide``); else None.
+        """The target's own token after a row, where it was drawn with the logits, or all rows' were at once
+        (``Sampler.decide``); else None.
 
         Raises:
             NumericalError: the row's logits are no distribution.
         """
-        token = self._own[self.place(row)] if self._own else None
+        if not self._own:
+            peaks, first, _ = self.shared or (None, 0, 0)
+            token = peaks.drawn[first + self.place(row)] if peaks is not None and peaks.drawn else -1
+            return None if token < 0 else token
+        token = self._own[self.place(row)]
         if token == _UNSOUND:
             raise _no_distribution(self.of(row))
         return token
@@ -558,9 +557,7 @@ class Sampler:
         """
         position = len(self.tokens) + len(path)
         if self._temperature is not None:
-            token = scores.drawn(row)
-            if token is None:
-                token = self.noise.drawn(scores.row(row), position, self._temperature)
+            token = self.noise.drawn(scores.row(row), position, self._temperature)
             if token is not None:
                 return token
         if self._top_p is None:

@@ -33,7 +33,6 @@ from specdec.sampling import Peaks
 __all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_NONE: Mapping[int, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,7 +189,7 @@ class NativeHead:
         rows: Sequence[int] | None,
         final: bool,
         likeliest: int = 1,
-        draws: Mapping[int, tuple[float, int]] = _NONE,
+        draws: Mapping[int, tuple[float, int]] | None = None,
     ) -> Reading:
         """What is to be read of the rows of ``hidden`` [T, D] after the last layer; ``draws``: of those rows, some."""
         count = hidden.shape[0] if rows is None else len(rows)

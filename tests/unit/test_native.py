@@ -421,11 +421,11 @@ def test_what_comes_next_is_drawn_with_the_logits(dtype: torch.dtype, threads: i
                 first, none, last = (output.scores(rows) for output, rows in zip(together, wanted, strict=True))
                 alone = target.forward(blocks[0]).scores(None)
                 for scores in (first, alone):
-                    assert scores.drawn(0) == noise.drawn(scores.logits[0], position, 0.8)
-                    assert scores.drawn(1) is scores.drawn(2) is None
-                assert none.drawn(0) is none.drawn(1) is None
-                assert last.drawn(0) == noise.drawn(last.logits[0], position + 1, 1.5)
-                assert last.drawn(2) is None
+                    assert scores.own(0) == noise.drawn(scores.logits[0], position, 0.8)
+                    assert scores.own(1) is scores.own(2) is None
+                assert none.own(0) is none.own(1) is None
+                assert last.own(0) == noise.drawn(last.logits[0], position + 1, 1.5)
+                assert last.own(2) is None
     finally:
         torch.set_num_threads(before)
 
