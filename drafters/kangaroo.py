@@ -340,7 +340,9 @@ class KangarooSession(BatchedSession):
     def observe(self, seen: Observation) -> None:
         features = seen.taps[self._drafter.exit_layer]
         if seen.draft is None:
-            if self._adapter.config.attends:
+            if len(self._context.tokens) > self._context.prompt_length:  # it rests, and a pass now would be for one row
+                self._pending += [features[row : row + 1] for row in range(len(features))]
+            elif self._adapter.config.attends:
                 self._adapter.absorb(features.to(self._adapter.norm.device), self._cache)
             return
         committed = [seen.draft.tokens[0], *seen.tokens[:-1]]

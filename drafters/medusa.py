@@ -306,7 +306,8 @@ class MedusaSession(BatchedSession):
         return found.flatten().view(torch.int64)  # the numbers' bits
 
     def observe(self, seen: Observation) -> None:
-        for (numbers, chances), token in zip(self._guesses or (), seen.tokens, strict=False):
+        guesses = self._guesses if self._guesses is not None and seen.draft is not None else ()
+        for (numbers, chances), token in zip(guesses, seen.tokens, strict=False):
             right = self._drafter.vocabulary.token(int(numbers[0])) == token
             self._promised += chances[0]
             self._right += right

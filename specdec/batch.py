@@ -178,6 +178,8 @@ class Scheduler:
         self._running: list[_Running] = []
         self._rows_each = 1.0  # of the drafts of the latest step
         self._crowd: Crowd | None = None  # in which they were drafted
+        # How many drafted, or rested, and whether one of them samples; None where no fallback was asked.
+        self._asked: tuple[int, bool] | None = None
 
     def run(self) -> Iterator[list[Event]]:
         """The events of one step after the other, to the end; to be driven inside ``target.active()``."""
@@ -246,17 +248,20 @@ class Scheduler:
 
     def _step(self) -> list[Event]:
         """One forward of all that run; what came of it, sequence by sequence."""
-        events: list[Event] = []
+        events = list[Event]()
         chosen, turns = self._turns(events)
         if not turns:
             return events
         began = perf_counter()
         drafter = self._engine.drafter
-        parts = forward_together(self._engine.target, turns, drafter.taps, likeliest=likeliest_of(drafter))
-        ended, rows, live = perf_counter(), [turn.block.rows for turn in turns], self._engine.live
-        if live is not None and all(turn.is_whole for turn in turns):
-            live.note(sum(rows), sum(one.decoding.length for one in chosen) // len(chosen), ended - began)
-        each, drafted = (ended - began) / sum(rows), list[int]()
+        likeliest = likeliest_of(drafter) if any(turn.asked for turn in turns) else 0
+        parts = forward_together(self._engine.target, turns, drafter.taps, likeliest=likeliest)
+        ended, rows = perf_counter(), [turn.block.rows for turn in turns]
+        live, fallback = self._engine.live, self._engine.fallback
+        length, whole = sum(one.decoding.length for one in chosen) // len(chosen), all(turn.is_whole for turn in turns)
+        if live is not None and whole:
+            live.note(sum(rows), length, ended - began)
+        each, drafted, drafting = (ended - began) / sum(rows), list[int](), 0.0
         for one, turn, part, count in zip(chosen, turns, parts, rows, strict=True):
             decoding = one.decoding
             try:
@@ -264,7 +269,9 @@ class Scheduler:
                     decoding.absorb(turn, part, each * count)
                     continue
                 drafted.append(count)
+                known = decoding.stats.seconds.draft
                 step = decoding.conclude(turn, part, each * count)
+                drafting += decoding.stats.seconds.draft - known
             except Exception as error:
                 events.append(self._fail(one, error))
                 continue
@@ -273,6 +280,9 @@ class Scheduler:
                 self._running.remove(one)
         if drafted:
             self._rows_each = sum(drafted) / len(drafted)
+        if whole and self._asked is not None and self._asked[0] == len(turns) and fallback is not None:
+            tokens = sum(len(event.step.tokens) for event in events if event.step is not None)
+            fallback.note(*self._asked, sum(rows), tokens, length, drafting)
         return events
 
     def _turns(self, events: list[Event]) -> tuple[list[_Running], list[Turn]]:
@@ -303,7 +313,13 @@ class Scheduler:
         if crowd != self._crowd:  # the same object where nothing changed, which prices are kept by
             self._crowd = crowd
         crowd = self._crowd
-        ready: list[tuple[_Running, Passes[Turn], Any]] = [(one, one.decoding.drafting(crowd), None) for one in those]
+        fallback, rests, self._asked = self._engine.fallback, False, None
+        if fallback is not None and those and all(one.decoding.fallback is not None for one in those):
+            self._asked = len(those), any(one.decoding.sampler.sample for one in those)
+            rests = fallback.rests(*self._asked)
+        ready: list[tuple[_Running, Passes[Turn], Any]] = [
+            (one, one.decoding.drafting(crowd, rests), None) for one in those
+        ]
         while ready:
             waiting: list[tuple[_Running, Passes[Turn], Pass]] = []
             for one, drafting, answer in ready:

@@ -161,15 +161,11 @@ class CostCurve:
         needed = 1 << max(beside + most, share).bit_length()  # a few sizes serve all crowds
         if (seconds := self._kept.get((length, needed))) is None:
             seconds = self._keep((length, needed), self.at(length, needed))
-        plain, so_far, least, steps = seconds[share] / share, 1.0, math.inf, [0.0]
-        first = seconds[beside + 1] - plain  # what the root costs is one plain step, whoever is there
-        for taken in seconds[beside + 1 : beside + most + 1]:
-            step = max((taken - first) / plain, so_far)
-            if len(steps) > 1 and step - so_far < least:
-                least = step - so_far
-            steps.append(step)
-            so_far = step
-        return self._keep(asked, (plain, steps, least))
+        plain, taken = seconds[share] / share, np.array(seconds[beside + 1 : beside + most + 1])
+        steps = 1 + (taken - taken[0]) / plain  # what the root costs is one plain step, whoever is there
+        np.maximum.accumulate(steps, out=steps)
+        least = float(np.diff(steps).min()) if most > 1 else math.inf
+        return self._keep(asked, (plain, [0.0, *steps.tolist()], least))
 
     def _keep(self, asked: tuple[Any, ...], found: T) -> T:
         if len(self._kept) == _READINGS:

@@ -34,6 +34,7 @@ from specdec.drafter import (
     session_of,
 )
 from specdec.errors import DraftError
+from specdec.fallback import Fallback
 from specdec.live import LiveCosts
 from specdec.parallel.target import ParallelTarget
 from specdec.passes import Part, Passes, alone, timed
@@ -57,6 +58,7 @@ class Setup(Protocol):
     max_rows: int
     costs: CostCurve
     live: LiveCosts | None
+    fallback: Fallback | None
 
     @property
     def chunk_rows(self) -> int:
@@ -72,11 +74,13 @@ class Turn(Part):
 
     Attributes:
         draft: as proposed; None for a chunk of the prompt.
+        asked: whether the session proposed it; of others it is told no more than of the prompt.
         drafting: seconds that it took to propose.
         made: when it was there, on the clock of ``perf_counter``.
     """
 
     draft: Draft | None = None
+    asked: bool = True
     drafting: float = 0.0
     made: float = 0.0
 
@@ -96,6 +100,7 @@ class Decoding:
         tokens: prompt and text.
         prefilling: whether the prompt, but its last token, has still to be run.
         finish_reason: why it ended; None while it goes on.
+        fallback: what says when it does not draft, if its steps may go by that.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class Decoding:
         rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self._drafter.draws)
         self._by_rows = sampling.acceptance == "typical" or (self.sampler.sample and rejects)
         self._policy, self._live = engine.row_policy(steady=self._by_rows), engine.live
+        self.fallback = None if self._by_rows else engine.fallback
         steady = self._by_rows or self._policy is None
         self._crowd: Crowd | None = None
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
@@ -192,15 +198,19 @@ class Decoding:
 
     def step(self) -> Step:
         """One draft, one target forward, at least one token."""
-        turn = self.propose()
+        fallback, drawn, length = self.fallback, self.sampler.sample, self._cache.length
+        turn = alone(self.drafting(rests=fallback is not None and fallback.rests(1, drawn)))
         output = self._run(turn)
-        seconds = perf_counter() - turn.made
+        seconds, drafted, rows = perf_counter() - turn.made, self.stats.seconds.draft, turn.block.rows
         if self._live is not None and turn.is_whole:
-            self._live.note(turn.block.rows, self._cache.length, seconds)
-        return self.conclude(turn, output, seconds)
+            self._live.note(rows, length, seconds)
+        step = self.conclude(turn, output, seconds)
+        if fallback is not None and turn.is_whole:
+            fallback.note(1, drawn, rows, len(step.tokens), length, self.stats.seconds.draft - drafted)
+        return step
 
     def _run(self, turn: Turn) -> TargetOutput:
-        taps, likeliest = self._drafter.taps, self._likeliest
+        taps, likeliest = self._drafter.taps, self._likeliest if turn.asked else 0
         return self._target.forward(turn.block, entry=turn.entry, taps=taps, rows=turn.rows, likeliest=likeliest)
 
     def chunk(self, most: int | None = None) -> Turn:
@@ -226,16 +236,17 @@ class Decoding:
         """The next draft, made by itself."""
         return alone(self.drafting())
 
-    def drafting(self, crowd: Crowd | None = None) -> Passes[Turn]:
+    def drafting(self, crowd: Crowd | None = None, rests: bool = False) -> Passes[Turn]:
         """The next draft, in the making: the passes that the session waits for, to be run beside others'.
 
-        ``crowd``: those who share the next forward; None if there are none.
+        ``crowd``: those who share the next forward; None if there are none. ``rests``: it is to be a plain step, and
+        the session is not asked.
         """
         self._crowd = None if self._by_rows else crowd
-        began, session, room = perf_counter(), self._session, self._room()
+        began, session, room, asked = perf_counter(), self._session, self._room(rests), True
         try:
-            if self._context.remaining == 1:
-                draft = Draft.chain(self.tokens[-1:])
+            if rests or self._context.remaining == 1:
+                draft, asked = Draft.chain(self.tokens[-1:]), False
             elif isinstance(session, BatchedSession):
                 draft, seconds, passes = yield from timed(session.passes(room), together=not self._by_rows)
                 self.stats.seconds.passes += passes
@@ -252,16 +263,16 @@ class Decoding:
         block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
         if self.sampler.sample and verifier_for(self.sampler.params, draft, sampling=True) is match:
             block.draw = self.sampler.next_draw
-        return Turn(block, rows, draft.entry, draft, made - began, made)
+        return Turn(block, rows, draft.entry, draft, asked, made - began, made)
 
-    def _room(self) -> int:
+    def _room(self, rests: bool) -> int:
         """Rows that the next draft may have."""
         cache, policy = self._cache, self._policy
         room = min(self._context.max_rows, cache.free)
         self._context.remaining = self._end - len(self.tokens)
         if policy is not None:
             policy.prices.crowd = self._crowd
-            if not self._drafter.plans_rows:
+            if not (rests or self._drafter.plans_rows):
                 room = policy.room(room, cache.length)
         return room
 
@@ -296,7 +307,10 @@ class Decoding:
             self._kept.keep(output.taps, path)
         committed = perf_counter()
         if self._tells and self.finish_reason is None:
-            self._session.observe(Observation(draft, path, tokens, scores, output.taps, answer))
+            if turn.asked:
+                self._session.observe(Observation(draft, path, tokens, scores, output.taps, answer))
+            elif self._drafter.taps:
+                self._session.observe(Observation(None, path, draft.tokens, taps=output.taps))
         step = Step(len(self.steps), tokens, rows, self._drafter.name)
         self.steps.append(step)
         stats.acceptance_lengths.append(len(tokens))

@@ -87,7 +87,8 @@ class Observation:
     """What became of a step, or of a chunk of the prompt.
 
     Attributes:
-        draft: as proposed; None for a chunk of the prompt. Where drafts of several sessions were merged, rows that were
+        draft: as proposed; None for a chunk of text that was run without asking the session, of the prompt or, where it
+            rested, a token after it. Where drafts of several sessions were merged, rows that were
             left out are among its probes, and accepted rows of others are appended.
         path: accepted rows, root first, which are committed now; for a chunk all of its rows.
         tokens: the tokens emitted, bonus last; for a chunk its own tokens. They stand in ``Context.tokens`` already.
@@ -159,7 +160,7 @@ class DraftSession(Protocol):
         """A tree of at most ``room`` rows, the root included; the root alone is a plain step."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn from a step (or a chunk of the prompt, if the drafter has taps)."""
+        """Learn from a step that it proposed (or, if the drafter has taps, from text that it was not asked for)."""
 
 
 class Drafter(Protocol):

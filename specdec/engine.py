@@ -19,6 +19,7 @@ from specdec.cost import CostCurve, cost_curve, describe, kept_curve, roofline, 
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
+from specdec.fallback import Fallback
 from specdec.live import LiveCosts
 from specdec.model import TransformersTarget
 from specdec.parallel import PARALLEL
@@ -60,6 +61,7 @@ class Engine:
 
     Attributes:
         live: what rows cost now, if that is followed.
+        fallback: whether drafting pays at all, if that is followed, too.
 
     Raises:
         ConfigError: unknown drafter or option, or a size that is not positive.
@@ -87,11 +89,12 @@ class Engine:
         self._by_file = policy not in ("off", "acceptance", "cost")
         self._progress = progress
         self._weighs = self.drafter.proposes and (policy != "off" or self.drafter.plans_rows)
-        self.live: LiveCosts | None = None
+        live: LiveCosts | None = None
         if costs is None and self._weighs:
             costs = cost_curve(target, policy if self._by_file else None, progress=progress)
             if target.alike and not isinstance(target, ParallelTarget):  # no text depends on the steps that it took
-                self.live = LiveCosts(costs)
+                live = LiveCosts(costs)
+        self._follow(live)
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
         by_clock = self._weighs and policy not in ("off", "acceptance")
@@ -218,10 +221,16 @@ class Engine:
             progress=self._progress,
         )
         if self._known_costs is None and not other._by_file:
-            self._known_costs, self.live = other._known_costs, other.live
+            self._known_costs = other._known_costs
+            self._follow(other.live)
         elif not other_file:
-            other.live = self.live
+            other._follow(self.live)
         return other
+
+    def _follow(self, live: LiveCosts | None) -> None:
+        """Go by what rows cost now."""
+        self.live = live
+        self.fallback = Fallback(live) if live is not None and self._weighs else None
 
     @checked
     def generate(

@@ -55,6 +55,11 @@ class LiveCosts:
         self._sums = np.zeros(len(_COUNTS))
         self._bent = np.zeros(len(_COUNTS))  # logarithm of what forwards take by what the curve says
 
+    def seconds(self, rows: float, length: int) -> float:
+        """What a forward of so many rows on average, at most 256, takes now after about ``length`` tokens."""
+        plain, steps, _ = self.now.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, _MOST)
+        return plain * float(np.interp(rows, range(_MOST + 1), steps))
+
     def note(self, rows: int, length: int, seconds: float) -> None:
         """Take note of a forward of so many rows after ``length`` tokens."""
         if not 0 < rows <= _MOST or seconds <= 0:
