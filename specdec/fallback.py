@@ -1,8 +1,8 @@
 """Fallback: whether to draft at all.
 
-Policies weigh rows, and what a drafter's own code takes is no row: a tenth of a millisecond is nothing beside the step
-of one sequence, and a tenth of a sequence's share of a step that eight take together. So where drafted steps yield
-less than plain ones would, by what forwards take now and by what drafting took, all sequences that share their forwards
+Policies weigh rows, and what a drafter's own code takes is no row: a tenth of a millisecond is little beside the step
+of one sequence, and a tenth of a sequence's share of a step that eight take together. So where drafted steps yield less
+than plain ones would, by what forwards take now and by what drafting took, all sequences that share their forwards
 rest: no session is asked. Later they draft for as long as it takes to know better. Where it is in doubt, one step in
 some is a plain one, as what these take now is known from nothing else.
 """

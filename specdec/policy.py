@@ -10,6 +10,8 @@ plain step. So a drafter goes on proposing as long as its accepted tokens outwei
 - ``cost``: the number of rows with the most expected tokens per second, by the curve and by what steps really took of
   late. Steps differ from run to run.
 
+Where the curve is followed, :mod:`specdec.fallback` has sequences rest under any policy, drafting's own time counted.
+
 What is chosen follows from steps that are over, never from the draws of the one that it is chosen for, so sampling
 stays lossless under each of them.
 """

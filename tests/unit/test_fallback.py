@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
+from drafters.kangaroo import KangarooSession
 from specdec import Context, Draft, DraftSession, Engine, Observation, SamplingParams
 from specdec.decoding import Decoding
 from specdec.drafter import DrafterWrapper
@@ -173,7 +175,8 @@ class Narrow(DrafterWrapper):
         self.drafts: list[tuple[int, list[int]]] = []
 
     def start(self, context: Context) -> NarrowSession:
-        return NarrowSession(self, self.inner.start(context), context)
+        self.session = self.inner.start(context)
+        return NarrowSession(self, self.session, context)
 
 
 class NarrowSession:
@@ -228,3 +231,9 @@ def test_who_taps_misses_no_hidden_state_by_rests(drafter: str, tmp_path: Path) 
         assert found.stats.rows == truth.stats.rows
         assert rested.drafts == told.drafts
         assert any(len(tokens) > 1 for _, tokens in told.drafts), settings
+        one, other = told.session, rested.session
+        if isinstance(one, KangarooSession) and isinstance(other, KangarooSession) and one._adapter.config.attends:
+            size = one._cache.length
+            assert size == other._cache.length
+            for at in (one._cache.keys, other._cache.keys), (one._cache.values, other._cache.values):
+                assert torch.equal(*(tensors[0][:, :, :size] for tensors in at))
