@@ -37,7 +37,7 @@ class _Company:
 
     @property
     def rests(self) -> bool:
-        return self._resting or self._drafted == _PROBE
+        return self._resting or self._drafted >= _PROBE
 
     def note(self, live: LiveCosts, length: int, sequences: int, rows: int, tokens: int, drafting: float) -> None:
         if self._resting:
