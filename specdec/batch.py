@@ -258,9 +258,10 @@ class Scheduler:
         parts = forward_together(self._engine.target, turns, drafter.taps, likeliest=likeliest)
         ended, rows = perf_counter(), [turn.block.rows for turn in turns]
         live, fallback = self._engine.live, self._engine.fallback
-        length, whole = sum(one.decoding.length for one in chosen) // len(chosen), all(turn.is_whole for turn in turns)
-        if live is not None and whole:
-            live.note(sum(rows), length, ended - began)
+        length = sum(one.decoding.length for one in chosen) // len(chosen)
+        whole = sum(rows) if all(turn.is_whole for turn in turns) else None
+        if live is not None and whole is not None:
+            live.note(whole, length, ended - began)
         each, drafted, drafting = (ended - began) / sum(rows), list[int](), 0.0
         for one, turn, part, count in zip(chosen, turns, parts, rows, strict=True):
             decoding = one.decoding
@@ -280,9 +281,11 @@ class Scheduler:
                 self._running.remove(one)
         if drafted:
             self._rows_each = sum(drafted) / len(drafted)
-        if whole and self._asked is not None and self._asked[0] == len(turns) and fallback is not None:
+        if fallback is not None and self._asked is not None and self._asked[0] == len(drafted) == len(turns):
             tokens = sum(len(event.step.tokens) for event in events if event.step is not None)
-            fallback.note(*self._asked, sum(rows), tokens, length, drafting)
+            fallback.note(
+                *self._asked, tokens=tokens, length=length, drafting=drafting, rows=whole, seconds=ended - began
+            )
         return events
 
     def _turns(self, events: list[Event]) -> tuple[list[_Running], list[Turn]]:

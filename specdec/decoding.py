@@ -93,7 +93,7 @@ class Turn(Part):
 class Decoding:
     """One generation under way. Made by ``Engine.start``; the caller holds ``target.active()`` around its methods.
 
-    ``prefill`` and ``step`` drive it by itself. To drive several together, take each one's ``chunk`` or ``propose``,
+    ``prefill`` and ``step`` drive it by itself. To drive several together, take each one's ``chunk`` or ``drafting``,
     run the turns in one forward, and hand each its part of the output in ``absorb`` or ``conclude``.
 
     Attributes:
@@ -201,12 +201,16 @@ class Decoding:
         fallback, drawn, length = self.fallback, self.sampler.sample, self._cache.length
         turn = alone(self.drafting(rests=fallback is not None and fallback.rests(1, drawn)))
         output = self._run(turn)
-        seconds, drafted, rows = perf_counter() - turn.made, self.stats.seconds.draft, turn.block.rows
-        if self._live is not None and turn.is_whole:
+        seconds, drafted = perf_counter() - turn.made, self.stats.seconds.draft
+        rows = turn.block.rows if turn.is_whole else None
+        if self._live is not None and rows is not None:
             self._live.note(rows, length, seconds)
         step = self.conclude(turn, output, seconds)
-        if fallback is not None and turn.is_whole:
-            fallback.note(1, drawn, rows, len(step.tokens), length, self.stats.seconds.draft - drafted)
+        if fallback is not None:
+            drafting = self.stats.seconds.draft - drafted
+            fallback.note(
+                1, drawn, tokens=len(step.tokens), length=length, drafting=drafting, rows=rows, seconds=seconds
+            )
         return step
 
     def _run(self, turn: Turn) -> TargetOutput:
@@ -231,10 +235,6 @@ class Decoding:
         if self._drafter.taps:
             self._session.observe(Observation(None, rows, self.tokens[start : start + len(rows)], taps=output.taps))
         self.stats.seconds.prefill += seconds + perf_counter() - began
-
-    def propose(self) -> Turn:
-        """The next draft, made by itself."""
-        return alone(self.drafting())
 
     def drafting(self, crowd: Crowd | None = None, rests: bool = False) -> Passes[Turn]:
         """The next draft, in the making: the passes that the session waits for, to be run beside others'.

@@ -28,7 +28,9 @@ class _Company:
     """What is known of sequences that decode together, and whether they rest."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5  # of drafted steps: their number, sequences, rows, tokens, and seconds of drafting
+        # Of drafted steps: their number, sequences, tokens, and seconds of drafting; number and rows of those whose
+        # forwards are like measured ones, and the seconds of the others' forwards.
+        self._sums = [0.0] * 7
         self._ahead = _WINS  # what drafted steps yield, of what plain steps do
         self._resting = False
         self._wait = _FIRST
@@ -39,12 +41,21 @@ class _Company:
     def rests(self) -> bool:
         return self._resting or self._drafted >= _PROBE
 
-    def note(self, live: LiveCosts, length: int, sequences: int, rows: int, tokens: int, drafting: float) -> None:
+    def note(
+        self,
+        live: LiveCosts,
+        length: int,
+        sequences: int,
+        tokens: int,
+        drafting: float,
+        rows: int | None,
+        seconds: float,
+    ) -> None:
         if self._resting:
             self._left -= tokens
             if self._left <= 0:
                 self._resting, self._cold, self._left = False, _COLD, _TRY
-                self._keep(min(_TRY / self._sums[3], 1.0))
+                self._keep(min(_TRY / self._sums[2], 1.0))
         elif self.rests:
             self._drafted = 0
         else:
@@ -53,7 +64,8 @@ class _Company:
                 self._cold -= tokens
                 return
             self._keep(max(1 - tokens / _LATELY, 0.0))
-            step = (1, sequences, rows, tokens, drafting)
+            forward = (0, 0, seconds) if rows is None else (1, rows, 0.0)
+            step = (1, sequences, tokens, drafting, *forward)
             self._sums = [known + new for known, new in zip(self._sums, step, strict=True)]
             self._left -= tokens
             if self._left <= 0:
@@ -63,10 +75,11 @@ class _Company:
         self._sums = [share * known for known in self._sums]
 
     def _decide(self, live: LiveCosts, length: int) -> None:
-        count, *sums = self._sums
-        sequences, rows, tokens, drafting = (known / count for known in sums)
-        drafted = tokens / (live.seconds(rows, length) + drafting)
-        plain = sequences / live.seconds(sequences, length)
+        steps, sequences, tokens, drafting, whole, rows, seconds = self._sums
+        if whole:
+            seconds += whole * live.seconds(rows / whole, length)
+        drafted = tokens / (seconds + drafting)
+        plain = sequences / (steps * live.seconds(sequences / steps, length))
         self._ahead += _NEWS * (drafted / plain - self._ahead)
         if self._ahead < _LOSES:
             self._resting, self._left, self._drafted = True, self._wait, 0
@@ -90,12 +103,24 @@ class Fallback:
         """Whether the next step of so many sequences is a plain one; ``drawn``: one of them samples."""
         return self._of(sequences, drawn).rests
 
-    def note(self, sequences: int, drawn: bool, rows: int, tokens: int, length: int, drafting: float) -> None:
+    def note(
+        self,
+        sequences: int,
+        drawn: bool,
+        *,
+        tokens: int,
+        length: int,
+        drafting: float,
+        rows: int | None,
+        seconds: float,
+    ) -> None:
         """Take note of a step of so many sequences after about ``length`` tokens each.
 
-        ``rows`` and ``tokens`` are all sequences', and so is ``drafting``, the seconds of proposing and observing.
+        All else is all sequences' together: ``drafting`` are the seconds of proposing and observing; the forward had
+        so many ``rows``, None where these did not go through all of it, as drafts with an entry do not, and took so
+        many ``seconds``.
         """
-        self._of(sequences, drawn).note(self._live, length, sequences, rows, tokens, drafting)
+        self._of(sequences, drawn).note(self._live, length, sequences, tokens, drafting, rows, seconds)
 
     def _of(self, sequences: int, drawn: bool) -> _Company:
         """The company of about so many sequences, as far as companies are alike."""

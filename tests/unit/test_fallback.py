@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,21 +25,39 @@ PROMPT = prompt_of(9)
 SEQUENCES = 4
 
 
-def steps_of(fallback: Fallback, count: int, *, ahead: float, sequences: int = SEQUENCES, drawn: bool = False) -> str:
+def steps_of(
+    fallback: Fallback,
+    count: int,
+    *,
+    ahead: float,
+    sequences: int = SEQUENCES,
+    drawn: bool = False,
+    whole: bool = True,
+) -> str:
     """So many steps of drafted tokens that yield ``ahead`` of plain ones: "d", or "." for each that is to be plain.
 
-    A drafted step brings two tokens for each sequence, and what it takes beside two rows for each is drafting.
+    A drafted step brings two tokens for each sequence, and what it takes beside two rows for each is drafting. Every
+    other one is as one without guesses where not all forwards are ``whole``, and the others bring three and take more.
     """
     taken = ""
     forward = curve_of(row=0.1).at(100, 64)
     for _ in range(count):
         if fallback.rests(sequences, drawn):
             taken += "."
-            fallback.note(sequences, drawn, sequences, sequences, 100, 0.0)
+            fallback.note(
+                sequences, drawn, tokens=sequences, length=100, drafting=0.0, rows=sequences, seconds=forward[sequences]
+            )
         else:
             taken += "d"
-            drafting = 2 / ahead * forward[sequences] - forward[2 * sequences]
-            fallback.note(sequences, drawn, 2 * sequences, 2 * sequences, 100, drafting)
+            each, seconds, rows = 2, forward[2 * sequences], 2 * sequences if whole else None
+            if not whole and len(taken) % 2:
+                each, seconds, rows = 1, forward[sequences], sequences
+            elif not whole:
+                each = 3
+            drafting = each / ahead * forward[sequences] - seconds
+            fallback.note(
+                sequences, drawn, tokens=each * sequences, length=100, drafting=drafting, rows=rows, seconds=seconds
+            )
     return taken
 
 
@@ -57,6 +76,13 @@ def test_what_loses_rests_and_is_tried_more_and_more_rarely(fallback: Fallback) 
 
 def test_what_wins_clearly_is_never_interrupted(fallback: Fallback) -> None:
     assert steps_of(fallback, 2000, ahead=1.3) == 2000 * "d"
+
+
+@pytest.mark.parametrize("ahead", [0.8, 1.3])
+def test_forwards_that_are_like_no_measured_one_count_by_what_they_took(fallback: Fallback, ahead: float) -> None:
+    """As a draft's with an entry, beside steps for which its drafter had nothing to say."""
+    taken = steps_of(fallback, 1000, ahead=ahead, whole=False)
+    assert (".." in taken) == (ahead < 1)
 
 
 def test_where_it_is_in_doubt_a_plain_step_is_taken_now_and_then(fallback: Fallback) -> None:
@@ -89,7 +115,8 @@ def test_rows_are_weighed_by_what_forwards_take_now(fallback: Fallback) -> None:
     for _ in range(200):
         live.note(SEQUENCES, 100, forward[SEQUENCES])
         live.note(2 * SEQUENCES, 100, 2 * forward[2 * SEQUENCES])
-        fallback.note(SEQUENCES, False, 2 * SEQUENCES, 2 * SEQUENCES, 100, 0.0)
+        rows = 2 * SEQUENCES
+        fallback.note(SEQUENCES, False, tokens=rows, length=100, drafting=0.0, rows=rows, seconds=forward[rows])
         if fallback.rests(SEQUENCES, False) and fallback.rests(SEQUENCES, False):
             break
     else:
@@ -109,10 +136,21 @@ class AtRandom(Fallback):
         self.asked.append((sequences, drawn))
         return self._rng.random() < 0.5
 
-    def note(self, sequences: int, drawn: bool, rows: int, tokens: int, length: int, drafting: float) -> None:
+    def note(
+        self,
+        sequences: int,
+        drawn: bool,
+        *,
+        tokens: int,
+        length: int,
+        drafting: float,
+        rows: int | None,
+        seconds: float,
+    ) -> None:
         assert tokens >= sequences
-        assert rows >= sequences
+        assert rows is None or rows >= sequences
         assert drafting >= 0
+        assert seconds > 0
         self.noted.append((sequences, drawn))
 
 
@@ -125,7 +163,9 @@ def test_no_token_changes_by_rests(drafter: str, temperature: float, tmp_path: P
     for settings in settings_of(drafter, target, tmp_path):
         engine = Engine(target, None, settings, max_rows=24, policy="acceptance", costs=curve_of(row=0.001))
         engine.fallback = AtRandom()
-        assert engine.generate(PROMPT, 30, sampling).token_ids == plain[0], settings
+        alone = engine.generate(PROMPT, 30, sampling)
+        assert alone.token_ids == plain[0], settings
+        assert len(engine.fallback.noted) == len(alone.steps), "whatever its drafts are"
         assert [one.token_ids for one in engine.generate_batch(prompts, 30, sampling, batch=2)] == plain, settings
         assert {drawn for _, drawn in engine.fallback.asked} == {temperature > 0}
         assert {sequences for sequences, _ in engine.fallback.asked} >= {1, 2}
@@ -207,7 +247,7 @@ class ByLength(Fallback):
     def rests(self, sequences: int, drawn: bool) -> bool:
         return is_rest(len(self.decoding.tokens))
 
-    def note(self, sequences: int, drawn: bool, rows: int, tokens: int, length: int, drafting: float) -> None:
+    def note(self, sequences: int, drawn: bool, **step: Any) -> None:
         pass
 
 
