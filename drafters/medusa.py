@@ -256,7 +256,8 @@ class MedusaSession(BatchedSession):
 
     def _grown(self, guesses: Guesses) -> Sequence[Grown]:
         """The likeliest nodes, as many as bring most over what their rows cost; a token is worth a plain step."""
-        rates = [[min(self._sure * chance, 1.0) for chance in chances] for _, chances in guesses]
+        sure = self._sure
+        rates = [[min(sure * chance, 1.0) for chance in chances] for _, chances in guesses]
         nodes = grow(rates, _MOST, self._least)
         nets = accumulate((node.worth for node in nodes), initial=1.0)
         worth = [total - step for total, step in zip(nets, self._steps[1:], strict=False)]

@@ -120,6 +120,18 @@ class Bandit:
         tries = self._tries[kind]
         return (self._hits[kind] + _WEIGHT * supposed) / (tries + _WEIGHT) if tries else supposed
 
+    def reach(self, match: int, rows: int, least: float) -> list[float]:
+        """Of a path of first ranks the chance that each row is reached, as far as it is not below the ``least``."""
+        first, supposed, reached, found = kind_of(match, 0, 0, False), _BY_MATCH[match], 1.0, list[float]()
+        for depth in range(1, rows + 1):
+            chance = self.chance(first + min(depth, _DEPTHS), supposed)
+            reached *= chance
+            if reached < least:
+                break
+            found.append(reached)
+            supposed = max(chance, _ONWARD)
+        return found
+
     def note(self, kind: int, right: bool) -> None:
         """One more such row, whose parent was right."""
         self._hits[kind] = self._memory * self._hits[kind] + right
@@ -214,15 +226,22 @@ class Tree:
         return not self._rows
 
     def find(self) -> None:
-        """Have all rows found by ``add`` and ``dissents``, those of ``extend`` too."""
+        """Have all rows found by ``look``, those of ``extend`` too."""
         if len(self._rows) + 1 < len(self.tokens):
             self._rows = {(row - 1, self.tokens[row]): row for row in range(1, len(self.tokens))}
             self._heirs = {row: row + 1 for row in range(len(self.tokens) - 1)}
 
-    def add(self, parent: int, token: int, reach: float, *, candidate: bool) -> int:
-        """The row of ``token`` below ``parent``, new or existing; the better of two opinions counts."""
-        row = self._rows.get((parent, token))
-        if row is None:
+    def look(self, parent: int, token: int, first: int) -> tuple[int, bool]:
+        """The row of ``token`` below ``parent``, -1 where there is none; and whether it contradicts others.
+
+        That is where rows before ``first`` say something else after ``parent``, and none of them says this.
+        """
+        row = self._rows.get((parent, token), -1)
+        return row, self._heirs.get(parent, first) < first and not 0 <= row < first
+
+    def put(self, row: int, parent: int, token: int, reach: float, candidate: bool) -> int:
+        """Have the ``row`` that was found, or a new one; the better of two opinions counts."""
+        if row < 0:
             row = self._rows[parent, token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
@@ -236,15 +255,6 @@ class Tree:
             if candidate:
                 self.probes.discard(row)
         return row
-
-    def row(self, parent: int, token: int) -> int:
-        """The row of ``token`` below ``parent``, -1 where there is none."""
-        return self._rows.get((parent, token), -1)
-
-    def dissents(self, parent: int, token: int, first: int) -> bool:
-        """Whether rows before ``first`` say something else after ``parent``, and none of them says this."""
-        heir = self._heirs.get(parent)
-        return heir is not None and heir < first and self._rows.get((parent, token), first) >= first
 
     def need(self, row: int) -> None:
         """Have a row verified with its ancestors, whatever it is worth."""
@@ -310,66 +320,56 @@ class Part:
 
     def _lay(self, tree: Tree, least: float, match: int) -> None:
         """What ``_merge`` does, for a chain of candidates where nothing else is yet."""
-        draft, of = self.draft, self.bandit.chance
-        first = kind_of(match, 0, 0, False)
-        reach: list[float] = []
-        chance, reached, kinds = _BY_MATCH[match], 1.0, [first]
-        for own in range(1, len(draft)):
-            kinds.append(first + min(own, _DEPTHS))
-            chance = of(kinds[own], max(chance, _ONWARD) if own > 1 else chance)
-            reached *= chance
-            if reached < least:
-                break
-            reach.append(reached)
+        tokens, first = self.draft.tokens, kind_of(match, 0, 0, False)
+        reach = self.bandit.reach(match, len(tokens) - 1, least)
         size = len(reach) + 1
-        tree.extend(draft.tokens[1:size], reach)
-        self.kinds, self.rows = kinds, [*range(size), *[-1] * (len(draft) - size)]
+        tree.extend(tokens[1:size], reach)
+        self.rows = [*range(size), *[-1] * (len(tokens) - size)]
+        self.kinds = [first + min(own, _DEPTHS) for own in range(min(size + 1, len(tokens)))]
 
     def _merge(self, tree: Tree, least: float, match: int) -> None:
-        draft, first, bandit = self.draft, len(tree.tokens), self.bandit
-        self.rows, self.kinds = [0], [0]
+        draft, first, bandit, told = self.draft, len(tree.tokens), self.bandit, self.draft.chances
+        self.rows, self.kinds = rows, kinds = [0], [0]
         chances, ranks = [1.0], [0] * len(draft)
         if draft.read:  # what a row of which is read has all its ancestors verified
             least = 0.0
         tree.find()
-        for own in range(1, len(draft)):
+        for own in range(1, len(ranks)):
             above = draft.parents[own]
-            parent, token = self.rows[above], draft.tokens[own]
+            parent, token = rows[above], draft.tokens[own]
             if parent < 0:
-                self.rows.append(-1)
-                self.kinds.append(0)
+                rows.append(-1)
+                kinds.append(0)
                 chances.append(0.0)
                 continue
-            dissents = tree.dissents(parent, token, first)
+            row, dissents = tree.look(parent, token, first)
             depth, rank = min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1)
             ranks[above] += 1
             kind = kind_of(match, depth, rank, dissents)
-            if draft.chances:
-                chance = draft.chances[own]
+            if told:
+                chance = told[own]
             else:
                 supposed = (max(chances[above], _ONWARD) if depth > 1 else _BY_MATCH[match]) * _BY_RANK[rank]
                 chance = bandit.chance(kind, supposed * _DISSENT if dissents else supposed)
             reach = tree.reach[parent] * chance
-            if reach < least:
-                row = tree.row(parent, token)
-            else:
-                row = tree.add(parent, token, reach, candidate=own not in draft.probes)
-            self.rows.append(row)
-            self.kinds.append(kind)
+            if reach >= least:
+                row = tree.put(row, parent, token, reach, own not in draft.probes)
+            rows.append(row)
+            kinds.append(kind)
             chances.append(chance)
             if row < 0 and draft.is_chain:
-                self.rows += [-1] * (len(draft) - own - 1)
+                rows += [-1] * (len(ranks) - own - 1)
                 break
         for own in draft.read:
-            tree.need(self.rows[own])
+            tree.need(rows[own])
 
     def judge(self, place: dict[int, int], tokens: Sequence[int]) -> None:
         """Note which of its rows were right; ``place``: accepted row of the tree -> its depth."""
-        draft, bandit = self.draft, self.bandit
-        for own in range(1, len(self.kinds)):
-            depth = place.get(self.rows[draft.parents[own]])
+        draft, note, rows, kinds = self.draft, self.bandit.note, self.rows, self.kinds
+        for own in range(1, len(kinds)):
+            depth = place.get(rows[draft.parents[own]])
             if depth is not None:
-                bandit.note(self.kinds[own], draft.tokens[own] == tokens[depth])
+                note(kinds[own], draft.tokens[own] == tokens[depth])
             elif draft.is_chain:
                 break
 

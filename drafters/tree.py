@@ -25,29 +25,25 @@ def grow(rates: Sequence[Sequence[float]], most: int, least: float = 0.0) -> lis
 
     None is worth less than ``least``.
 
-    ``rates[d][r]`` is the chance that the guess of rank r is right d + 1 tokens below the root where its parent is; a
-    node's worth is the product along its path.
+    ``rates[d][r]`` is the chance that the guess of rank r is right d + 1 tokens below the root where its parent is, and
+    falls with the rank; a node's worth is the product along its path.
 
     Example: ``grow([[.5, .2]] * 6, 3)`` holds (parent 0, rank 0), (1, 0) and (0, 1): the best guess, the best after
     it, the second best.
     """
     nodes: list[Grown] = []
-    ahead: list[tuple[float, int, int, int, int]] = []  # (-worth, order of discovery, parent, rank, depth)
-    found = 0
-
-    def push(parent: int, depth: int, worth: float) -> None:
-        nonlocal found
-        for rank, rate in enumerate(rates[depth - 1]):
-            if worth * rate >= least:
-                heapq.heappush(ahead, (-worth * rate, found, parent, rank, depth))
-                found += 1
-
-    push(0, 1, 1.0)
+    # A guess is looked at when the one of the rank before is a node: (-worth, parent, rank, depth, the parent's worth).
+    ahead = [(-rates[0][0], 0, 0, 1, 1.0)]
     while ahead and len(nodes) < most:
-        worth, _, parent, rank, depth = heapq.heappop(ahead)
+        worth, parent, rank, depth, above = heapq.heappop(ahead)
+        if -worth < least:
+            break
         nodes.append(Grown(parent, rank, depth, -worth))
+        own = rates[depth - 1]
+        if rank + 1 < len(own):
+            heapq.heappush(ahead, (-above * own[rank + 1], parent, rank + 1, depth, above))
         if depth < len(rates):
-            push(len(nodes), depth + 1, -worth)
+            heapq.heappush(ahead, (worth * rates[depth][0], len(nodes), 0, depth + 1, -worth))
     return nodes
 
 

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 from specdec.arguments import checked
 from specdec.cache import KVCache
-from specdec.cost import Crowd
 from specdec.decoding import Decoding, Setup, Turn, cache_sizes
 from specdec.drafter import likeliest_of
 from specdec.errors import ConfigError
 from specdec.passes import Pass, Passes, forward_together, resume, run_together
+from specdec.policy import Crowd
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.sampling import SamplingParams
 
@@ -177,7 +177,6 @@ class Scheduler:
         self._next: tuple[int, Request, list[int], int, float] | None = None
         self._running: list[_Running] = []
         self._rows_each = 1.0  # of the drafts of the latest step
-        self._crowd: Crowd | None = None  # in which they were drafted
         # How many drafted, or rested, and whether one of them samples; None where no fallback was asked.
         self._asked: tuple[int, bool] | None = None
 
@@ -313,9 +312,6 @@ class Scheduler:
         """Have each of them propose its draft; the passes that their sessions wait for are run together."""
         others = len(self._running) - 1
         crowd = Crowd(others + 1, round(others * self._rows_each)) if others else None
-        if crowd != self._crowd:  # the same object where nothing changed, which prices are kept by
-            self._crowd = crowd
-        crowd = self._crowd
         fallback, rests, self._asked = self._engine.fallback, False, None
         if fallback is not None and those and all(one.decoding.fallback is not None for one in those):
             self._asked = len(those), any(one.decoding.sampler.sample for one in those)

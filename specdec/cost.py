@@ -20,7 +20,7 @@ from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ __all__ = [
     "LENGTHS",
     "ROWS",
     "CostCurve",
-    "Crowd",
+    "Reading",
     "cost_curve",
     "describe",
     "kept_curve",
@@ -67,14 +67,16 @@ _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, 
 _BALANCE, _BALANCE_ACCELERATOR = 10, 150
 
 
-T = TypeVar("T")
+class Reading(NamedTuple):
+    """A curve after texts of some length.
 
+    Attributes:
+        seconds: of forwards of 0, 1, 2, ... rows; more rows never take less.
+        cheapest: of as many rows, what the cheapest one beyond them adds, in seconds.
+    """
 
-class Crowd(NamedTuple):
-    """What a sequence shares its forwards with: how many ``sequences``, itself included; the others' ``rows``."""
-
-    sequences: int
-    rows: int
+    seconds: list[float]
+    cheapest: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +120,8 @@ class CostCurve:
         return self
 
     @cached_property
-    def _kept(self) -> dict[tuple[Any, ...], Any]:
-        """Readings by what was asked; sequences share them."""
+    def _readings(self) -> dict[tuple[int, int], Reading]:
+        """By length and rows; sequences share them."""
         return {}
 
     def at(self, length: int, most: int) -> list[float]:
@@ -148,38 +150,26 @@ class CostCurve:
         result: list[float] = values.tolist()
         return result
 
-    def reading(self, length: int, most: int, crowd: Crowd | None = None) -> tuple[float, list[float], float]:
-        """Seconds of a plain step, :meth:`steps`, and what the cheapest row adds to a step.
+    def reading(self, length: int, most: int) -> Reading:
+        """What forwards of up to ``most`` rows, or more, take after ``length`` tokens."""
+        size = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
+        known = self._readings.get((length, size))
+        if known is None:
+            seconds = np.maximum.accumulate(self.at(length, size))
+            cheapest = np.minimum.accumulate(np.diff(seconds, append=math.inf)[::-1])[::-1]
+            if len(self._readings) == _READINGS:
+                self._readings.clear()
+            known = self._readings[length, size] = Reading(seconds.tolist(), cheapest.tolist())
+        return known
 
-        In a crowd a plain step is a sequence's share of a forward with one row of each, and rows come on top of those
-        that the others bring.
-        """
-        beside, share = (0, 1) if crowd is None else (crowd.rows, crowd.sequences)
-        asked = length, most, beside, share
-        if (known := self._kept.get(asked)) is not None:
-            return known  # type: ignore[no-any-return]
-        needed = 1 << max(beside + most, share).bit_length()  # a few sizes serve all crowds
-        if (seconds := self._kept.get((length, needed))) is None:
-            seconds = self._keep((length, needed), self.at(length, needed))
-        plain, taken = seconds[share] / share, np.array(seconds[beside + 1 : beside + most + 1])
-        steps = 1 + (taken - taken[0]) / plain  # what the root costs is one plain step, whoever is there
-        np.maximum.accumulate(steps, out=steps)
-        least = float(np.diff(steps).min()) if most > 1 else math.inf
-        return self._keep(asked, (plain, [0.0, *steps.tolist()], least))
-
-    def _keep(self, asked: tuple[Any, ...], found: T) -> T:
-        if len(self._kept) == _READINGS:
-            self._kept.clear()
-        self._kept[asked] = found
-        return found
-
-    def steps(self, length: int, most: int, crowd: Crowd | None = None) -> list[float]:
+    def steps(self, length: int, most: int) -> list[float]:
         """What 0 .. ``most`` rows cost in plain steps, forwards of one row; more rows never cost less."""
-        return self.reading(length, most, crowd)[1]
+        seconds = self.reading(length, most).seconds
+        return [taken / seconds[1] for taken in seconds[: most + 1]]
 
-    def plain(self, length: int, crowd: Crowd | None = None) -> float:
-        """Seconds of a plain step; in a crowd, a sequence's share of it."""
-        return self.reading(length, 1, crowd)[0]
+    def plain(self, length: int) -> float:
+        """Seconds of a plain step."""
+        return self.reading(length, 1).seconds[1]
 
     def paying(self, gains: Sequence[float], length: int) -> int:
         """How many rows below the root bring the most expected tokens for their time; ``gains``: each one's chance."""

@@ -20,7 +20,7 @@ import torch
 
 from specdec import copies
 from specdec.block import Block
-from specdec.cost import CostCurve, Crowd
+from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import (
     AskingSession,
@@ -38,7 +38,7 @@ from specdec.fallback import Fallback
 from specdec.live import LiveCosts
 from specdec.parallel.target import ParallelTarget
 from specdec.passes import Part, Passes, alone, timed
-from specdec.policy import RowPolicy
+from specdec.policy import Crowd, RowPolicy
 from specdec.prefix import KeptText, PrefixCache
 from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
 from specdec.sampling import Sampler, SamplingParams, Scores

@@ -92,10 +92,12 @@ class Draft:
             depths, is_chain = [*range(len(parents))], True
         else:
             depths, is_chain = _depths(parents)
-        if (named := (*self.probes, *self.read, *self.q)) and not 0 <= min(named) <= max(named) < len(tokens):
-            raise DraftError(f"probes, read or q name a row outside [0, {len(tokens)})")
-        if 0 in self.probes:
-            raise DraftError("row 0 is the root and cannot be a probe")
+        if self.probes or self.read or self.q:
+            named = (*self.probes, *self.read, *self.q)
+            if not 0 <= min(named) <= max(named) < len(tokens):
+                raise DraftError(f"probes, read or q name a row outside [0, {len(tokens)})")
+            if 0 in self.probes:
+                raise DraftError("row 0 is the root and cannot be a probe")
         return depths, is_chain
 
     def __len__(self) -> int:
@@ -141,7 +143,8 @@ class Draft:
 
     def child(self, row: int, token: int) -> int | None:
         """The first candidate child of ``row`` that holds ``token``, or None."""
-        for below in range(row + 1, len(self.tokens)):
+        size = len(self.tokens)
+        for below in range(row + 1, min(row + 2, size) if self.is_chain else size):
             if self.parents[below] == row and self.tokens[below] == token and below not in self.probes:
                 return below
         return None
@@ -149,14 +152,13 @@ class Draft:
 
 def _depths(parents: Sequence[int]) -> tuple[list[int], bool]:
     """As ``Draft._tree``, by the parents alone."""
-    depths, is_chain = [0], True
-    for row in range(1, len(parents)):
-        parent = parents[row]
-        if not 0 <= parent < row:
+    depths = [0]
+    for row, parent in enumerate(parents):
+        if 0 <= parent < row:
+            depths.append(depths[parent] + 1)
+        elif row:
             raise DraftError(f"row {row} names row {parent} as its parent; parents come first, in [0, {row})")
-        depths.append(depths[parent] + 1)
-        is_chain = is_chain and parent == row - 1
-    return depths, is_chain
+    return depths, depths[-1] == len(depths) - 1
 
 
 class DraftBuilder:

@@ -42,7 +42,7 @@ __all__ = [
     "session_of",
 ]
 
-_INT = {int}
+_INT, _SOUND = {int}, {range, Later}
 
 
 @dataclass(slots=True, eq=False)
@@ -306,8 +306,8 @@ def _misfit(draft: Draft, target: Target) -> str | None:
     """What is of a wrong type in a draft, and what it must be, or None."""
     if not isinstance(draft, Draft):
         return f"{_typed(draft)}; it must propose a Draft"
-    for what, rows in (("token", draft.tokens), ("parent", draft.parents)):
-        if type(rows) not in (range, Later) and not _INT.issuperset(map(type, rows)):  # numpy's integers are some, too
+    for what, rows in ("token", draft.tokens), ("parent", draft.parents):
+        if type(rows) not in _SOUND and not _INT.issuperset(map(type, rows)):  # numpy's integers are some, too
             odd = [row for row in rows if not isinstance(row, Integral) or isinstance(row, bool)]
             if odd:
                 return f"{what} {_typed(odd[0])}; {what}s are integers"

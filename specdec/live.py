@@ -57,8 +57,8 @@ class LiveCosts:
 
     def seconds(self, rows: float, length: int) -> float:
         """What a forward of so many rows on average, at most 256, takes now after about ``length`` tokens."""
-        plain, steps, _ = self.now.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, _MOST)
-        return plain * float(np.interp(rows, range(_MOST + 1), steps))
+        seconds, below = self.now.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, _MOST).seconds, int(rows)
+        return seconds[below] + (rows - below) * (seconds[below + 1] - seconds[below])
 
     def note(self, rows: int, length: int, seconds: float) -> None:
         """Take note of a forward of so many rows after ``length`` tokens."""

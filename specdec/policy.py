@@ -21,14 +21,14 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from specdec.cost import CostCurve, Crowd
+from specdec.cost import CostCurve, Reading
 from specdec.draft import Draft
 from specdec.errors import ConfigError, shown
 from specdec.live import LiveCosts
 
-__all__ = ["AcceptancePolicy", "CostPolicy", "Patience", "Prices", "RowPolicy", "check_policy"]
+__all__ = ["AcceptancePolicy", "CostPolicy", "Crowd", "Patience", "Prices", "RowPolicy", "check_policy"]
 
 _BUCKET = 256  # tokens of context for which one reading of the curve serves
 _PRIOR_STEPS = 10.0  # plain steps that the first belief about tokens per step counts as
@@ -85,10 +85,23 @@ class Patience:
         self._wait = self._left = self._first
 
 
+class Crowd(NamedTuple):
+    """What a sequence shares its forwards with: how many ``sequences``, itself included; the others' ``rows``."""
+
+    sequences: int
+    rows: int
+
+
+_ALONE = Crowd(1, 0)
+
+
 class Prices:
     """What rows cost, in tokens: the time that they add, and the tokens that such a time yields of late.
 
     Times are in plain steps of the curve. Without a clock every step takes what the curve says.
+
+    In a crowd a plain step is a sequence's share of a forward with one row of each, and rows come on top of those that
+    the others bring; so rows and drafting are the dearer.
 
     Args:
         curve: the target's.
@@ -96,61 +109,58 @@ class Prices:
         memory: weight of the past, from one step to the next.
 
     Attributes:
-        crowd: the sequences that share the next forward, if there are several: a plain step is then shorter, a
-            sequence's share, and rows and drafting are the dearer by it.
+        crowd: the sequences that share the next forward; None if there are none.
+        rate: tokens per plain step's time of late, or those of plain steps where these are faster.
     """
 
     def __init__(self, costs: CostCurve | LiveCosts, *, clock: bool, memory: float = 0.95) -> None:
         self._costs = costs
         self._clock, self._memory = clock, memory
         self.crowd: Crowd | None = None
-        self._near = -1  # where a curve was read last, which one, beside whom, and what it said
-        self._near_curve = costs.now
-        self._near_crowd: Crowd | None = None
-        self._read: tuple[float, list[float], float] = (0.0, [], 0.0)
+        # Where a curve was read last and beside whom, which one, for how many rows, and what it said.
+        self._place: tuple[int, Crowd | None, CostCurve | None] = (-1, None, None)
+        self._most, self._read, self._found = 0, Reading([], []), ([0.0], 0, 1.0)
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
         self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
+        self.rate = self._step_rate = 1.0  # the latter in steps of the curve, which may take longer than that
 
-    def _curve(self, length: int, most: int) -> tuple[float, list[float], float]:
-        """The curve's reading near a length, of ``most`` rows or more."""
-        near, crowd, curve = length // _BUCKET, self.crowd, self._costs.now
-        if (
-            near != self._near
-            or crowd is not self._near_crowd
-            or curve is not self._near_curve
-            or most >= len(self._read[1])
-        ):
-            most = max(16, 1 << (most - 1).bit_length())  # a few sizes serve all, so that the curve is seldom read
-            reading = curve.reading(near * _BUCKET + _BUCKET // 2, most, crowd)
-            self._near, self._near_crowd, self._near_curve, self._read = near, crowd, curve, reading
-        return self._read
+    def _curve(self, length: int, most: int) -> tuple[list[float], int, float]:
+        """Seconds of forwards after about ``length`` tokens, the others' rows in them, and those of a plain step.
+
+        There are seconds of ``most`` rows or more beside the others'.
+        """
+        near, crowd, curve = place = length // _BUCKET, self.crowd, self._costs.now
+        if place != self._place or most > self._most:
+            sequences, beside = crowd or _ALONE
+            self._read = curve.reading(near * _BUCKET + _BUCKET // 2, max(beside + most, sequences))
+            seconds, self._place = self._read.seconds, place
+            self._most, self._found = len(seconds) - 1 - beside, (seconds, beside, seconds[sequences] / sequences)
+        return self._found
 
     def plain(self, length: int) -> float:
         """Seconds of a plain step after about ``length`` tokens."""
-        return self._curve(length, 1)[0]
+        return self._curve(length, 1)[2]
 
-    def steps(self, length: int, most: int) -> list[float]:
-        """What 0 .. ``most`` rows, or more, cost after about ``length`` tokens, in plain steps."""
-        return self._curve(length, most)[1]
+    def step(self, length: int, rows: int) -> float:
+        """What a step of so many rows costs after about ``length`` tokens, in plain steps; the root alone is one."""
+        seconds, beside, plain = self._curve(length, rows)
+        return 1 + (seconds[beside + rows] - seconds[beside + 1]) / plain
+
+    def rows(self, length: int, steps: float, most: int) -> int:
+        """How many rows, up to ``most``, cost no more than so many plain steps."""
+        seconds, beside, plain = self._curve(length, most)
+        limit = seconds[beside + 1] + (steps - 1) * plain
+        return bisect_right(seconds, limit, beside, beside + most + 1) - 1 - beside
 
     def least(self, length: int, most: int) -> float:
         """Tokens that the cheapest of up to ``most`` rows costs: a row that is worth less pays beside no others."""
-        return self._step_rate * self._curve(length, most)[2]
-
-    @property
-    def rate(self) -> float:
-        """Tokens per plain step's time of late, or those of plain steps where these are faster."""
-        return max(self._tokens / self._time, self._due / self._taken)
+        _, beside, plain = self._curve(length, most)
+        return self._step_rate * self._read.cheapest[beside + 1] / plain
 
     def price(self, length: int, rows: int, base: int = 1) -> float:
         """Tokens that the extra time of a step of so many rows over one of ``base`` rows would have brought."""
-        steps = self.steps(length, max(rows, base))
-        return self._step_rate * (steps[rows] - steps[base])
-
-    @property
-    def _step_rate(self) -> float:
-        """The rate, in steps of the curve, which may take longer than that."""
-        return self.rate * self._taken / self._due
+        seconds, beside, plain = self._curve(length, max(rows, base))
+        return self._step_rate * (seconds[beside + rows] - seconds[beside + base]) / plain
 
     def drafting(self, seconds: float, fixed_rows: int, length: int, cost: float = 0.0) -> float:
         """Tokens that drafting for ``seconds`` costs; without a clock, by ``fixed_cost_rows`` and the draft's cost."""
@@ -165,27 +175,30 @@ class Prices:
         ``gains``: each row's chance to be accepted. None are kept unless all together bring more than their price and
         ``least`` tokens.
         """
-        steps, rate = self.steps(length, base + len(gains)), self._step_rate
+        seconds, beside, plain = self._curve(length, base + len(gains))
+        rate, first = self._step_rate / plain, beside + base
         best, worth, total = 0, least, 0.0
-        for rows, gain in enumerate(gains, base + 1):
+        for rows, gain in enumerate(gains, 1):
             total += gain
-            net = total - rate * (steps[rows] - steps[base])
+            net = total - rate * (seconds[first + rows] - seconds[first])
             if net > worth:
-                best, worth = rows - base, net
+                best, worth = rows, net
         return best
 
     def learn(self, rows: int, tokens: int, length: int, drafting: float, seconds: float) -> None:
         """Take note of a step of ``rows`` rows that yielded ``tokens``; see :meth:`RowPolicy.learn`."""
         memory = self._memory
-        plain, steps, _ = self._curve(length, rows)
-        due = taken = spent = steps[rows]
+        due = taken = spent = self.step(length, rows)
         if self._clock:
+            plain = self.plain(length)
             taken = min((seconds - drafting) / plain, _OUTLIER * due * max(self._taken / self._due, 1.0))
             spent = taken + drafting / plain
             self._taken = memory * self._taken + taken
             self._due = memory * self._due + due
         self._tokens = memory * self._tokens + tokens
         self._time = memory * self._time + spent
+        self.rate = max(self._tokens / self._time, self._due / self._taken)
+        self._step_rate = self.rate * self._taken / self._due
 
 
 class AcceptancePolicy:
@@ -207,13 +220,13 @@ class AcceptancePolicy:
 
     def room(self, limit: int, length: int) -> int:
         """Rows that the drafter can pay for: the root alone where that is none."""
-        steps, fixed = self.prices.steps(length, limit), self._fixed(length)
-        least = steps[2] - 1 + fixed
+        prices, fixed = self.prices, self._fixed(length)
+        least = prices.step(length, 2) - 1 + fixed
         if self._left < least:
             if not self._patience.due():
                 return min(limit, 1)
             self._left = least
-        return min(limit, max(bisect_right(steps, 1 + self._left - fixed) - 1, 2))
+        return min(limit, max(prices.rows(length, 1 + self._left - fixed, limit), 2))
 
     def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
         """As :meth:`RowPolicy.learn`; a drafter that had nothing to say, and ran no model for it, is not judged."""
@@ -221,7 +234,7 @@ class AcceptancePolicy:
         self.prices.learn(rows, len(path), length, 0.0, 0.0)
         if rows == 1 and not draft.cost:
             return
-        spent = self.prices.steps(length, rows)[rows] - 1 + self._fixed(length) + draft.cost
+        spent = self.prices.step(length, rows) - 1 + self._fixed(length) + draft.cost
         self._left = min(self._left + len(path) - 1 - spent, _MOST)
         if self._left >= _START:
             self._patience.paid()

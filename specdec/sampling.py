@@ -297,7 +297,7 @@ class Scores:
             if _UNSOUND in tokens:
                 raise _no_distribution(self.logits)
             self._best.extend(tokens)
-        best = self._best[self.place(row)]
+        best = self._best[row if self.rows is None else self.place(row)]
         if best == _UNSOUND:
             raise _no_distribution(self.of(row))
         return best
@@ -537,11 +537,11 @@ class Sampler:
 
     def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
+        if not self.processors and not self.sample:
+            return scores.argmax(row)
         own = scores.own(row)
         if own is not None:
             return own
-        if not self.processors and not self.sample:
-            return scores.argmax(row)
         if self.sample:
             return self._drawn(scores, row, path)
         value, token = self.processed(scores, row, path).max(-1)

@@ -14,10 +14,10 @@ from specdec import engine as engines
 from specdec.batch import Request, Scheduler
 from specdec.block import Batch, Block
 from specdec.cache import KVCache
-from specdec.cost import Crowd, roofline
+from specdec.cost import roofline
 from specdec.errors import ConfigError
 from specdec.native import library as native
-from specdec.policy import AcceptancePolicy
+from specdec.policy import AcceptancePolicy, Crowd
 from tests import models
 from tests.fakes import Drawing, Reciter, Scripted
 from tests.models import prompt_of, target_of
@@ -232,9 +232,11 @@ def test_rows_are_dearer_in_a_crowd() -> None:
     curve = roofline("cpu")  # a tenth of a plain step for each more row
     assert curve.steps(0, 3) == pytest.approx([0, 1, 1.1, 1.2])
     share = 1.7 / 8  # of a forward of eight rows
-    assert curve.plain(0, Crowd(8, 7)) == pytest.approx(share)
-    assert curve.steps(0, 3, Crowd(8, 20)) == pytest.approx([0, 1, 1 + 0.1 / share, 1 + 0.2 / share])
     policy = AcceptancePolicy(curve)
+    policy.prices.crowd = Crowd(8, 20)
+    assert policy.prices.plain(0) == pytest.approx(share)
+    assert [policy.prices.step(0, rows) for rows in (1, 2, 3)] == pytest.approx([1, 1 + 0.1 / share, 1 + 0.2 / share])
+    policy.prices.crowd = None
     alone = policy.room(24, 0)
     policy.prices.crowd = Crowd(8, 7)
     assert 1 < policy.room(24, 0) < alone

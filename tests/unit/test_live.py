@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from specdec import Context, DraftSession, Engine, SamplingParams
-from specdec.cost import CostCurve, Crowd
+from specdec.cost import CostCurve
 from specdec.live import LiveCosts
-from specdec.policy import Prices
+from specdec.policy import Crowd, Prices
 from tests.fakes import Reciter
 from tests.models import prompt_of
 
@@ -89,10 +89,11 @@ def test_prices_follow() -> None:
     live = LiveCosts(curve_of())
     prices, crowd = Prices(live, clock=False), Crowd(4, 5)
     for prices.crowd in (None, crowd):
+        sequences, _ = prices.crowd or (1, 0)
         before = prices.price(100, 8)
         run(live, {1: 1.0, 4: 1.0, 8: 2.0, 12: 2.0})
         assert prices.price(100, 8) > 1.3 * before
-        assert prices.plain(100) == pytest.approx(live.now.plain(128, prices.crowd))
+        assert prices.plain(100) == pytest.approx(live.now.reading(128, 4).seconds[sequences] / sequences)
         run(live, {1: 1.0, 4: 1.0, 8: 1.0, 12: 1.0})
         assert prices.price(100, 8) == pytest.approx(before, rel=0.05)
 

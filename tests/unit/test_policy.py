@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
-from specdec.cost import CostCurve, Crowd, describe, roofline
+from specdec.cost import CostCurve, describe, roofline
 from specdec.errors import ConfigError
-from specdec.policy import AcceptancePolicy, CostPolicy, Patience, Prices, check_policy
+from specdec.policy import AcceptancePolicy, CostPolicy, Crowd, Patience, Prices, check_policy
 from specdec.registry import drafter_names
 from tests.fakes import Oracle
 from tests.models import greedy, prompt_of, settings_of, target_of
@@ -32,23 +33,33 @@ def test_prices_are_the_curve_s_wherever_it_was_read_before() -> None:
     for before in reads:
         for length, most, crowd in reads:
             for place, rows, prices.crowd in (before, (length, most, crowd)):
-                found = prices.plain(place), prices.steps(place, rows)[: rows + 1]
-            near = length // 256 * 256 + 128
-            assert found == (curve.plain(near, crowd), curve.steps(near, most, crowd))
+                found = prices.plain(place), prices.step(place, rows)
+            sequences, beside = crowd or (1, 0)
+            taken = curve.at(length // 256 * 256 + 128, 64)
+            plain = taken[sequences] / sequences
+            assert found == pytest.approx((plain, 1 + (taken[beside + most] - taken[beside + 1]) / plain))
 
 
 def test_readings_of_a_curve_do_not_pile_up() -> None:
-    """A service meets ever new crowds; what is read again is read the same."""
+    """A service meets texts of ever new lengths; what is read again is read the same."""
     curve = curve_of(row=0.25)
-    first = curve.reading(128, 32, Crowd(8, 11))
-    assert curve.reading(128, 32, Crowd(8, 11)) is first
-    for rows in range(7, 3000):
-        curve.reading(128, 32, Crowd(8, rows))
-    assert len(curve._kept) <= 512
-    assert curve.reading(128, 32, Crowd(8, 11)) == first
-    plain, steps, least = first
-    assert steps == pytest.approx([0.0, *(max(1 + 0.25 * (rows - 1) / plain, 1.0) for rows in range(1, 33))])
-    assert least == pytest.approx(0.25 / plain)
+    first = curve.reading(128, 20)
+    assert curve.reading(128, 31) is first
+    for length in range(3000):
+        curve.reading(length, 32)
+    assert len(curve._readings) <= 512
+    assert curve.reading(128, 20) == first
+    assert first.seconds == pytest.approx([0.0, *(1 + 0.25 * (rows - 1) for rows in range(1, 33))])
+    assert first.cheapest == pytest.approx([0.25] * 32 + [math.inf])
+
+
+def test_the_cheapest_row_is_one_that_may_still_come() -> None:
+    """Beside others' rows as well: what is behind them costs nothing any more."""
+    curve = CostCurve(machine={}, rows=[1, 2, 3, 4, 64], lengths=[100], seconds=[[1.0, 2.0, 2.1, 3.1, 63.1]])
+    prices = Prices(curve, clock=False)
+    assert prices.least(100, 8) == pytest.approx(0.1)
+    prices.crowd = Crowd(2, 2)
+    assert prices.least(100, 8) == pytest.approx(1.0)  # a plain step of two takes two, a sequence's share is one
 
 
 def policy_of(*, row: float, memory: float = 0.95) -> CostPolicy:
