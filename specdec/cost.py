@@ -71,7 +71,8 @@ class Reading(NamedTuple):
     """A curve after texts of some length.
 
     Attributes:
-        seconds: of forwards of 0, 1, 2, ... rows; more rows never take less.
+        seconds: of forwards of 0, 1, 2, ... rows; where more rows take less, those of as many. So who wants rows takes
+            all that come for the same.
         cheapest: of as many rows, what the cheapest one beyond them adds, in seconds.
     """
 
@@ -155,7 +156,7 @@ class CostCurve:
         size = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
         known = self._readings.get((length, size))
         if known is None:
-            seconds = np.maximum.accumulate(self.at(length, size))
+            seconds = np.minimum.accumulate(self.at(length, size)[::-1])[::-1]
             cheapest = np.minimum.accumulate(np.diff(seconds, append=math.inf)[::-1])[::-1]
             if len(self._readings) == _READINGS:
                 self._readings.clear()
@@ -163,7 +164,7 @@ class CostCurve:
         return known
 
     def steps(self, length: int, most: int) -> list[float]:
-        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; more rows never cost less."""
+        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; few never cost more than many."""
         seconds = self.reading(length, most).seconds
         return [taken / seconds[1] for taken in seconds[: most + 1]]
 

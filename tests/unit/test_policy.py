@@ -53,6 +53,19 @@ def test_readings_of_a_curve_do_not_pile_up() -> None:
     assert first.cheapest == pytest.approx([0.25] * 32 + [math.inf])
 
 
+def test_rows_that_cost_nothing_more_are_taken() -> None:
+    """Where eight take less than six do, nobody stops at six, in a crowd as little as alone."""
+    rows, times = [1, 4, 6, 8, 9, 64], [1.0, 1.3, 2.0, 1.6, 2.4, 24.0]
+    curve = CostCurve(machine={}, rows=rows, lengths=[100], seconds=[times])
+    prices = Prices(curve, clock=False)
+    assert prices.keep([0.1] * 20, 100, base=1) == 7
+    assert [prices.rows(100, steps, 20) for steps in (1.5, 1.7, 2.3)] == [4, 8, 8]
+    prices.crowd = Crowd(6, 5)
+    assert prices.price(100, 3) == pytest.approx(0.0)
+    prices.crowd = Crowd(8, 7)  # whose plain step is one of eight: what six take makes the ninth no cheaper
+    assert prices.price(100, 2) == pytest.approx(0.8 / (1.6 / 8))
+
+
 def test_the_cheapest_row_is_one_that_may_still_come() -> None:
     """Beside others' rows as well: what is behind them costs nothing any more."""
     curve = CostCurve(machine={}, rows=[1, 2, 3, 4, 64], lengths=[100], seconds=[[1.0, 2.0, 2.1, 3.1, 63.1]])
