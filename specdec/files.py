@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 import platformdirs
 
-from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, SpecdecWarning, first_line, shown
 
 __all__ = [
     "Unfinished",
@@ -244,6 +245,8 @@ def unfinished(
 ) -> Iterator[Unfinished]:
     """The answers so far to all of ``prompts``: lines of the file's name + ``.partial``, until ``out`` is written.
 
+    Where the block is interrupted (Ctrl-C), a SpecdecWarning says what is kept.
+
     Args:
         out: the file, which the block writes once nothing is left.
         run: JSON values that say what this run is; the unfinished file of another is refused.
@@ -258,5 +261,12 @@ def unfinished(
     partial = out.with_name(out.name + ".partial")
     asked = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
     with writing("the answers", out, "make room, and the same command goes on where it was"):
-        yield Unfinished(partial, {**run, "prompts": len(prompts), "asked": asked}, len(prompts), check)
+        answers = Unfinished(partial, {**run, "prompts": len(prompts), "asked": asked}, len(prompts), check)
+        try:
+            yield answers
+        except KeyboardInterrupt:
+            if answers.done:
+                kept = f"{len(answers.done)} of {len(prompts)} answers are kept; the same command goes on from there"
+                warnings.warn(f"interrupted: {kept}", SpecdecWarning, stacklevel=2)
+            raise
         partial.unlink()

@@ -11,7 +11,7 @@ import pytest
 from specdec import Engine, cli
 from specdec.answers import answer, read_prompts
 from specdec.config import RunConfig
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, SpecdecWarning
 
 TEXTS = ["import re\nimport", "def add(a, b):\n", "class A:\n", "for x in", "while True"]
 RUN = RunConfig(max_new_tokens=6)
@@ -54,7 +54,8 @@ def test_what_was_answered_is_not_asked_again(
         return generate_batch(self, given, *rest, on_done=note, **options)
 
     monkeypatch.setattr(Engine, "generate_batch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    kept = "2 of 5 answers are kept; the same command goes on from there"
+    with pytest.warns(SpecdecWarning, match=kept), pytest.raises(KeyboardInterrupt):
         answer(tiny_engine, read_prompts(prompts), out, RUN, batch=2, progress=False)
     assert not out.exists()
     with partial.open("a", encoding="utf-8") as file:
