@@ -104,7 +104,7 @@ class Prices:
     the others bring; so rows and drafting are the dearer.
 
     Args:
-        curve: the target's.
+        costs: the target's.
         clock: go by what steps take, too.
         memory: weight of the past, from one step to the next.
 
@@ -153,7 +153,7 @@ class Prices:
         return bisect_right(seconds, limit, beside, beside + most + 1) - 1 - beside
 
     def least(self, length: int, most: int) -> float:
-        """Tokens that the cheapest of up to ``most`` rows costs: a row that is worth less pays beside no others."""
+        """Tokens that the cheapest row costs, of ``most`` or of those behind; one worth less pays beside no others."""
         _, beside, plain = self._curve(length, most)
         return self._step_rate * self._read.cheapest[beside + 1] / plain
 
