@@ -56,8 +56,9 @@ class LiveCosts:
         self._bent = np.zeros(len(_COUNTS))  # logarithm of what forwards take by what the curve says
 
     def seconds(self, rows: float, length: int) -> float:
-        """What a forward of so many rows on average, at most 256, takes now after about ``length`` tokens."""
-        seconds, below = self.now.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, _MOST).seconds, int(rows)
+        """What a forward of so many rows on average takes now after about ``length`` tokens."""
+        below = int(rows)
+        seconds = self.now.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, below + 1).seconds
         return seconds[below] + (rows - below) * (seconds[below + 1] - seconds[below])
 
     def note(self, rows: int, length: int, seconds: float) -> None:

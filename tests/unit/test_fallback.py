@@ -136,21 +136,11 @@ class AtRandom(Fallback):
         self.asked.append((sequences, drawn))
         return self._rng.random() < 0.5
 
-    def note(
-        self,
-        sequences: int,
-        drawn: bool,
-        *,
-        tokens: int,
-        length: int,
-        drafting: float,
-        rows: int | None,
-        seconds: float,
-    ) -> None:
-        assert tokens >= sequences
-        assert rows is None or rows >= sequences
-        assert drafting >= 0
-        assert seconds > 0
+    def note(self, sequences: int, drawn: bool, **step: Any) -> None:
+        assert step["tokens"] >= sequences
+        assert step["rows"] is None or step["rows"] >= sequences
+        assert step["drafting"] >= 0
+        assert step["seconds"] > 0
         self.noted.append((sequences, drawn))
 
 
