@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ import yaml
 
 from drafters.heads_step import HeadsStep, State
 from drafters.medusa_heads import MedusaHeads
-from drafters.tree import Grown, grow
+from drafters.tree import Grown, Margin, grow
 from drafters.vocabulary import DraftVocabulary, coupled, likeliest, processed
 from drafters.weights import check_fit, weights_folder
 from specdec import copies
@@ -216,8 +215,7 @@ class MedusaSession(BatchedSession):
         self._drafter, self._context = drafter, context
         costs, length = context.costs, context.prompt_length
         self._price = pass_price(drafter.weights, context.target, costs, length)
-        self._steps = costs.steps(length, _MOST + 1)
-        self._least = max(_FAINT, min((step - 1) / rows for rows, step in enumerate(self._steps[2:], 1)))
+        self._margin = Margin(costs, length, _MOST, _FAINT)
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT  # first ranks, behind those that were right
         self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
@@ -255,13 +253,11 @@ class MedusaSession(BatchedSession):
         return Draft(tokens, parents, match_length=int(1 / wrong), cost=self._price)
 
     def _grown(self, guesses: Guesses) -> Sequence[Grown]:
-        """The likeliest nodes, as many as bring most over what their rows cost; a token is worth a plain step."""
+        """The likeliest nodes, as many as pay."""
         sure = self._sure
         rates = [[min(sure * chance, 1.0) for chance in chances] for _, chances in guesses]
-        nodes = grow(rates, _MOST, self._least)
-        nets = accumulate((node.worth for node in nodes), initial=1.0)
-        worth = [total - step for total, step in zip(nets, self._steps[1:], strict=False)]
-        return nodes[: worth.index(max(worth))]
+        nodes = grow(rates, _MOST, self._margin.least)
+        return nodes[: self._margin.size([node.worth for node in nodes])]
 
     @property
     def _sure(self) -> float:

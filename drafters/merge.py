@@ -69,6 +69,8 @@ _GRACE = 0.05  # of a part that has little to compute
 _SURE = 4.0  # rows that are supposed to have held what they promised, before any was taken
 _DEBT = 0.01  # tokens a step that a part may lose, on average of late, before it sleeps
 
+_NO_ROWS = frozenset[int]()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedConfig:
@@ -205,14 +207,15 @@ class Merged(DrafterBase):
 class Tree:
     """All that the parts propose, equal paths once: per row its token, parent and the chance that it is reached."""
 
-    __slots__ = ("_heirs", "_rows", "needed", "parents", "probes", "reach", "tokens")
+    __slots__ = ("_heirs", "_rows", "is_chain", "needed", "parents", "probes", "reach", "tokens")
+
+    _rows: dict[tuple[int, int], int]
+    _heirs: dict[int, int]  # row -> its first child
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.reach = [root], [-1], [1.0]
-        self.probes: set[int] = set()  # an alias, as set[int] is, would take as long to call as all else here
-        self.needed: set[int] = set()
-        self._rows: dict[tuple[int, int], int] = {}
-        self._heirs: dict[int, int] = {}  # row -> its first child
+        self.probes = self.needed = _NO_ROWS
+        self.is_chain = True  # of candidates, which nothing was ever put beside
 
     def extend(self, tokens: Sequence[int], reach: Sequence[float]) -> None:
         """Put a path of candidates below the root, where nothing else is yet."""
@@ -220,16 +223,12 @@ class Tree:
         self.parents += range(len(tokens))
         self.reach += reach
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether nothing stands beside the path of ``extend``."""
-        return not self._rows
-
     def find(self) -> None:
         """Have all rows found by ``look``, those of ``extend`` too."""
-        if len(self._rows) + 1 < len(self.tokens):
+        if self.is_chain:
             self._rows = {(row - 1, self.tokens[row]): row for row in range(1, len(self.tokens))}
             self._heirs = {row: row + 1 for row in range(len(self.tokens) - 1)}
+            self.is_chain = False
 
     def look(self, parent: int, token: int, first: int) -> tuple[int, bool]:
         """The row of ``token`` below ``parent``, -1 where there is none; and whether it contradicts others.
@@ -248,26 +247,26 @@ class Tree:
             self.reach.append(reach)
             self._heirs.setdefault(parent, row)
             if not candidate:
-                self.probes.add(row)
+                self.probes |= {row}
         else:
             if reach > self.reach[row]:
                 self.reach[row] = reach
             if candidate:
-                self.probes.discard(row)
+                self.probes -= {row}
         return row
 
     def need(self, row: int) -> None:
         """Have a row verified with its ancestors, whatever it is worth."""
         while row > 0 and row not in self.needed:
-            self.needed.add(row)
+            self.needed |= {row}
             row = self.parents[row]
 
     def best(self, most: int) -> list[int]:
         """The rows that need not be there, the likeliest ones first, so that parents come before their children."""
         rest = [*range(1, len(self.tokens))]
-        if self.probes or self.needed:
+        if not self.is_chain:
             rest = [row for row in rest if row not in self.probes and row not in self.needed]
-        rest.sort(key=self.reach.__getitem__, reverse=True)
+            rest.sort(key=self.reach.__getitem__, reverse=True)
         return rest[:most]
 
 
@@ -278,6 +277,7 @@ class Part:
         "added",
         "asked",
         "bandit",
+        "batched",
         "draft",
         "kinds",
         "maps",
@@ -295,6 +295,7 @@ class Part:
         self.maps = drafter.needs_draft
         self.bandit = bandit
         self.session = session_of(drafter, context)
+        self.batched = isinstance(self.session, BatchedSession)
         self.asked = False
         self.draft = Draft.chain([context.root])
         self.rows = [0]  # own row -> row of the tree; -1: left out
@@ -363,15 +364,20 @@ class Part:
         for own in draft.read:
             tree.need(rows[own])
 
-    def judge(self, place: dict[int, int], tokens: Sequence[int]) -> None:
-        """Note which of its rows were right; ``place``: accepted row of the tree -> its depth."""
+    def judge(self, text: Sequence[int]) -> None:
+        """Note which of its rows were right, by the tokens that the step emitted."""
         draft, note, rows, kinds = self.draft, self.bandit.note, self.rows, self.kinds
+        depths, size, right = draft.depths, len(text), [True]
         for own in range(1, len(kinds)):
-            depth = place.get(rows[draft.parents[own]])
-            if depth is not None:
-                note(kinds[own], draft.tokens[own] == tokens[depth])
+            depth = depths[own]
+            if depth <= size and right[draft.parents[own]]:
+                hit = draft.tokens[own] == text[depth - 1]
+                note(kinds[own], hit)
+                right.append(hit and rows[own] >= 0)  # of what was left out, the children are of no kind
             elif draft.is_chain:
                 break
+            else:
+                right.append(False)
 
 
 def kind_of(match: int, depth: int, rank: int, dissents: bool) -> int:
@@ -388,49 +394,50 @@ class MergedSession(BatchedSession):
         self._plans = drafter.plans_rows
         self._parts = [Part(part, bandit, context) for part, bandit in zip(drafter.parts, drafter.bandits, strict=True)]
         self._most = drafter.config.rows or context.max_rows
-        self._length = self._room = 0
+        self._length = 0
         self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
-        self._rows = [0]  # of the tree, that the draft took, ascending
+        self._rows: Sequence[int] = [0]  # of the tree, that the draft took, ascending
         self._draft = Draft.chain([context.root])
-        self._needed = set[int]()  # rows of the tree that were taken whatever they promised
+        self._needed = _NO_ROWS  # rows of the tree that were taken whatever they promised
         self._promised = 0.0  # rows that were to be right of those that were taken for what they promised
 
     def passes(self, room: int) -> Passes[Draft]:
         context, prices, length = self._context, self._prices, self._context.cache.length
-        self._length, self._rows, self._promised = length, [0], 0.0
-        self._room = room = min(room, self._most + 1)
+        self._length, self._promised = length, 0.0
+        room = min(room, self._most + 1)
         tree, cost = Tree(context.root), 0.0
         for part in self._parts:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
-            if part.asked:
-                yield from self._ask(part, tree)
-                cost += part.draft.cost
+            if not part.asked:
+                continue
+            left, part.seconds, began = room - len(tree.needed), 0.0, perf_counter()
+            if part.batched:
+                passes = proposing(part.session, left, part.name, context.target)
+                part.draft, part.seconds, _ = yield from timed(passes)
+                began = perf_counter()
+            else:
+                part.draft = proposed(part.session, left, part.name, context.target)
+            self._place(part, tree, room)
+            part.seconds += perf_counter() - began
+            cost += part.draft.cost
         self._needed = needed = tree.needed
         best = tree.best(room - 1 - len(needed))
         if best and self._plans:
             assert prices is not None
-            sure = self._drafter.sure
-            gains = [sure * tree.reach[row] for row in best]
-            del best[prices.keep(gains, length, base=1 + len(needed)) :]
-            self._promised = sum(map(tree.reach.__getitem__, best))
-        rows = self._rows = [0, *sorted([*needed, *best])]
-        size = len(rows)
-        if rows[-1] + 1 == size and not needed:  # the first ones
-            parents = range(-1, size - 1) if tree.is_chain else tree.parents[:size]
-            self._draft = Draft(tree.tokens[:size], parents, cost=cost)
+            gains = [tree.reach[row] for row in best]
+            count = prices.keep(gains, length, base=1 + len(needed), share=self._drafter.sure)
+            self._promised = sum(gains[:count])
+            del best[count:]
+        size = 1 + len(needed) + len(best)
+        if tree.is_chain:
+            self._rows, self._draft = range(size), Draft(tree.tokens[:size], range(-1, size - 1), cost=cost)
         else:
+            self._rows = [0, *sorted([*needed, *best])]
             self._draft = self._taken(tree, cost)
         return self._draft
 
-    def _ask(self, part: Part, tree: Tree) -> Passes[None]:
+    def _place(self, part: Part, tree: Tree, room: int) -> None:
         """Have a part put its rows into the tree, those that may be worth what the cheapest one costs."""
-        context, room = self._context, self._room - len(tree.needed)
-        if isinstance(part.session, BatchedSession):
-            part.draft, part.seconds, _ = yield from timed(proposing(part.session, room, part.name, context.target))
-            began = perf_counter()
-        else:
-            began, part.seconds = perf_counter(), 0.0
-            part.draft = proposed(part.session, room, part.name, context.target)
         if part.draft.entry is not None:
             raise ConfigError(
                 f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
@@ -439,9 +446,8 @@ class MergedSession(BatchedSession):
         least, prices = 0.0, self._prices
         if self._plans and len(part.draft) > 1:
             assert prices is not None
-            least = max(_FAINT, prices.least(self._length, self._room) / self._drafter.sure)
+            least = max(_FAINT, prices.least(self._length, room) / self._drafter.sure)
         part.place(tree, least)
-        part.seconds += perf_counter() - began
 
     def _taken(self, tree: Tree, cost: float) -> Draft:
         """The rows that were taken."""
@@ -472,24 +478,24 @@ class MergedSession(BatchedSession):
         for part, count in self._asked if seen.answer is not None else ():
             assert seen.answer is not None
             answers[part], first = seen.answer[first : first + count], first + count
-        place: dict[int, int] = {}
+        accepted: Sequence[int] = ()  # rows of the tree
         whole = seen.draft
         # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
         if whole is not None and (whole is self._draft or _begins_with(whole, self._draft)):
             rows, size = self._rows, len(self._rows)
-            place = {rows[row]: depth for depth, row in enumerate(seen.path) if row < size}
+            accepted = [rows[row] for row in seen.path if row < size]
             if self._promised:
-                self._drafter.learn(self._promised, len(place) - 1 - len(self._needed.intersection(place)))
+                self._drafter.learn(self._promised, len(accepted) - 1 - len(self._needed.intersection(accepted)))
         for part in self._parts:
-            if part.asked and place:
-                self._judge(part, seen, answers.get(part), place)
+            if part.asked and accepted:
+                self._judge(part, seen, answers.get(part), accepted)
             elif part.taps:  # it sees the hidden states of all tokens
                 _show(part, seen, answers.get(part))
 
-    def _judge(self, part: Part, seen: Observation, answer: Sequence[int] | None, place: dict[int, int]) -> None:
-        """Judge a part that was asked by what became of its rows, and let it learn; ``place`` as for ``judge``."""
+    def _judge(self, part: Part, seen: Observation, answer: Sequence[int] | None, accepted: Sequence[int]) -> None:
+        """Judge a part that was asked by what became of its rows, and let it learn; ``accepted``: rows of the tree."""
         began, rows, prices = perf_counter(), self._rows, self._prices
-        part.judge(place, seen.tokens)
+        part.judge(seen.tokens)
         if part.told and part.maps:
             kept = {row: number for number, row in enumerate(rows)}
             own = seen if seen.answer is None else replace(seen, answer=answer)
@@ -500,7 +506,7 @@ class MergedSession(BatchedSession):
             net, size = 0.0, len(rows)
             if size > 1 and part.added:
                 mine = part.added.__contains__
-                net = sum(map(mine, place)) - prices.price(self._length, size, size - sum(map(mine, rows)))
+                net = sum(map(mine, accepted)) - prices.price(self._length, size, size - sum(map(mine, rows)))
             part.bandit.judge(
                 prices, self._length, net=net, seconds=part.seconds + perf_counter() - began, cost=part.draft.cost
             )

@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from drafters.tree import Margin
 from specdec.draft import Draft
 from specdec.drafter import Context, Observation
 from specdec.sampling import Scores
@@ -93,9 +94,9 @@ class DrawnSession:
         self._depth, self._table, self._context = depth, table, context
         self._weighs, self._most = rows is None, context.max_rows if rows is None else rows
         self._temperature = context.sampling.temperature
-        self._steps = context.costs.steps(context.prompt_length, context.max_rows)
-        prices = ((step - 1) / rows for rows, step in enumerate(self._steps[2:], 1))
-        self._least = max(_FAINT, min(prices, default=1.0)) if self._weighs else 0.0
+        self._margin = Margin(context.costs, context.prompt_length, self._most, _FAINT)
+        self._least = self._margin.least if self._weighs else [0.0] * (self._most + 1)
+        self._faint = min(self._least)
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
         self._tokens, self._parents = [context.root], [-1]  # the latest draft, ...
         self._chances = [1.0]  # ... and each row's chance where its parent is right, as promised
@@ -115,19 +116,21 @@ class DrawnSession:
             if row < most and depths[row] < deepest:
                 above = before if row == 0 else tokens[parents[row]]
                 for token, chance in self._after(above, tokens[row], depths[row]):
-                    if (worth := reach[row] * chance * self._sure) < self._least:
+                    if (worth := reach[row] * chance * self._sure) < self._faint:
                         break
                     heappush(ahead, (-worth, found, row, token, chance))
                     found += 1
             if not ahead or row >= most:
                 break
             worth, _, parent, token, chance = heappop(ahead)
+            if -worth < self._least[row]:
+                break
             tokens.append(token)
             parents.append(parent)
             depths.append(depths[parent] + 1)
             reach.append(-worth)
             chances.append(chance)
-        size = self._paying(reach) if self._weighs else len(reach)
+        size = 1 + self._margin.size(reach[1:]) if self._weighs else len(reach)
         for own in (tokens, parents, chances):
             del own[size:]
         self._tokens, self._parents, self._chances = tokens, parents, chances
@@ -147,11 +150,6 @@ class DrawnSession:
         odds = [math.exp((one - sums[0]) * self._temperature / _ERROR) for one in sums]
         share = guess.mass / sum(odds)
         return [(one, odd * share) for one, odd in zip(tokens, odds, strict=True)]
-
-    def _paying(self, reach: Sequence[float]) -> int:
-        """How many rows bring most over what they cost; a token is worth a plain step."""
-        worth = [total - step for total, step in zip(accumulate(reach), self._steps[1:], strict=False)]
-        return 1 + worth.index(max(worth))
 
     @property
     def _sure(self) -> float:

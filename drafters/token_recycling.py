@@ -94,7 +94,7 @@ class Successors:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._of: dict[int, list[int]] = {}
+        self._of: dict[int, Sequence[int]] = {}
 
     def of(self, token: int) -> Sequence[int]:
         """At most k distinct tokens; none where the token was never verified."""
@@ -103,11 +103,8 @@ class Successors:
     def read(self, tokens: Sequence[int]) -> None:
         """Put the pairs of a text in, the latest ones foremost."""
         for token, after in pairwise(tokens):
-            known = self._of.setdefault(token, [])
-            if after in known:
-                known.remove(after)
-            known.insert(0, after)
-            del known[self._size :]
+            others = [known for known in self.of(token) if known != after]
+            self._of[token] = [after, *others[: self._size - 1]]
 
     def learn(self, draft: Draft, path: Sequence[int], scores: Scores) -> None:
         """Take the top k of every scored row; where a token stands in several rows, an accepted one counts."""

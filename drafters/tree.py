@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
 
 from specdec.cost import CostCurve
 
-__all__ = ["Grown", "grow", "paying"]
+__all__ = ["Grown", "Margin", "grow", "paying"]
 
 
 class Grown(NamedTuple):
@@ -20,10 +23,38 @@ class Grown(NamedTuple):
     worth: float
 
 
-def grow(rates: Sequence[Sequence[float]], most: int, least: float = 0.0) -> list[Grown]:
+class Margin:
+    """Which nodes of a tree pay, where a token is worth a plain step.
+
+    Args:
+        costs: the target's.
+        length: tokens of the text.
+        most: nodes of a tree.
+        faint: what a node must be worth even where rows are free.
+
+    Attributes:
+        least: of a tree of 0, 1, ... nodes, what the next one must be worth, or no more of them will pay: none behind
+            it is worth more, and so many will cost at least that much each.
+    """
+
+    def __init__(self, costs: CostCurve, length: int, most: int, faint: float) -> None:
+        self._steps = costs.steps(length, most + 1)[1:]  # of 0, 1, ... nodes
+        steps, nodes = np.array(self._steps), np.arange(most + 1)
+        apart = nodes[None, :] - nodes[:, None]
+        each = np.full(apart.shape, np.inf)
+        np.divide(steps[None, :] - steps[:, None], apart, out=each, where=apart > 0)
+        self.least: list[float] = np.maximum(each.min(1), faint).tolist()
+
+    def size(self, worths: Sequence[float]) -> int:
+        """How many nodes, likeliest first, bring the most tokens over what their rows cost."""
+        nets = [tokens - step for tokens, step in zip(accumulate(worths, initial=0.0), self._steps, strict=False)]
+        return nets.index(max(nets))
+
+
+def grow(rates: Sequence[Sequence[float]], most: int, least: Sequence[float] | None = None) -> list[Grown]:
     """The ``most`` nodes that are likeliest to be right, likeliest first, so that parents come before children.
 
-    None is worth less than ``least``.
+    No more of them than the first that is worth less than :attr:`Margin.least` says.
 
     ``rates[d][r]`` is the chance that the guess of rank r is right d + 1 tokens below the root where its parent is, and
     falls with the rank; a node's worth is the product along its path.
@@ -36,7 +67,7 @@ def grow(rates: Sequence[Sequence[float]], most: int, least: float = 0.0) -> lis
     ahead = [(-rates[0][0], 0, 0, 1, 1.0)]
     while ahead and len(nodes) < most:
         worth, parent, rank, depth, above = heapq.heappop(ahead)
-        if -worth < least:
+        if least is not None and -worth < least[len(nodes)]:
             break
         nodes.append(Grown(parent, rank, depth, -worth))
         own = rates[depth - 1]

@@ -31,7 +31,7 @@ class Entry:
     hidden: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Draft:
     """T rows of one step.
 
@@ -77,8 +77,7 @@ class Draft:
                 f"the draft's tokens are {tokens[0]}, of type {tokens[1]}, its parents are {parents[0]}, of type "
                 f"{parents[1]}; both are sequences of integers, as probes and read are ({first_line(error)})"
             ) from error
-        object.__setattr__(self, "depths", depths)
-        object.__setattr__(self, "is_chain", is_chain)
+        self.depths, self.is_chain = depths, is_chain
 
     def _tree(self) -> tuple[list[int], bool]:
         """Each row's depth, and whether the rows are one path; raises DraftError where they are no tree."""
@@ -114,8 +113,8 @@ class Draft:
         """The same rows, of which these are the probes and the root is none; their tree is not looked at again."""
         made = object.__new__(Draft)
         for name in Draft.__slots__:
-            object.__setattr__(made, name, getattr(self, name))
-        object.__setattr__(made, "probes", probes)
+            setattr(made, name, getattr(self, name))
+        made.probes = probes
         return made
 
     def scored_rows(self) -> list[int] | None:

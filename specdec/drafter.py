@@ -82,7 +82,7 @@ class Context:
         return self.tokens[-1]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Observation:
     """What became of a step, or of a chunk of the prompt.
 

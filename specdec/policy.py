@@ -169,15 +169,17 @@ class Prices:
         plain = self.plain(length)
         return self.rate * (seconds / plain if self._clock else _ROW_SECONDS * fixed_rows / plain + cost)
 
-    def keep(self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0) -> int:
+    def keep(
+        self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0, share: float = 1.0
+    ) -> int:
         """How many of the rows to keep, best first, beside ``base`` rows that are there anyway.
 
-        ``gains``: each row's chance to be accepted. None are kept unless all together bring more than their price and
-        ``least`` tokens.
+        ``gains``: each row's chance to be accepted, of which a ``share`` is believed. None are kept unless all together
+        bring more than their price and ``least`` tokens.
         """
         seconds, beside, plain = self._curve(length, base + len(gains))
-        rate, first = self._step_rate / plain, beside + base
-        best, worth, total = 0, least, 0.0
+        rate, first = self._step_rate / plain / share, beside + base
+        best, worth, total = 0, least / share, 0.0
         for rows, gain in enumerate(gains, 1):
             total += gain
             net = total - rate * (seconds[first + rows] - seconds[first])
@@ -187,10 +189,9 @@ class Prices:
 
     def learn(self, rows: int, tokens: int, length: int, drafting: float, seconds: float) -> None:
         """Take note of a step of ``rows`` rows that yielded ``tokens``; see :meth:`RowPolicy.learn`."""
-        memory = self._memory
-        due = taken = spent = self.step(length, rows)
+        memory, (curve, beside, plain) = self._memory, self._curve(length, rows)
+        due = taken = spent = 1 + (curve[beside + rows] - curve[beside + 1]) / plain
         if self._clock:
-            plain = self.plain(length)
             taken = min((seconds - drafting) / plain, _OUTLIER * due * max(self._taken / self._due, 1.0))
             spent = taken + drafting / plain
             self._taken = memory * self._taken + taken

@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["Chunk", "Generation", "Seconds", "Statistics", "Step", "TokenLogprobs"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """One decoding step: ``tokens`` emitted (bonus last), ``rows`` of the target's forward, drafter's name."""
 

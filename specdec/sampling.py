@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -267,11 +267,11 @@ class Scores:
     rows: Sequence[int] | None = None
     shared: tuple[Peaks, int, int] | None = None
     processed: torch.Tensor | None = None
-    _place: dict[int, int] = field(default_factory=dict)
-    _best: list[int] = field(default_factory=list)
-    _own: list[int] = field(default_factory=list)
-    _top: list[list[int]] = field(default_factory=list)
-    _values: list[list[float]] = field(default_factory=list)
+    _place: Mapping[int, int] | None = None
+    _best: Sequence[int] = ()
+    _own: Sequence[int] = ()
+    _top: Sequence[list[int]] = ()
+    _values: Sequence[Sequence[float]] = ()
 
     def of(self, row: int) -> torch.Tensor:
         """[V] raw logits of a draft row."""
@@ -281,8 +281,8 @@ class Scores:
         """Where a draft row stands in ``logits``."""
         if self.rows is None:
             return row
-        if not self._place:
-            self._place.update({row: place for place, row in enumerate(self.rows)})
+        if self._place is None:
+            self._place = {row: place for place, row in enumerate(self.rows)}
         return self._place[row]
 
     def argmax(self, row: int) -> int:
@@ -296,7 +296,7 @@ class Scores:
             tokens = peaks.of(first, last)
             if _UNSOUND in tokens:
                 raise _no_distribution(self.logits)
-            self._best.extend(tokens)
+            self._best = tokens
         best = self._best[row if self.rows is None else self.place(row)]
         if best == _UNSOUND:
             raise _no_distribution(self.of(row))
@@ -325,12 +325,11 @@ class Scores:
 
         ``values``: the logits of the latter, or none.
         """
-        self._best.extend(best)
-        self._own.extend(own)
+        self._best, self._own = best, own
         count = len(top) // len(best)
         firsts = range(0, len(top), max(count, 1))
-        self._top.extend(list(top[start : start + count]) for start in firsts)
-        self._values.extend(list(values[start : start + count]) for start in firsts if values)
+        self._top = [list(top[start : start + count]) for start in firsts]
+        self._values = [values[start : start + count] for start in firsts if values]
 
     def top(self, count: int) -> torch.Tensor:
         """[R, k] of each scored row the tokens with the ``count`` largest raw logits, the largest first."""

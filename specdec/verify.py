@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """``path``: accepted rows, ascending, the root first; ``tokens``: as many, the last one being the bonus token."""
 

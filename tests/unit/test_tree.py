@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
-from drafters.tree import grow, paying
+from drafters.tree import Margin, grow, paying
 from specdec.cost import CostCurve
 
 
@@ -22,7 +23,7 @@ def test_trees_grow_by_worth() -> None:
     worth = {path: rates[0][path[0]] * (rates[1][path[1]] if len(path) > 1 else 1.0) for path in paths[1:]}
     assert [node.worth for node in nodes] == pytest.approx(sorted(worth.values(), reverse=True))
     assert grow(rates, 3) == nodes[:3]
-    assert grow(rates, 99, nodes[4].worth) == [node for node in nodes if node.worth >= nodes[4].worth]
+    assert grow(rates, 99, [nodes[4].worth] * 99) == [node for node in nodes if node.worth >= nodes[4].worth]
 
 
 def test_sizes_that_pay() -> None:
@@ -30,3 +31,29 @@ def test_sizes_that_pay() -> None:
     for slope, size in ((0.0, 6), (0.3, 1), (0.1, 3)):
         costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 1.0 + 100 * slope]])
         assert paying(nodes, costs, 100) == size
+
+
+def test_no_node_that_would_pay_is_missed_by_stopping_early() -> None:
+    """With steps of any shape; and what is left out is most."""
+    chooser, looked = random.Random(3), [0, 0]
+    for _ in range(300):
+        each = [chooser.choice([0.0, 0.1, 0.2, 0.3]) for _ in range(30)]
+        seconds = [*itertools.accumulate(each, initial=1.0)]
+        costs = CostCurve(machine={}, rows=range(1, 32), lengths=[1], seconds=[seconds])
+        margin = Margin(costs, 5, 30, 0.001)
+        rates = [sorted((chooser.random() ** 3 for _ in range(6)), reverse=True) for _ in range(5)]
+        every, few = grow(rates, 30), grow(rates, 30, margin.least)
+        worths = [node.worth for node in every]
+        nets = [sum(worths[:size]) - seconds[size] for size in range(31)]
+        size = margin.size(worths)
+        assert nets[size] == pytest.approx(max(nets))
+        assert every[:size] == few[: margin.size([node.worth for node in few])]
+        looked[0] += len(every)
+        looked[1] += len(few)
+    assert looked[1] < 0.6 * looked[0]
+
+
+def test_what_is_faint_is_not_looked_at_where_rows_are_free() -> None:
+    free = CostCurve(machine={}, rows=[1, 9], lengths=[1], seconds=[[1.0, 1.0]])
+    nodes = grow([[0.5, 0.25]] * 4, 8, Margin(free, 5, 8, 0.1).least)
+    assert [node.worth for node in nodes] == [0.5, 0.25, 0.25, 0.125, 0.125, 0.125]
