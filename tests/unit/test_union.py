@@ -190,6 +190,26 @@ def test_a_chain_by_itself_is_placed_as_any_tree_is(match: int, faint: float) ->
         assert found[0] == found[1]
 
 
+@settings(max_examples=200)
+@given(parts(), st.lists(st.integers(3, 4), min_size=1, max_size=4), st.sampled_from([0.0, 0.2]))
+def test_rows_behind_what_was_emitted_are_judged_by_what_came(part: Fixed, text: list[int], least: float) -> None:
+    """Those that were placed, and the first of a path that was left out as too faint; each against its definition."""
+    part.start(context_of([2]))
+    draft, bandit = part.propose(9), Bandit(part, 0.9)
+    placed = Part(part, bandit, context_of([2]))
+    placed.draft = draft
+    placed.place(Tree(2), least)
+    noted: list[tuple[int, bool]] = []
+    bandit.note = lambda kind, right: noted.append((kind, right))  # type: ignore[method-assign]
+    placed.judge(text)
+    due = []
+    for own in range(1, len(placed.kinds)):
+        above, depth = draft.parents[own], draft.depths[own]
+        if placed.rows[above] >= 0 and draft.path_tokens(above) == text[: depth - 1] and depth <= len(text):
+            due.append((placed.kinds[own], draft.tokens[own] == text[depth - 1]))
+    assert noted == due
+
+
 @pytest.mark.parametrize("policy", ["acceptance", "cost", "off"])
 def test_a_part_whose_rows_do_not_pay_is_tried_now_and_then(policy: str) -> None:
     truth = Oracle([*PROMPT, *greedy("llama", PROMPT, 150)], 32, deepest=1, steady=True)
