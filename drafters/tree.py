@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
-
-import numpy as np
 
 from specdec.cost import CostCurve
 
@@ -38,12 +37,19 @@ class Margin:
     """
 
     def __init__(self, costs: CostCurve, length: int, most: int, faint: float) -> None:
-        self._steps = costs.steps(length, most + 1)[1:]  # of 0, 1, ... nodes
-        steps, nodes = np.array(self._steps), np.arange(most + 1)
-        apart = nodes[None, :] - nodes[:, None]
-        each = np.full(apart.shape, np.inf)
-        np.divide(steps[None, :] - steps[:, None], apart, out=each, where=apart > 0)
-        self.least: list[float] = np.maximum(each.min(1), faint).tolist()
+        self._steps = steps = costs.steps(length, most + 1)[1:]  # of 0, 1, ... nodes
+        self.least = [math.inf]
+        hull = [most]  # corners of the largest convex curve that is nowhere above the steps of more nodes, nearest last
+
+        def each(nodes: int, more: int) -> float:
+            return (steps[more] - steps[nodes]) / (more - nodes)
+
+        for nodes in range(most - 1, -1, -1):
+            while len(hull) > 1 and each(nodes, hull[-1]) >= each(nodes, hull[-2]):
+                hull.pop()
+            self.least.append(max(each(nodes, hull[-1]), faint))
+            hull.append(nodes)
+        self.least.reverse()
 
     def size(self, worths: Sequence[float]) -> int:
         """How many nodes, likeliest first, bring the most tokens over what their rows cost."""

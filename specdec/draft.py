@@ -33,7 +33,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """T rows of one step.
+    """T rows of one step. Nobody changes a draft that was made; it is not frozen, as that would take a step longer.
 
     Attributes:
         tokens: T token ids; ``tokens[0]`` is the root. On a device they may be :class:`specdec.copies.Later`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -51,6 +52,18 @@ def test_no_node_that_would_pay_is_missed_by_stopping_early() -> None:
         looked[0] += len(every)
         looked[1] += len(few)
     assert looked[1] < 0.6 * looked[0]
+
+
+def test_what_a_node_must_be_worth_is_what_those_behind_it_cost_at_least() -> None:
+    chooser = random.Random(4)
+    for size in range(1, 30):
+        seconds = [*itertools.accumulate([chooser.random() ** 3 for _ in range(size)], initial=1.0)]
+        costs = CostCurve(machine={}, rows=range(1, size + 2), lengths=[1], seconds=[seconds])
+        due = [
+            max(0.01, min((seconds[more] - seconds[nodes]) / (more - nodes) for more in range(nodes + 1, size + 1)))
+            for nodes in range(size)
+        ]
+        assert Margin(costs, 5, size, 0.01).least == pytest.approx([*due, math.inf])
 
 
 def test_what_is_faint_is_not_looked_at_where_rows_are_free() -> None:
