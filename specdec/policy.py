@@ -189,9 +189,10 @@ class Prices:
 
     def learn(self, rows: int, tokens: int, length: int, drafting: float, seconds: float) -> None:
         """Take note of a step of ``rows`` rows that yielded ``tokens``; see :meth:`RowPolicy.learn`."""
-        memory, (curve, beside, plain) = self._memory, self._curve(length, rows)
-        due = taken = spent = 1 + (curve[beside + rows] - curve[beside + 1]) / plain
+        memory = self._memory
+        due = taken = spent = self.step(length, rows)
         if self._clock:
+            plain = self.plain(length)
             taken = min((seconds - drafting) / plain, _OUTLIER * due * max(self._taken / self._due, 1.0))
             spent = taken + drafting / plain
             self._taken = memory * self._taken + taken
