@@ -271,12 +271,20 @@ typedef struct {
     int64_t y_stride, apart, soon_apart, steps;
 } Task;
 
-/* Ask for what is needed soon: into the second cache, as the first has no room for it. */
+/* Where to weights are brought: the second cache, as the first has no room for them. AMD's processors are told that they
+ * are needed once: these bring them there as well, but let go of them before all else, such as what Python runs on. */
+#if LANES == 16 && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__)) /* as compilers call them */
+enum { LOCALITY = 0 };
+#else
+enum { LOCALITY = 2 };
+#endif
+
+/* Ask for what is needed soon. */
 INLINE void ask(const char *soon, int64_t apart, const int lines) {
 #pragma GCC unroll 2
     for (int at = 0; at < 64 * lines; at += 64) {
-        __builtin_prefetch(soon + at, 0, 2);
-        if (apart) __builtin_prefetch(soon + at + apart, 0, 2);
+        __builtin_prefetch(soon + at, 0, LOCALITY);
+        if (apart) __builtin_prefetch(soon + at + apart, 0, LOCALITY);
     }
 }
 
@@ -364,7 +372,7 @@ INLINE int64_t units_of(const Product *p) {
 /* Where the odd weights of a panel begin. */
 INLINE int64_t odd_from(const Product *p, int64_t panel) { return p->odd && panel ? p->odd_end[panel - 1] : 0; }
 
-/* y [rows, y_stride] += a group's rows times the odd weights of a strip. */
+/* A strip's y [rows, y_stride] += a group's rows times its odd weights. */
 static void add_odd(const Product *p, int64_t strip, const float *grouped, float *y, int64_t y_stride, int64_t rows) {
     const int64_t panels = STRIP / PANEL, side = paired(p->kind) ? 2 : 1;
     for (int64_t at = odd_from(p, strip * panels); at < odd_from(p, (strip + 1) * panels); at++) {
@@ -375,26 +383,43 @@ static void add_odd(const Product *p, int64_t strip, const float *grouped, float
             if (side == 2) bits = o->input % 2 ? bits & 0xffff0000 : bits << 16;
             float input;
             memcpy(&input, &bits, sizeof input);
-            y[r * y_stride + o->output] += o->value * input;
+            y[r * y_stride + o->output % STRIP] += o->value * input;
         }
     }
 }
 
-/* Rows [begin, end) of y get the bias of `count` outputs from `first` on. */
-static void add_bias(const Product *p, float *y, int64_t y_stride, int64_t begin, int64_t end, int64_t first,
-                     int64_t count) {
-    for (int64_t r = begin; p->bias && r < end; r++)
-        for (int64_t o = first; o < first + count && o < p->outputs; o++) y[r * y_stride + o] += p->bias[o];
+/* Outputs of a strip; the last ones may have fewer than others, or none. */
+INLINE int64_t outputs_of(const Product *p, int64_t strip) {
+    const int64_t left = p->outputs - strip * STRIP;
+    return left < 0 ? 0 : left < STRIP ? left : STRIP;
 }
 
-/* Groups [begin, end) of all rows times one strip of a weight, a stretch of inputs at a time. */
+/* Rows [begin, end) of a strip's y get its bias. */
+static void add_bias(const Product *p, float *y, int64_t y_stride, int64_t begin, int64_t end, int64_t strip) {
+    const int64_t count = outputs_of(p, strip);
+    for (int64_t r = begin; p->bias && r < end; r++)
+        for (int64_t o = 0; o < count; o++) y[r * y_stride + o] += p->bias[strip * STRIP + o];
+}
+
+/* The weights of a strip: its first panel's, and so many bytes from panel to panel. */
+typedef struct {
+    const char *weight;
+    int64_t apart;
+} Strip;
+
+INLINE Strip strip_of(const Product *p, int64_t strip) {
+    const int64_t steps = p->kind == CODED ? units_of(p) / 2 : units_of(p), apart = steps * bytes_of(p->kind);
+    return (Strip){(const char *)p->weight + strip * (STRIP / PANEL) * apart, apart};
+}
+
+/* A strip's y [rows, y_stride] += groups [begin, end) of all rows times its weights, a stretch of inputs at a time, while
+ * the first ones of strip `then` are asked for, unless it is none. */
 static void multiply_strip(const Product *p, const float *grouped, float *y, int64_t y_stride, int64_t rows,
-                           int64_t strip, int64_t begin, int64_t end) {
+                           int64_t strip, int64_t begin, int64_t end, Strip then) {
     const int64_t panels = STRIP / PANEL, groups = (rows + FEW - 1) / FEW, size = bytes_of(p->kind);
     const int64_t taken = p->kind == CODED ? 2 : 1; /* floats of x at a step */
-    const int64_t units = units_of(p), steps = units / taken, apart = steps * size;
-    const int64_t stretches = (steps * taken + STRETCH - 1) / STRETCH;
-    const char *weight = (const char *)p->weight + strip * panels * apart;
+    const int64_t units = units_of(p), steps = units / taken, stretches = (steps * taken + STRETCH - 1) / STRETCH;
+    const Strip own = strip_of(p, strip);
     const int keeps = p->kind == HALF ? end - begin > 1 : p->kind >= CODED && end - begin > MANY;
     float wide[STRIP * STRETCH] __attribute__((aligned(64)));
     int64_t passes = 0;
@@ -402,15 +427,15 @@ static void multiply_strip(const Product *p, const float *grouped, float *y, int
     const int64_t shares = passes < SHARES ? passes : SHARES; /* passes that ask, so that memory never waits for one */
     for (int64_t s = 0; s < stretches; s++) {
         int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches, pass = 0;
-        const char *soon = weight + (s + 1 < stretches ? to * size : panels * apart);
+        const Strip soon = s + 1 < stretches ? (Strip){own.weight + to * size, own.apart} : then;
         for (int64_t g = begin; g < end; g++) {
             int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row, kind = p->kind;
-            Task task = {.x = grouped + row * units + from * taken * count, .y = y + row * y_stride + strip * STRIP,
-                         .weight = weight + from * size, .highs = p->highs, .apart = apart, .steps = to - from,
+            Task task = {.x = grouped + row * units + from * taken * count, .y = y + row * y_stride,
+                         .weight = own.weight + from * size, .highs = p->highs, .apart = own.apart, .steps = to - from,
                          .y_stride = y_stride, .soon_step = size / shares};
-            if (pass < panels * shares)
-                task.soon = soon + pass / shares * apart + pass % shares * task.steps * task.soon_step;
-            if (panels > 1 && passes == 1) task.soon_apart = apart;
+            if (soon.weight && pass < panels * shares)
+                task.soon = soon.weight + pass / shares * soon.apart + pass % shares * task.steps * task.soon_step;
+            if (panels > 1 && passes == 1) task.soon_apart = soon.apart;
             pass += passes_of(count, kind);
             if (keeps && g == begin) task.wide = wide;
             if (keeps && g > begin) {
@@ -429,7 +454,7 @@ static void multiply_strip(const Product *p, const float *grouped, float *y, int
             if (s + 1 == stretches) add_odd(p, strip, grouped + row * units, y + row * y_stride, y_stride, count);
         }
     }
-    if (begin < end) add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, STRIP);
+    if (begin < end) add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip);
 }
 
 #if HAS_TILES
@@ -554,13 +579,13 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
                 for (int v = 0; v < VECTORS; v++) {
                     floats whole = {0};
                     for (int part = parts; part-- > 0;) whole += load(sum, (r * parts + part) * STRIP + v * LANES, 0);
-                    float *total = y + (row + r) * y_stride + strip * STRIP + v * LANES;
+                    float *total = y + (row + r) * y_stride + v * LANES;
                     if (onto) whole += load(total, 0, 0);
                     *(floats *)total = whole;
                 }
         }
     }
-    add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, STRIP);
+    add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip);
 }
 
 /* `count` rows [count, inputs], the first of which is `row`, go to their place as [inputs / STEP][count][parts][STEP] in
@@ -593,15 +618,21 @@ enum { TILE = FEW, CROWD = 1 };
 #define release_tiles() (void)0
 #endif
 
+static void store(void *to, int64_t at, const float *from, int64_t count, int half) {
+    if (!half) memcpy((float *)to + at, from, count * sizeof(float));
+    else narrow_all(from, (uint16_t *)to + at, count);
+}
+
 /* y [rows, y_stride] = x [rows, inputs] times the weight, plus the bias; `onto` y, or else in its place. Of pairs, x is
- * left in bfloat16. `grouped` has room for it as it is multiplied. */
-static void product(const Product *p, float *x, float *grouped, float *y, int64_t y_stride, int64_t rows, int onto,
-                    int threads) {
+ * left in bfloat16. `grouped` has room for it as it is multiplied. `next`, unless it is NULL, is multiplied by next.
+ * Unless `out` is NULL, y goes there [rows, outputs], in bfloat16 if `half`, and is itself [threads, rows, STRIP] only. */
+static void product(const Product *p, const Product *next, float *x, float *grouped, float *y, int64_t y_stride,
+                    int64_t rows, int onto, void *out, int half, int threads) {
     const int tiles = HAS_TILES && p->tiles;
     const int64_t most = tiles ? TILE / parts_of(p) : FEW;
     const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + most - 1) / most, all = strips * groups;
     const int64_t units = units_of(p);
-    if (!onto && !tiles)
+    if (!onto && !out && !tiles)
         EACH_ROW for (int64_t r = 0; r < rows; r++) memset(y + r * y_stride, 0, padded(p->outputs) * sizeof *y);
     if (units < p->inputs && !tiles)
         EACH_ROW for (int64_t r = 0; r < rows; r++) narrow_all(x + r * p->inputs, x + r * p->inputs, p->inputs);
@@ -621,8 +652,19 @@ static void product(const Product *p, float *x, float *grouped, float *y, int64_
             begin = at % groups;
             end = groups - begin < last - at ? groups : begin + last - at;
             if (tiles && end - begin > CROWD) end = begin + CROWD;
-            if (tiles) multiply_tiles(p, (const char *)grouped, y, y_stride, rows, at / groups, begin, end, onto, &shaped);
-            else multiply_strip(p, grouped, y, y_stride, rows, at / groups, begin, end);
+            const int64_t strip = at / groups, first = rows * begin / groups, count = rows * end / groups - first;
+            const int64_t stride = out ? STRIP : y_stride;
+            float *own = out ? y + t * rows * STRIP : y + strip * STRIP;
+            if (out && !tiles) memset(own + first * STRIP, 0, count * STRIP * sizeof *own);
+            if (tiles) multiply_tiles(p, (const char *)grouped, own, stride, rows, strip, begin, end, onto, &shaped);
+            else {
+                Strip then = {0}; /* where this thread goes on */
+                if (at + end - begin < last) then = strip_of(p, strip + 1);
+                else if (next) then = strip_of(next, padded(next->outputs) / STRIP * t / threads);
+                multiply_strip(p, grouped, own, stride, rows, strip, begin, end, then);
+            }
+            for (int64_t r = first; out && r < first + count; r++)
+                store(out, r * p->outputs + strip * STRIP, own + r * STRIP, outputs_of(p, strip), half);
         }
         if (tiles) release_tiles();
     }
@@ -650,11 +692,6 @@ static void rotate(float *head, const float *cosines, const float *sines, int64_
         head[i] = low * cosines[i] + high * sines[i];
         head[i + half] = high * cosines[i + half] + low * sines[i + half];
     }
-}
-
-static void store(void *to, int64_t at, const float *from, int64_t count, int half) {
-    if (!half) memcpy((float *)to + at, from, count * sizeof(float));
-    else narrow_all(from, (uint16_t *)to + at, count);
 }
 
 /* The slots that tree row `row` sees, in the order of their positions; returns how many. `slots` holds those of
@@ -1321,10 +1358,11 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
                       float *found, const float *by, const uint64_t *keys, int64_t *drawn, int threads) {
     const Product *p = &head->product;
-    const int64_t size = m->hidden, width = padded(p->outputs), half = m->half;
-    float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + gathered(size) + width));
+    const int64_t size = m->hidden, half = m->half;
+    float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + gathered(size) + threads * STRIP));
     if (!scratch) return 1;
-    float *x = scratch, *grouped = x + count * size, *y = grouped + count * gathered(size), *all = y + count * width;
+    float *x = scratch, *grouped = x + count * size, *sums = grouped + count * gathered(size);
+    float *all = sums + threads * count * STRIP;
     if (normed)
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
@@ -1337,10 +1375,9 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
         norm(own, head->norm, own, size, head->epsilon);
         for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
     }
-    product(p, x, grouped, y, width, count, 0, threads);
+    product(p, NULL, x, grouped, sums, STRIP, count, 0, logits, half, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
     for (int64_t r = 0; r < count; r++) {
-        store(logits, r * p->outputs, y + r * width, p->outputs, half);
         const void *own = row_of(logits, r, p->outputs, half);
         if (tops) {
             specdec_top(own, NULL, 1, p->outputs, half, tops, most + r * tops, found + r * tops);
@@ -1354,13 +1391,13 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
 
 /* The stream [rows, width] gets x [rows, inputs] times the weight, normed first where there is a weight for that;
  * `apart` has the stream's size. */
-static void add_product(const Product *p, float *x, float *grouped, const float *weight, float epsilon, float *stream,
+static void add_product(const Product *p, const Product *next, float *x, float *grouped, const float *weight, float epsilon, float *stream,
                         float *apart, int64_t width, int64_t rows, int threads) {
     if (!weight) {
-        product(p, x, grouped, stream, width, rows, 1, threads);
+        product(p, next, x, grouped, stream, width, rows, 1, NULL, 0, threads);
         return;
     }
-    product(p, x, grouped, apart, width, rows, 0, threads);
+    product(p, next, x, grouped, apart, width, rows, 0, NULL, 0, threads);
     EACH_ROW for (int64_t r = 0; r < rows; r++) {
         norm(apart + r * width, weight, apart + r * width, p->outputs, epsilon);
         for (int64_t i = 0; i < p->outputs; i++) stream[r * width + i] += apart[r * width + i];
@@ -1391,12 +1428,12 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
             if (taps && taps[n]) store(taps[n], r * size, stream + r * width, size, half);
             norm(stream + r * width, l->first_norm, normed + r * size, size, l->first_epsilon);
         }
-        product(&l->qkv, normed, grouped, qkv, heads, rows, 0, threads);
+        product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, threads);
         attention(m, l, all, n, qkv, heads, mixed, rest, threads);
-        add_product(&l->out, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, threads);
+        add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++)
             norm(stream + r * width, l->second_norm, normed + r * size, size, l->second_epsilon);
-        product(&l->gate_up, normed, grouped, gates, wide, rows, 0, threads);
+        product(&l->gate_up, &l->down, normed, grouped, gates, wide, rows, 0, NULL, 0, threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             const float *gate = gates + r * wide, *up = gate + m->inner;
             for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
@@ -1405,7 +1442,7 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
                 *(floats *)(active + r * m->inner + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
             }
         }
-        add_product(&l->down, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows, threads);
+        add_product(&l->down, n + 1 < last ? &l[1].qkv : head ? &head->product : NULL, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows, threads);
         if (half) /* so that a walk may end here and another go on */
             EACH_ROW for (int64_t i = 0; i < rows * width; i++) stream[i] = widen(narrow(stream[i]));
     }
@@ -1425,7 +1462,7 @@ int specdec_product(const Product *p, const void *x, const void *onto, void *y, 
     widen_all(x, scratch, rows * p->inputs, half);
     for (int64_t r = 0; onto && r < rows; r++)
         widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
-    product(p, scratch, grouped, sums, width, rows, onto != NULL, threads);
+    product(p, NULL, scratch, grouped, sums, width, rows, onto != NULL, NULL, 0, threads);
     EACH_ROW for (int64_t r = 0; r < rows; r++) store(y, r * p->outputs, sums + r * width, p->outputs, half);
     free(scratch);
     return 0;
@@ -1467,7 +1504,7 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
             float *own = states + k * rows * size, *from = n ? read : brought;
             const int64_t stride = n ? padded(size) : wide;
             if (n) memcpy(from, own, rows * size * sizeof *own); /* pairs round it, which the state is not */
-            if (n || !k) product(p, from, grouped, more, stride, rows, 0, threads);
+            if (n || !k) product(p, NULL, from, grouped, more, stride, rows, 0, NULL, 0, threads);
             for (int64_t r = 0; r < rows; r++) {
                 const float *added = more + r * stride + (n ? 0 : k * size);
                 int64_t i = 0;
@@ -1480,7 +1517,7 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
         }
     for (int64_t k = 0; h->ends && k < (h->own ? heads : 1); k++) {
         const int64_t count = h->own ? rows : all;
-        product(h->ends + k, states + k * rows * size, grouped, logits + k * rows * width, width, count, 0, threads);
+        product(h->ends + k, NULL, states + k * rows * size, grouped, logits + k * rows * width, width, count, 0, NULL, 0, threads);
     }
     for (int64_t r = 0; r < rows; r++)
         for (int64_t k = 0; k < heads; k++) {

@@ -556,7 +556,7 @@ def test_what_is_no_number_spreads_as_in_the_model(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 11, 40])
 def test_threads_change_nothing(rows: int, dtype: torch.dtype) -> None:
     """Nor do the rows beside a row, when threads part the rows of one strip of a weight."""
-    target, prompt = native_target("qwen2", dtype), models.prompt_of(40)
+    target, prompt = native_target("qwen2", dtype, vocab_size=3001), models.prompt_of(40)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3, 7):
