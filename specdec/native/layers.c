@@ -271,8 +271,8 @@ typedef struct {
     int64_t y_stride, apart, soon_apart, steps;
 } Task;
 
-/* Where to weights are brought: the second cache, as the first has no room for them. AMD's processors are told that they
- * are needed once: these bring them there as well, but let go of them before all else, such as what Python runs on. */
+/* How near weights are brought: into the second cache, as the first has no room for them. AMD's processors are told that
+ * they are needed once: these bring them as near, but let go of them before all else, such as what Python runs on. */
 #if LANES == 16 && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__)) /* as compilers call them */
 enum { LOCALITY = 0 };
 #else
@@ -1391,8 +1391,8 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
 
 /* The stream [rows, width] gets x [rows, inputs] times the weight, normed first where there is a weight for that;
  * `apart` has the stream's size. */
-static void add_product(const Product *p, const Product *next, float *x, float *grouped, const float *weight, float epsilon, float *stream,
-                        float *apart, int64_t width, int64_t rows, int threads) {
+static void add_product(const Product *p, const Product *next, float *x, float *grouped, const float *weight,
+                        float epsilon, float *stream, float *apart, int64_t width, int64_t rows, int threads) {
     if (!weight) {
         product(p, next, x, grouped, stream, width, rows, 1, NULL, 0, threads);
         return;
@@ -1430,7 +1430,8 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
         }
         product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, threads);
         attention(m, l, all, n, qkv, heads, mixed, rest, threads);
-        add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, threads);
+        add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows,
+                    threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++)
             norm(stream + r * width, l->second_norm, normed + r * size, size, l->second_epsilon);
         product(&l->gate_up, &l->down, normed, grouped, gates, wide, rows, 0, NULL, 0, threads);
@@ -1442,7 +1443,8 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
                 *(floats *)(active + r * m->inner + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
             }
         }
-        add_product(&l->down, n + 1 < last ? &l[1].qkv : head ? &head->product : NULL, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows, threads);
+        const Product *next = n + 1 < last ? &l[1].qkv : head ? &head->product : NULL;
+        add_product(&l->down, next, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows, threads);
         if (half) /* so that a walk may end here and another go on */
             EACH_ROW for (int64_t i = 0; i < rows * width; i++) stream[i] = widen(narrow(stream[i]));
     }
@@ -1517,7 +1519,8 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
         }
     for (int64_t k = 0; h->ends && k < (h->own ? heads : 1); k++) {
         const int64_t count = h->own ? rows : all;
-        product(h->ends + k, NULL, states + k * rows * size, grouped, logits + k * rows * width, width, count, 0, NULL, 0, threads);
+        product(h->ends + k, NULL, states + k * rows * size, grouped, logits + k * rows * width, width, count, 0, NULL, 0,
+                threads);
     }
     for (int64_t r = 0; r < rows; r++)
         for (int64_t k = 0; k < heads; k++) {
