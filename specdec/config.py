@@ -242,7 +242,10 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         values = read_value(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the config {shown(str(path), 400)}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read the config {shown(str(path), 400)}: {error.strerror}; give a YAML file, such as one of a "
+            "checkout's configs/"
+        ) from error
     except (yaml.YAMLError, ValueError) as error:  # no such text, or no such name
         raise ConfigError(f"the config {shown(str(path), 400)} is no YAML: {_short(error)}") from error
     if not isinstance(values, dict):

@@ -272,7 +272,7 @@ typedef struct {
 } Task;
 
 /* How near weights are brought: into the second cache, as the first has no room for them. AMD's processors are told that
- * they are needed once: these bring them as near, but let go of them before all else, such as what Python runs on. */
+ * they are needed once, so that other things may stay in the caches: decoding takes a little less for it. */
 #if LANES == 16 && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__)) /* as compilers call them */
 enum { LOCALITY = 0 };
 #else

@@ -76,7 +76,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["--temperature", "-1"], "temperature is -1.0; it must be a finite number >= 0"),
         (["--top-p", "0"], "top_p is 0.0; it must be a number in (0, 1]"),
         (["--acceptance", "typical", "--temperature", "1"], "acceptance='typical' changes the output distribution"),
-        (["--config", "no/such.yaml"], "cannot read the config 'no/such.yaml': No such file or directory"),
+        (
+            ["--config", "no/such.yaml"],
+            "cannot read the config 'no/such.yaml': No such file or directory; give a YAML file",
+        ),
         (["--device", "abacus"], "device 'abacus' cannot be used: "),
         (
             ["--model", "no/such/folder"],
