@@ -148,9 +148,11 @@ class Bandit:
             self._net = hope - prices.drafting(0.0, self._fixed_rows, length)
         if self._net > -_DEBT:
             return True
-        if not self._patience.due():
+        # Those who decode together are woken together, and each of them then pays for the try.
+        sequences = 1 if prices.crowd is None else prices.crowd.sequences
+        if not self._patience.due(1 / sequences):
             return False
-        self._net = 0.0  # one disappointment, and it sleeps again
+        self._net = 0.0  # a few disappointments, and it sleeps again
         return True
 
     def judge(self, prices: Prices, length: int, *, net: float, seconds: float, cost: float) -> None:

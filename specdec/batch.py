@@ -257,7 +257,7 @@ class Scheduler:
         parts = forward_together(self._engine.target, turns, drafter.taps, likeliest=likeliest)
         ended, rows = perf_counter(), [turn.block.rows for turn in turns]
         live, fallback = self._engine.live, self._engine.fallback
-        length = sum(one.decoding.length for one in chosen) // len(chosen)
+        length = sum(turn.block.length for turn in turns) // len(turns)
         whole = sum(rows) if all(turn.is_whole for turn in turns) else None
         if live is not None and whole is not None:
             live.note(whole, length, ended - began)

@@ -7,6 +7,7 @@ device drafts need not be known on the host before they are verified (:class:`La
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, overload
 
 import numpy as np
@@ -32,6 +33,7 @@ _ALIGN = 16  # bytes; every view may be read as any dtype
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool, np.dtype(np.uint8): torch.uint8}
 
 
+@lru_cache
 def is_apart(device: torch.device | None) -> bool:
     """Whether a device has memory of its own, so that every copy to it or from it costs a launch, or a wait."""
     return device is not None and device.type != "cpu"

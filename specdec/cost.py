@@ -23,6 +23,7 @@ from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from specdec import copies
@@ -58,7 +59,7 @@ _REPEATS = 15
 _GROWTH = 32  # texts grow by so many tokens while forwards are timed, and begin anew: some kernels plan by length
 _STEADY = 0.8  # share of a measurement's time in which its thread must have had a processor
 _PASS_SECONDS = 6e-5  # of a drafter's pass, besides its weights
-_READINGS = 512  # of a curve that are kept
+_READ, _READINGS = 256, 512  # rows of a reading, or more, and readings of a curve that are kept
 _MOST = 10**9  # rows, tokens and seconds of a curve
 _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
 
@@ -125,7 +126,7 @@ class CostCurve:
         """By length and rows; sequences share them."""
         return {}
 
-    def at(self, length: int, most: int) -> list[float]:
+    def at(self, length: int, most: int) -> npt.NDArray[np.float64]:
         """Seconds of 0 .. ``most`` rows after ``length`` tokens; straight lines between and beyond the measured.
 
         Where no more rows were measured than a step is bound by reading the weights for, their slope says nothing of
@@ -140,7 +141,7 @@ class CostCurve:
             share = max(share, 0.0)  # below the shortest, the shortest: a line could end below nothing
             seconds = grid[right - 1] + share * (grid[right] - grid[right - 1])
         wanted, last = np.arange(most + 1), self.rows[-1]
-        values = np.interp(wanted, self.rows, seconds)
+        values: npt.NDArray[np.float64] = np.interp(wanted, self.rows, seconds)
         if most > last:
             slope = max(seconds[-1] - seconds[-2], 0.0) / (last - self.rows[-2]) if last > 1 else 0.0
             if last < _BALANCE:
@@ -148,19 +149,18 @@ class CostCurve:
             beyond = wanted > last
             values[beyond] = seconds[-1] + slope * (wanted[beyond] - last)
         values[0] = 0.0
-        result: list[float] = values.tolist()
-        return result
+        return values
 
     def reading(self, length: int, most: int) -> Reading:
         """What forwards of up to ``most`` rows, or more, take after ``length`` tokens."""
-        size = max(16, 1 << most.bit_length())  # a few sizes serve all, so that the curve is seldom read
+        size = max(_READ, 1 << most.bit_length())  # nearly all ask for as many, so that the curve is seldom read
         known = self._readings.get((length, size))
         if known is None:
             seconds = np.minimum.accumulate(self.at(length, size)[::-1])[::-1]
-            cheapest = np.minimum.accumulate(np.diff(seconds, append=math.inf)[::-1])[::-1]
+            cheapest = np.minimum.accumulate((seconds[1:] - seconds[:-1])[::-1])[::-1]
             if len(self._readings) == _READINGS:
                 self._readings.clear()
-            known = self._readings[length, size] = Reading(seconds.tolist(), cheapest.tolist())
+            known = self._readings[length, size] = Reading(seconds.tolist(), [*cheapest.tolist(), math.inf])
         return known
 
     def steps(self, length: int, most: int) -> list[float]:

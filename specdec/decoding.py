@@ -177,11 +177,6 @@ class Decoding:
         return text
 
     @property
-    def length(self) -> int:
-        """Tokens in the target's cache."""
-        return self._cache.length
-
-    @property
     def cache_bytes(self) -> int:
         """Bytes of the target's cache."""
         return self._cache.nbytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -182,16 +183,17 @@ def forward_together(
     hidden, logits, peaks = output.hidden, output.logits, None
     if logits is not None:
         peaks = Peaks(logits) if output.peaks is None else output.peaks[0]
-    first = place = 0
-    came_through = [(tap, rows, rows.shape[0]) for tap, rows in found.items()]
-    for part, number, count in zip(ranked, order, counts, strict=True):
-        last = first + part.block.rows
-        # Of a layer that later rows did not come through, there are only the rows before those.
-        tapped = {tap: rows[first:last] for tap, rows, size in came_through if last <= size}
-        shared = None if peaks is None else (peaks, place, place + count)
-        scored = logits[place : place + count] if count and logits is not None else None
-        outputs[number] = TargetOutput(scored, hidden[first:last], tapped, shared)
-        first, place = last, place + count
+    sizes = [part.block.rows for part in ranked]
+    ends = [*accumulate(sizes)]
+    # Of a layer that later rows did not come through, there are only the rows before those.
+    tapped = {tap: rows.split_with_sizes(sizes[: ends.index(rows.shape[0]) + 1]) for tap, rows in found.items()}
+    scored = None if logits is None else logits.split_with_sizes(counts)
+    first = 0
+    for place, (number, own, count) in enumerate(zip(order, hidden.split_with_sizes(sizes), counts, strict=True)):
+        taken = {tap: rows[place] for tap, rows in tapped.items() if place < len(rows)}
+        shared = None if peaks is None else (peaks, first, first + count)
+        outputs[number] = TargetOutput(scored[place] if count and scored is not None else None, own, taken, shared)
+        first += count
     return [outputs[number] for number in range(len(parts))]
 
 

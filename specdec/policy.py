@@ -64,16 +64,16 @@ class RowPolicy(Protocol):
 
 
 class Patience:
-    """When to try again what did not pay: after 4 steps, and after twice as many each time that it failed again."""
+    """When to try again what did not pay: after some steps, and after twice as many each time that it failed again."""
 
     def __init__(self, first: int = 4, most: int = 64) -> None:
         self._first, self._most = first, most
         self._wait = first
-        self._left = first
+        self._left = float(first)
 
-    def due(self) -> bool:
-        """Count a step that goes without; whether the next try is due with it."""
-        self._left -= 1
+    def due(self, share: float = 1.0) -> bool:
+        """Count a step that goes without, or one sequence's share of it; whether the next try is due with it."""
+        self._left -= share
         if self._left > 0:
             return False
         self._wait = min(2 * self._wait, self._most)
@@ -82,7 +82,7 @@ class Patience:
 
     def paid(self) -> None:
         """It paid: the next disappointment is met with little patience again."""
-        self._wait = self._left = self._first
+        self._wait, self._left = self._first, float(self._first)
 
 
 class Crowd(NamedTuple):

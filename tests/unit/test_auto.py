@@ -15,7 +15,7 @@ from specdec import Draft, Engine, SamplingParams
 from specdec.cost import CostCurve, roofline
 from specdec.draft import Entry
 from specdec.errors import ConfigError
-from specdec.policy import Prices
+from specdec.policy import Crowd, Prices
 from specdec.target import FINAL
 from tests.fakes import Oracle
 from tests.models import FAMILIES, greedy, prompt_of, target_of
@@ -144,6 +144,22 @@ def test_a_part_with_a_model_is_judged_by_many_steps(computes: bool) -> None:
             awake += 1
             bandit.judge(prices, 10, net=1.8 * (step % 16 == 15), seconds=0.0, cost=0.1)
     assert (awake == 400) == computes
+
+
+def test_a_crowd_tries_what_does_not_pay_in_no_more_steps_than_one_alone() -> None:
+    """All of them are asked at once then, before the first is judged."""
+    asked = dict[int, int]()
+    for sequences in (1, 8):
+        bandit, prices = Bandit(Fixed(), 0.96), Prices(roofline("cpu"), clock=False)
+        prices.crowd = None if sequences == 1 else Crowd(sequences, sequences)
+        steps = 0
+        for _ in range(2000):
+            trying = [bandit.awake(prices, 10) for _ in range(sequences)]
+            steps += any(trying)
+            for _ in filter(None, trying):
+                bandit.judge(prices, 10, net=0.0, seconds=0.0, cost=0.1)
+        asked[sequences] = steps
+    assert asked[8] <= asked[1] < 400
 
 
 def test_chances_by_depth_rank_and_match() -> None:

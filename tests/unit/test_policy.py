@@ -49,8 +49,9 @@ def test_readings_of_a_curve_do_not_pile_up() -> None:
         curve.reading(length, 32)
     assert len(curve._readings) <= 512
     assert curve.reading(128, 20) == first
-    assert first.seconds == pytest.approx([0.0, *(1 + 0.25 * (rows - 1) for rows in range(1, 33))])
-    assert first.cheapest == pytest.approx([0.25] * 32 + [math.inf])
+    assert first.seconds == pytest.approx([0.0, *(1 + 0.25 * (rows - 1) for rows in range(1, 257))])
+    assert first.cheapest == pytest.approx([0.25] * 256 + [math.inf])
+    assert len(curve.reading(128, 300).seconds) > 300
 
 
 def test_rows_that_cost_nothing_more_are_taken() -> None:
