@@ -426,7 +426,7 @@ class TransformersTarget:
 
 def _timed(curve: CostCurve) -> list[float]:
     """Seconds of steps of ``TIMED_ROWS`` rows."""
-    seconds = curve.at(0, TIMED_ROWS[-1])
+    seconds = curve.at(0, TIMED_ROWS[-1]).tolist()
     return [seconds[rows] for rows in TIMED_ROWS]
 
 
