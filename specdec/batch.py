@@ -311,7 +311,7 @@ class Scheduler:
     def _draft(self, those: Sequence[_Running], events: list[Event]) -> None:
         """Have each of them propose its draft; the passes that their sessions wait for are run together."""
         others = len(self._running) - 1
-        crowd = Crowd(others + 1, round(others * self._rows_each)) if others else None
+        crowd = Crowd(others + 1, round(others * self._rows_each))
         fallback, rests, self._asked = self._engine.fallback, False, None
         if fallback is not None and those and all(one.decoding.fallback is not None for one in those):
             self._asked = len(those), any(one.decoding.sampler.sample for one in those)

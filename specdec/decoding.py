@@ -38,7 +38,7 @@ from specdec.fallback import Fallback
 from specdec.live import LiveCosts
 from specdec.parallel.target import ParallelTarget
 from specdec.passes import Part, Passes, alone, timed
-from specdec.policy import Crowd, RowPolicy
+from specdec.policy import ALONE, Crowd, RowPolicy
 from specdec.prefix import KeptText, PrefixCache
 from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
 from specdec.sampling import Sampler, SamplingParams, Scores
@@ -130,7 +130,7 @@ class Decoding:
         self._policy, self._live = engine.row_policy(steady=self._by_rows), engine.live
         self.fallback = None if self._by_rows else engine.fallback
         steady = self._by_rows or self._policy is None
-        self._crowd: Crowd | None = None
+        self._crowd = ALONE
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
         self._likeliest = likeliest_of(engine.drafter)
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
@@ -231,13 +231,13 @@ class Decoding:
             self._session.observe(Observation(None, rows, self.tokens[start : start + len(rows)], taps=output.taps))
         self.stats.seconds.prefill += seconds + perf_counter() - began
 
-    def drafting(self, crowd: Crowd | None = None, rests: bool = False) -> Passes[Turn]:
+    def drafting(self, crowd: Crowd = ALONE, rests: bool = False) -> Passes[Turn]:
         """The next draft, in the making: the passes that the session waits for, to be run beside others'.
 
-        ``crowd``: those who share the next forward; None if there are none. ``rests``: it is to be a plain step, and
+        ``crowd``: those who share the next forward. ``rests``: it is to be a plain step, and
         the session is not asked.
         """
-        self._crowd = None if self._by_rows else crowd
+        self._crowd = ALONE if self._by_rows else crowd
         began, session, room, asked = perf_counter(), self._session, self._room(rests), True
         try:
             if rests or self._context.remaining == 1:

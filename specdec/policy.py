@@ -28,7 +28,7 @@ from specdec.draft import Draft
 from specdec.errors import ConfigError, shown
 from specdec.live import LiveCosts
 
-__all__ = ["AcceptancePolicy", "CostPolicy", "Crowd", "Patience", "Prices", "RowPolicy", "check_policy"]
+__all__ = ["ALONE", "AcceptancePolicy", "CostPolicy", "Crowd", "Patience", "Prices", "RowPolicy", "check_policy"]
 
 _BUCKET = 256  # tokens of context for which one reading of the curve serves
 _PRIOR_STEPS = 10.0  # plain steps that the first belief about tokens per step counts as
@@ -69,7 +69,7 @@ class Patience:
     def __init__(self, first: int = 4, most: int = 64) -> None:
         self._first, self._most = first, most
         self._wait = first
-        self._left = float(first)
+        self._left: float = first
 
     def due(self, share: float = 1.0) -> bool:
         """Count a step that goes without, or one sequence's share of it; whether the next try is due with it."""
@@ -82,7 +82,7 @@ class Patience:
 
     def paid(self) -> None:
         """It paid: the next disappointment is met with little patience again."""
-        self._wait, self._left = self._first, float(self._first)
+        self._wait = self._left = self._first
 
 
 class Crowd(NamedTuple):
@@ -92,7 +92,7 @@ class Crowd(NamedTuple):
     rows: int
 
 
-_ALONE = Crowd(1, 0)
+ALONE = Crowd(1, 0)
 
 
 class Prices:
@@ -109,16 +109,16 @@ class Prices:
         memory: weight of the past, from one step to the next.
 
     Attributes:
-        crowd: the sequences that share the next forward; None if there are none.
+        crowd: the sequences that share the next forward.
         rate: tokens per plain step's time of late, or those of plain steps where these are faster.
     """
 
     def __init__(self, costs: CostCurve | LiveCosts, *, clock: bool, memory: float = 0.95) -> None:
         self._costs = costs
         self._clock, self._memory = clock, memory
-        self.crowd: Crowd | None = None
+        self.crowd = ALONE
         # Where a curve was read last and beside whom, which one, for how many rows, and what it said.
-        self._place: tuple[int, Crowd | None, CostCurve | None] = (-1, None, None)
+        self._place: tuple[int, Crowd, CostCurve | None] = (-1, ALONE, None)
         self._most, self._read, self._found = 0, Reading([], []), ([0.0], 0, 1.0)
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
         self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
@@ -131,7 +131,7 @@ class Prices:
         """
         near, crowd, curve = place = length // _BUCKET, self.crowd, self._costs.now
         if place != self._place or most > self._most:
-            sequences, beside = crowd or _ALONE
+            sequences, beside = crowd
             self._read = curve.reading(near * _BUCKET + _BUCKET // 2, max(beside + most, sequences))
             seconds, self._place = self._read.seconds, place
             self._most, self._found = len(seconds) - 1 - beside, (seconds, beside, seconds[sequences] / sequences)

@@ -151,7 +151,7 @@ def test_a_crowd_tries_what_does_not_pay_in_no_more_steps_than_one_alone() -> No
     asked = dict[int, int]()
     for sequences in (1, 8):
         bandit, prices = Bandit(Fixed(), 0.96), Prices(roofline("cpu"), clock=False)
-        prices.crowd = None if sequences == 1 else Crowd(sequences, sequences)
+        prices.crowd = Crowd(sequences, sequences - 1)
         steps = 0
         for _ in range(2000):
             trying = [bandit.awake(prices, 10) for _ in range(sequences)]

@@ -17,7 +17,7 @@ from specdec.cache import KVCache
 from specdec.cost import roofline
 from specdec.errors import ConfigError
 from specdec.native import library as native
-from specdec.policy import AcceptancePolicy, Crowd
+from specdec.policy import ALONE, AcceptancePolicy, Crowd
 from tests import models
 from tests.fakes import Drawing, Reciter, Scripted
 from tests.models import prompt_of, target_of
@@ -236,11 +236,11 @@ def test_rows_are_dearer_in_a_crowd() -> None:
     policy.prices.crowd = Crowd(8, 20)
     assert policy.prices.plain(0) == pytest.approx(share)
     assert [policy.prices.step(0, rows) for rows in (1, 2, 3)] == pytest.approx([1, 1 + 0.1 / share, 1 + 0.2 / share])
-    policy.prices.crowd = None
+    policy.prices.crowd = ALONE
     alone = policy.room(24, 0)
     policy.prices.crowd = Crowd(8, 7)
     assert 1 < policy.room(24, 0) < alone
-    policy.prices.crowd = None
+    policy.prices.crowd = ALONE
     assert policy.room(24, 0) == alone
 
 

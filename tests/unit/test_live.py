@@ -10,7 +10,7 @@ import pytest
 from specdec import Context, DraftSession, Engine, SamplingParams
 from specdec.cost import CostCurve
 from specdec.live import LiveCosts
-from specdec.policy import Crowd, Prices
+from specdec.policy import ALONE, Crowd, Prices
 from tests.fakes import Reciter
 from tests.models import prompt_of
 
@@ -96,8 +96,8 @@ def test_forwards_of_any_size_take_something() -> None:
 def test_prices_follow() -> None:
     live = LiveCosts(curve_of())
     prices, crowd = Prices(live, clock=False), Crowd(4, 5)
-    for prices.crowd in (None, crowd):
-        sequences, _ = prices.crowd or (1, 0)
+    for prices.crowd in (ALONE, crowd):
+        sequences, _ = prices.crowd
         before = prices.price(100, 8)
         run(live, {1: 1.0, 4: 1.0, 8: 2.0, 12: 2.0})
         assert prices.price(100, 8) > 1.3 * before

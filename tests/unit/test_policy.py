@@ -11,7 +11,7 @@ import pytest
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.cost import CostCurve, describe, roofline
 from specdec.errors import ConfigError
-from specdec.policy import AcceptancePolicy, CostPolicy, Crowd, Patience, Prices, check_policy
+from specdec.policy import ALONE, AcceptancePolicy, CostPolicy, Crowd, Patience, Prices, check_policy
 from specdec.registry import drafter_names
 from tests.fakes import Oracle
 from tests.models import greedy, prompt_of, settings_of, target_of
@@ -28,13 +28,13 @@ def curve_of(*, row: float, plain: float = 1.0) -> CostCurve:
 
 def test_prices_are_the_curve_s_wherever_it_was_read_before() -> None:
     curve = CostCurve(machine={}, rows=[1, 4, 64], lengths=[100, 900], seconds=[[1.0, 2.0, 9.0], [2.0, 2.5, 30.0]])
-    reads = [(length, most, crowd) for length in (10, 700) for crowd in (None, Crowd(3, 7)) for most in (40, 2)]
+    reads = [(length, most, crowd) for length in (10, 700) for crowd in (ALONE, Crowd(3, 7)) for most in (40, 2)]
     prices = Prices(curve, clock=False)
     for before in reads:
         for length, most, crowd in reads:
             for place, rows, prices.crowd in (before, (length, most, crowd)):
                 found = prices.plain(place), prices.step(place, rows)
-            sequences, beside = crowd or (1, 0)
+            sequences, beside = crowd
             taken = curve.at(length // 256 * 256 + 128, 64)
             plain = taken[sequences] / sequences
             assert found == pytest.approx((plain, 1 + (taken[beside + most] - taken[beside + 1]) / plain))
