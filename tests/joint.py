@@ -67,7 +67,8 @@ def joint_of(
 def assert_joint(texts: Sequence[Sequence[int]], joint: Joint, *, alarm: float = 1e-3) -> None:
     """Chi-square of the texts against the joint distribution; cells that expect under 5 are pooled.
 
-    Seeds are fixed, so the outcome is too: ``alarm`` is the p-value below which a rule counts as wrong.
+    Seeds are fixed, so the outcome is too, if drafts are chosen by no clock: ``alarm`` is the p-value below which a
+    rule counts as wrong.
     """
     assert abs(sum(joint.values()) - 1) < 1e-9
     seen = Counter(tuple(text) for text in texts)

@@ -17,6 +17,7 @@ import torch
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from specdec import Draft, Engine, SamplingParams
+from specdec.cost import roofline
 from specdec.registry import drafter_names, make_drafter
 from tests.fakes import Oracle, Spy
 from tests.joint import assert_joint, five_token_target, joint_of
@@ -128,11 +129,15 @@ QUICK = {("draft_model", "auto"), ("token_recycling", "reject")}
     ],
 )
 def test_other_lossless_rules(drafter: str, acceptance: str, tmp_path: Path) -> None:
-    """Drafts without a q keep the draws under ``auto``; everything else keeps the distribution."""
+    """Drafts without a q keep the draws under ``auto``; everything else keeps the distribution.
+
+    By given costs: which drafts are made, and so which texts are drawn, must not depend on what a forward took here.
+    """
     target, model = five_token_target()
     for settings in settings_of(drafter, target, tmp_path)[:2]:
         drafts: list[Draft] = []
-        engine = Engine(target, None, Spy(make_drafter(settings, target), drafts.append), max_rows=24)
+        spy = Spy(make_drafter(settings, target), drafts.append)
+        engine = Engine(target, None, spy, max_rows=24, costs=roofline("cpu"))
         params = [SamplingParams(temperature=1.0, seed=seed, acceptance=acceptance) for seed in range(300)]
         prompt = [1, 2, 3, 1, 2]
         texts = [engine.generate(prompt, 3, p).token_ids for p in params[:20]]
