@@ -234,8 +234,7 @@ class Decoding:
     def drafting(self, crowd: Crowd = ALONE, rests: bool = False) -> Passes[Turn]:
         """The next draft, in the making: the passes that the session waits for, to be run beside others'.
 
-        ``crowd``: those who share the next forward. ``rests``: it is to be a plain step, and
-        the session is not asked.
+        ``crowd``: those who share the next forward. ``rests``: it is to be a plain step, and the session is not asked.
         """
         self._crowd = ALONE if self._by_rows else crowd
         began, session, room, asked = perf_counter(), self._session, self._room(rests), True
