@@ -60,7 +60,8 @@ class SamplingParams:
         check_fields(self)
         if self.acceptance == "typical" and not self.allow_lossy:
             raise ConfigError(
-                "acceptance='typical' changes the output distribution; pass allow_lossy=True if you want that"
+                "acceptance='typical' changes the output distribution; pass allow_lossy=True (on the command line, "
+                "--allow-lossy) if you want that"
             )
         if self.acceptance == "typical" and self.temperature == 0:
             raise ConfigError("acceptance='typical' compares probabilities and needs temperature > 0; it is 0")
