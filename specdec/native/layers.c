@@ -269,14 +269,16 @@ typedef struct {
     int64_t soon_step;  /* bytes of it that are asked for at a step */
     float *wide;        /* [panels][STRETCH][PANEL] gets the weights in float32, or in pairs; or NULL */
     int64_t y_stride, apart, soon_apart, steps;
+    int64_t lead; /* steps before it is read that a weight is asked for; `steps` where all that is asked for is `soon` */
 } Task;
 
-/* How near weights are brought: into the second cache, as the first has no room for them. AMD's processors are told that
- * they are needed once, so that other things may stay in the caches: decoding takes a little less for it. */
+/* How near weights are brought, and how many bytes ahead of a panel's reading, at most. Into the second cache, a stretch
+ * ahead, as the first has no room for as much. AMD's processors are told that weights are needed once, and little ahead:
+ * then they are read faster, and more of other things stays in the caches meanwhile. */
 #if LANES == 16 && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__)) /* as compilers call them */
-enum { LOCALITY = 0 };
+enum { LOCALITY = 0, LEAD = 5120 };
 #else
-enum { LOCALITY = 2 };
+enum { LOCALITY = 2, LEAD = 4 * STRETCH * PANEL };
 #endif
 
 /* Ask for what is needed soon. */
@@ -292,10 +294,9 @@ INLINE void ask(const char *soon, int64_t apart, const int lines) {
 INLINE void multiply(const Task *t, const int rows, const int from, const int to, const int kind) {
     const int whole = to - from == VECTORS, enough = LANES == 16 || !whole;
     const int lines = whole ? (bytes_of(kind) + 63) / 64 : 1, inputs = kind == CODED ? 2 : 1;
-    const int64_t steps = t->steps, soon_apart = t->soon_apart, soon_step = t->soon_step;
+    const int64_t steps = t->steps;
     const float *x = t->x;
-    const char *panel[2] = {t->weight, t->weight + t->apart}, *soon = t->soon;
-    if (soon && from) soon += steps * soon_step;
+    const char *panel[2] = {t->weight, t->weight + t->apart};
     float *wide = t->wide;
     floats sums[FEW][VECTORS];
 #pragma GCC unroll 8
@@ -306,40 +307,47 @@ INLINE void multiply(const Task *t, const int rows, const int from, const int to
     const __m512i highs = kind < CODED ? _mm512_setzero_si512()
                                        : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)t->highs));
 #endif
-    for (int64_t i = 0; i < steps; i++) {
-        /* A compiler reads nothing past this, so that with registers enough the weights are read before it, and kept;
-         * otherwise after it, and read anew for every row. */
-        if (soon && !enough) ask(soon + i * soon_step, soon_apart, lines);
-        floats weight[2][VECTORS]; /* of one step's inputs */
+    int64_t i = 0;
+    for (int next = 0; next < 2; next++) { /* what is asked for is the rest of these panels, and then what comes next */
+        const int64_t begin = i, end = next ? steps : steps - t->lead, apart = next ? t->soon_apart : t->apart;
+        const int64_t step = next ? t->soon_step : bytes_of(kind);
+        const char *soon = next ? t->soon : t->weight + t->lead * step;
+        if (next && soon && from) soon += steps * step;
+        for (; i < end; i++) {
+            /* A compiler reads nothing past this, so that with registers enough the weights are read before it, and kept;
+             * otherwise after it, and read anew for every row. */
+            if (soon && !enough) ask(soon + (i - begin) * step, apart, lines);
+            floats weight[2][VECTORS]; /* of one step's inputs */
 #if READS_CODES
-        if (kind >= CODED)
-            for (int one = 0; one < 2; one++) decode(panel[one] + i * CODE_BYTES, highs, weight[0] + 2 * one);
+            if (kind >= CODED)
+                for (int one = 0; one < 2; one++) decode(panel[one] + i * CODE_BYTES, highs, weight[0] + 2 * one);
 #endif
 #pragma GCC unroll 4
-        for (int v = from; v < to; v++) {
-            const int one = v * LANES / PANEL, at = v * LANES % PANEL;
-            if (kind < CODED) weight[0][v] = load(panel[one], i * PANEL + at, kind == HALF);
-            if (kind == CODED) {
-                weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
-                weight[0][v] = (floats)((words)weight[0][v] << 16);
-            }
-#if LANES == 8 && defined(__AVX2__) /* or gcc reads them anew for each row */
-            if (enough) __asm__("" : "+x"(weight[0][v]));
-#endif
-            if ((kind == HALF || kind >= CODED) && wide)
-                for (int side = 0; side < inputs; side++)
-                    *(floats *)(wide + (one * STRETCH + i * inputs + side) * PANEL + at) = weight[side][v];
-        }
-        if (soon && enough) ask(soon + i * soon_step, soon_apart, lines);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int v = from; v < to; v++)
-#pragma GCC unroll 2
-                for (int side = 0; side < inputs; side++) {
-                    const float *input = x + (i * inputs + side) * rows + r;
-                    sums[r][v] = accumulate(sums[r][v], weight[side][v], input, kind);
+            for (int v = from; v < to; v++) {
+                const int one = v * LANES / PANEL, at = v * LANES % PANEL;
+                if (kind < CODED) weight[0][v] = load(panel[one], i * PANEL + at, kind == HALF);
+                if (kind == CODED) {
+                    weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
+                    weight[0][v] = (floats)((words)weight[0][v] << 16);
                 }
+#if LANES == 8 && defined(__AVX2__) /* or gcc reads them anew for each row */
+                if (enough) __asm__("" : "+x"(weight[0][v]));
+#endif
+                if ((kind == HALF || kind >= CODED) && wide)
+                    for (int side = 0; side < inputs; side++)
+                        *(floats *)(wide + (one * STRETCH + i * inputs + side) * PANEL + at) = weight[side][v];
+            }
+            if (soon && enough) ask(soon + (i - begin) * step, apart, lines);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                for (int v = from; v < to; v++)
+#pragma GCC unroll 2
+                    for (int side = 0; side < inputs; side++) {
+                        const float *input = x + (i * inputs + side) * rows + r;
+                        sums[r][v] = accumulate(sums[r][v], weight[side][v], input, kind);
+                    }
+        }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -432,7 +440,8 @@ static void multiply_strip(const Product *p, const float *grouped, float *y, int
             int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row, kind = p->kind;
             Task task = {.x = grouped + row * units + from * taken * count, .y = y + row * y_stride,
                          .weight = own.weight + from * size, .highs = p->highs, .apart = own.apart, .steps = to - from,
-                         .y_stride = y_stride, .soon_step = size / shares};
+                         .y_stride = y_stride, .soon_step = size / shares, .lead = to - from};
+            if (passes == 1 && task.lead > LEAD / size) task.lead = LEAD / size;
             if (soon.weight && pass < panels * shares)
                 task.soon = soon.weight + pass / shares * soon.apart + pass % shares * task.steps * task.soon_step;
             if (panels > 1 && passes == 1) task.soon_apart = soon.apart;
