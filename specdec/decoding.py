@@ -315,7 +315,7 @@ class Decoding:
         spent.target += seconds
         spent.verify += verified - began
         spent.other += committed - verified
-        if self._policy is not None:
+        if self._policy is not None and turn.asked:
             self._policy.prices.crowd = self._crowd
             took = turn.drafting + seconds + observed - began
             if self._drafter.plans_rows:  # it judges its rows itself

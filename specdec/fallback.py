@@ -29,8 +29,9 @@ class _Company:
 
     def __init__(self) -> None:
         # Of drafted steps: their number, sequences, tokens, and seconds of drafting; number and rows of those whose
-        # forwards are like measured ones, and the seconds of the others' forwards.
+        # forwards are like measured ones, and the seconds of the others' forwards. Steps since they were summed up.
         self._sums = [0.0] * 7
+        self._latest: list[tuple[int, int, float, int | None, float]] = []
         self._ahead = _WINS  # what drafted steps yield, of what plain steps do
         self._resting = False
         self._wait = _FIRST
@@ -63,10 +64,7 @@ class _Company:
             if self._cold > 0:
                 self._cold -= tokens
                 return
-            self._keep(max(1 - tokens / _LATELY, 0.0))
-            forward = (0, 0, seconds) if rows is None else (1, rows, 0.0)
-            step = (1, sequences, tokens, drafting, *forward)
-            self._sums = [known + new for known, new in zip(self._sums, step, strict=True)]
+            self._latest.append((sequences, tokens, drafting, rows, seconds))
             self._left -= tokens
             if self._left <= 0:
                 self._decide(live, length)
@@ -75,6 +73,12 @@ class _Company:
         self._sums = [share * known for known in self._sums]
 
     def _decide(self, live: LiveCosts, length: int) -> None:
+        for sequences, tokens, drafting, rows, seconds in self._latest:
+            self._keep(max(1 - tokens / _LATELY, 0.0))
+            forward = (0, 0, seconds) if rows is None else (1, rows, 0.0)
+            step = (1, sequences, tokens, drafting, *forward)
+            self._sums = [known + new for known, new in zip(self._sums, step, strict=True)]
+        self._latest.clear()
         steps, sequences, tokens, drafting, whole, rows, seconds = self._sums
         if whole:
             seconds += whole * live.seconds(rows / whole, length)

@@ -48,8 +48,8 @@ class LiveCosts:
         self._rows = np.union1d(_COUNTS, measured.rows)
         most = int(self._rows[-1])
         self._times = np.array([measured.at(length, most) for length in measured.lengths])[:, self._rows]
-        self._due: dict[int, list[float]] = {}  # by context, the logarithms of what the curve says of 1 .. rows
-        self._bins, self._apart = list[int](), list[float]()  # of the forwards since the curve was bent
+        self._due: dict[int, list[float]] = {}  # see _expected; by context
+        self._latest: list[tuple[int, int, float]] = []  # forwards since the curve was bent, as they were noted
         self._wait = _FIRST
         self._weights = np.zeros(len(_COUNTS))
         self._sums = np.zeros(len(_COUNTS))
@@ -63,29 +63,31 @@ class LiveCosts:
 
     def note(self, rows: int, length: int, seconds: float) -> None:
         """Take note of a forward of so many rows after ``length`` tokens."""
-        if not 0 < rows <= _MOST or seconds <= 0:
-            return
-        bucket = length // _BUCKET
-        due = self._due.get(bucket)
-        if due is None:
-            times = self.measured.at(bucket * _BUCKET + _BUCKET // 2, _MOST)
-            due = self._due[bucket] = [0.0, *map(math.log, times[1:])]
-        self._bins.append(_BIN_OF[rows])
-        self._apart.append(math.log(seconds) - due[rows])
-        if len(self._bins) == self._wait:
-            self._bend()
+        if 0 < rows <= _MOST and seconds > 0:
+            self._latest.append((rows, length, seconds))  # and no more: a forward has driven all else out of the caches
+            if len(self._latest) == self._wait:
+                self._bend()
 
     def _bend(self) -> None:
-        bins, past = np.array(self._bins), _MEMORY**self._wait
-        expected = self._bent[bins] if self._weights.any() else np.median(self._apart)
-        apart = np.clip(self._apart, expected - _OUTLIER, expected + _OUTLIER)
+        bins, past = np.array([_BIN_OF[rows] for rows, _, _ in self._latest]), _MEMORY**self._wait
+        logs = [math.log(seconds) - self._expected(length)[rows] for rows, length, seconds in self._latest]
+        expected = self._bent[bins] if self._weights.any() else np.median(logs)
+        apart = np.clip(logs, expected - _OUTLIER, expected + _OUTLIER)
         weights = _MEMORY ** np.arange(self._wait - 1, -1, -1)
         self._weights = past * self._weights + np.bincount(bins, weights, len(_COUNTS))
         self._sums = past * self._sums + np.bincount(bins, weights * apart, len(_COUNTS))
         wide = (_WIDE @ self._sums) / (_WIDE @ self._weights)
         self._bent = (_OWN @ self._sums + _WEIGHT * wide) / (_OWN @ self._weights + _WEIGHT)
-        self._bins.clear()
-        self._apart.clear()
+        self._latest.clear()
         self._wait = min(2 * self._wait, _EVERY)
         factors = np.exp(np.interp(np.log2(self._rows), np.log2(_COUNTS), self._bent))
         self.now = replace(self.measured, rows=self._rows.tolist(), seconds=(self._times * factors).tolist())
+
+    def _expected(self, length: int) -> list[float]:
+        """The logarithms of what forwards of 0, 1, ... rows take after about ``length`` tokens by the curve."""
+        bucket = length // _BUCKET
+        due = self._due.get(bucket)
+        if due is None:
+            times = self.measured.at(bucket * _BUCKET + _BUCKET // 2, _MOST)
+            due = self._due[bucket] = [0.0, *map(math.log, times[1:])]
+        return due
