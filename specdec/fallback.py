@@ -72,13 +72,16 @@ class _Company:
     def _keep(self, share: float) -> None:
         self._sums = [share * known for known in self._sums]
 
-    def _decide(self, live: LiveCosts, length: int) -> None:
+    def _sum_up(self) -> None:
         for sequences, tokens, drafting, rows, seconds in self._latest:
             self._keep(max(1 - tokens / _LATELY, 0.0))
             forward = (0, 0, seconds) if rows is None else (1, rows, 0.0)
             step = (1, sequences, tokens, drafting, *forward)
             self._sums = [known + new for known, new in zip(self._sums, step, strict=True)]
         self._latest.clear()
+
+    def _decide(self, live: LiveCosts, length: int) -> None:
+        self._sum_up()
         steps, sequences, tokens, drafting, whole, rows, seconds = self._sums
         if whole:
             seconds += whole * live.seconds(rows / whole, length)
