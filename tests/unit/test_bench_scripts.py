@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from specdec import Engine
 from specdec.bench.oracle import OraclePoint
 from specdec.bench.questions import read_questions
 from specdec.bench.shapes import random_model, weight_bytes
@@ -27,7 +29,7 @@ from specdec.native import library as native
 from specdec.native.library import library
 from specdec.registry import drafter_names
 from specdec.runners.linear import PackedWeight
-from tests.models import new_model
+from tests.models import new_model, target_of
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SOURCE = Path(native.__file__).with_name("layers.c").read_text(encoding="utf-8")
@@ -378,3 +380,42 @@ def test_prompts_of_all_kinds_are_put_together_of_what_was_written(tmp_path: Pat
     assert out.read_text() == first
     written.write_text(json.dumps({"conversations": talks[0][1:]}) + "\n")
     assert "conversation 1" in str(run.invoke(app, arguments).exception)
+
+
+def test_a_text_is_played_back_without_forwards(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, rows = load("host_time"), list[int]()
+    ran = TransformersTarget.forward
+
+    def noted(self: TransformersTarget, block: Any, **options: Any) -> Any:
+        rows.append(block.rows)
+        return ran(self, block, **options)
+
+    monkeypatch.setattr(TransformersTarget, "forward", noted)
+    sides, measured = list[int](), script.host_time
+
+    def host_time(*arguments: Any) -> Any:
+        rows.clear()
+        found = measured(*arguments)
+        sides.append(len(rows))
+        return found
+
+    monkeypatch.setattr(script, "host_time", host_time)
+    options = ["--batch", "1,2", "--drafters", "auto", "--limit", "3", "--max-new-tokens", "6", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", ["host_time.py", *options])
+    script.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["auto, 1 at once", "auto, 2 at once"]
+    assert all(re.fullmatch(r".*: by the clock \d+, played back \d+ us", line) for line in lines)
+    assert all(sides[::2])
+    assert sides[1::2] == [0] * 4
+
+
+def test_other_steps_than_those_that_were_kept_are_an_error() -> None:
+    script, engine = load("host_time"), Engine(target_of("llama"))
+    played = script.Played(engine.target)
+    with played.kept():
+        engine.generate([1, 2, 3, 4], 3)
+    with pytest.raises(SystemExit, match="a step of 4 rows had 3 before"), played.again():
+        engine.generate([1, 2, 3, 4, 5], 3)
