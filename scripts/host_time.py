@@ -49,7 +49,8 @@ class Played:
             return output
 
         def run_together(asked: Sequence[Any]) -> list[Any]:
-            answers = together(asked)
+            with patch.object(self._target, "forward", forward):  # what a pass runs through the target is its own
+                answers = together(asked)
             self._answers.append(answers)
             return answers
 
@@ -62,10 +63,10 @@ class Played:
         outputs, answers = iter(self._outputs), iter(self._answers)
 
         def run(block: Any, **options: Any) -> TargetOutput:
-            rows, output = next(outputs)
-            if rows != block.rows:
+            rows, output = next(outputs, (0, None))
+            if output is None or rows != block.rows:
                 sys.exit(
-                    f"error: a step of {block.rows} rows had {rows} before; such drafts are not the same each time"
+                    f"error: a forward of {block.rows} rows had {rows} before; these drafts differ from run to run"
                 )
             return output
 
@@ -118,7 +119,7 @@ def main() -> None:
         for name in options.drafters.split(","):
             times: dict[str, list[float]] = {"by the clock": [], "played back": []}
             for _ in range(options.repeats):
-                # What a drafter has learned is another drafter's after the first run, so each run has its own.
+                # Each run has an engine of its own, as drafters know more after the first.
                 played, texts = Played(plain.target), list[Any]()
                 for side, part in zip(times, (played.kept, played.again), strict=True):
                     engine = Engine(plain.target, plain.tokenizer, name, costs=costs)

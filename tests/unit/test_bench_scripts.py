@@ -402,14 +402,27 @@ def test_a_text_is_played_back_without_forwards(
         return found
 
     monkeypatch.setattr(script, "host_time", host_time)
-    options = ["--batch", "1,2", "--drafters", "auto", "--limit", "3", "--max-new-tokens", "6", "--repeats", "2"]
+    options = [
+        "--batch",
+        "1,2",
+        "--drafters",
+        "auto,kangaroo",
+        "--limit",
+        "3",
+        "--max-new-tokens",
+        "6",
+        "--repeats",
+        "2",
+    ]
     monkeypatch.setattr(sys, "argv", ["host_time.py", *options])
     script.main()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["auto, 1 at once", "auto, 2 at once"]
+    assert [line.split(":")[0] for line in lines] == [
+        f"{name}, {size} at once" for size in (1, 2) for name in ("auto", "kangaroo")
+    ]
     assert all(re.fullmatch(r".*: by the clock \d+, played back \d+ us", line) for line in lines)
     assert all(sides[::2])
-    assert sides[1::2] == [0] * 4
+    assert sides[1::2] == [0] * 8
 
 
 def test_other_steps_than_those_that_were_kept_are_an_error() -> None:
@@ -417,5 +430,5 @@ def test_other_steps_than_those_that_were_kept_are_an_error() -> None:
     played = script.Played(engine.target)
     with played.kept():
         engine.generate([1, 2, 3, 4], 3)
-    with pytest.raises(SystemExit, match="a step of 4 rows had 3 before"), played.again():
+    with pytest.raises(SystemExit, match="a forward of 4 rows had 3 before"), played.again():
         engine.generate([1, 2, 3, 4, 5], 3)
