@@ -29,9 +29,9 @@ class _Company:
 
     def __init__(self) -> None:
         # Of drafted steps: their number, sequences, tokens, and seconds of drafting; number and rows of those whose
-        # forwards are like measured ones, and the seconds of the others' forwards. Steps since they were summed up.
+        # forwards are like measured ones, and the seconds of the others' forwards.
         self._sums = [0.0] * 7
-        self._latest: list[tuple[int, int, float, int | None, float]] = []
+        self._latest: list[tuple[int, int, float, int | None, float]] = []  # steps since then, see _sum_up
         self._ahead = _WINS  # what drafted steps yield, of what plain steps do
         self._resting = False
         self._wait = _FIRST
