@@ -261,14 +261,15 @@ INLINE void decode(const char *from, __m512i highs, floats weight[2]) {
 
 /* What to multiply: `steps` inputs, or pairs of them, of a strip of outputs. */
 typedef struct {
-    const float *x;     /* [inputs, or pairs][rows] */
+    const float *x;     /* [rows, x_stride], of which inputs, or pairs of them */
     float *y;
     const uint8_t *highs;
     const char *weight; /* the first panel's; the next one's is `apart` bytes on */
     const char *soon;   /* what is needed next of one panel, or of both, `soon_apart` bytes apart; or NULL */
     int64_t soon_step;  /* bytes of it that are asked for at a step */
     float *wide;        /* [panels][STRETCH][PANEL] gets the weights in float32, or in pairs; or NULL */
-    int64_t y_stride, apart, soon_apart, steps;
+    int64_t x_stride, y_stride, apart, soon_apart, steps;
+    int64_t onto; /* y is added to */
     int64_t lead; /* steps before it is read that a weight is asked for; `steps` where all that is asked for is `soon` */
 } Task;
 
@@ -290,69 +291,86 @@ INLINE void ask(const char *soon, int64_t apart, const int lines) {
     }
 }
 
-/* Vectors [from, to) of y [rows, STRIP] += x [rows, steps] times the weight. */
-INLINE void multiply(const Task *t, const int rows, const int from, const int to, const int kind) {
+/* Sums += x, from row to row, times vectors [from, to) of the weight's steps [begin, end), while `step` bytes of each of as
+ * many panels as `asks` says are asked for, from `soon` on and `apart` bytes on. The weights are `kept` in float32. */
+INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums[FEW][VECTORS], int64_t begin, int64_t end,
+                           const char *soon, int64_t step, int64_t apart, const int rows, const int from, const int to,
+                           const int kind, const int asks) {
     const int whole = to - from == VECTORS, enough = LANES == 16 || !whole;
     const int lines = whole ? (bytes_of(kind) + 63) / 64 : 1, inputs = kind == CODED ? 2 : 1;
-    const int64_t steps = t->steps;
-    const float *x = t->x;
     const char *panel[2] = {t->weight, t->weight + t->apart};
     float *wide = t->wide;
-    floats sums[FEW][VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = from; v < to; v++) sums[r][v] = (floats){0};
 #if READS_CODES
     const __m512i highs = kind < CODED ? _mm512_setzero_si512()
                                        : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)t->highs));
 #endif
-    int64_t i = 0;
-    for (int next = 0; next < 2; next++) { /* what is asked for is the rest of these panels, and then what comes next */
-        const int64_t begin = i, end = next ? steps : steps - t->lead, apart = next ? t->soon_apart : t->apart;
-        const int64_t step = next ? t->soon_step : bytes_of(kind);
-        const char *soon = next ? t->soon : t->weight + t->lead * step;
-        if (next && soon && from) soon += steps * step;
-        for (; i < end; i++) {
-            /* A compiler reads nothing past this, so that with registers enough the weights are read before it, and kept;
-             * otherwise after it, and read anew for every row. */
-            if (soon && !enough) ask(soon + (i - begin) * step, apart, lines);
-            floats weight[2][VECTORS]; /* of one step's inputs */
+    for (int64_t i = begin; i < end; i++) {
+        /* A compiler reads nothing past this, so that with registers enough the weights are read before it, and kept;
+         * otherwise after it, and read anew for every row. */
+        if ((asks < 0 ? soon != NULL : asks) && !enough) ask(soon + (i - begin) * step, asks == 1 ? 0 : apart, lines);
+        floats weight[2][VECTORS]; /* of one step's inputs */
 #if READS_CODES
-            if (kind >= CODED)
-                for (int one = 0; one < 2; one++) decode(panel[one] + i * CODE_BYTES, highs, weight[0] + 2 * one);
+        if (kind >= CODED)
+            for (int one = 0; one < 2; one++) decode(panel[one] + i * CODE_BYTES, highs, weight[0] + 2 * one);
 #endif
 #pragma GCC unroll 4
-            for (int v = from; v < to; v++) {
-                const int one = v * LANES / PANEL, at = v * LANES % PANEL;
-                if (kind < CODED) weight[0][v] = load(panel[one], i * PANEL + at, kind == HALF);
-                if (kind == CODED) {
-                    weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
-                    weight[0][v] = (floats)((words)weight[0][v] << 16);
-                }
-#if LANES == 8 && defined(__AVX2__) /* or gcc reads them anew for each row */
-                if (enough) __asm__("" : "+x"(weight[0][v]));
-#endif
-                if ((kind == HALF || kind >= CODED) && wide)
-                    for (int side = 0; side < inputs; side++)
-                        *(floats *)(wide + (one * STRETCH + i * inputs + side) * PANEL + at) = weight[side][v];
+        for (int v = from; v < to; v++) {
+            const int one = v * LANES / PANEL, at = v * LANES % PANEL;
+            if (kind < CODED) weight[0][v] = load(panel[one], i * PANEL + at, kind == HALF);
+            if (kind == CODED) {
+                weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
+                weight[0][v] = (floats)((words)weight[0][v] << 16);
             }
-            if (soon && enough) ask(soon + (i - begin) * step, apart, lines);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-                for (int v = from; v < to; v++)
-#pragma GCC unroll 2
-                    for (int side = 0; side < inputs; side++) {
-                        const float *input = x + (i * inputs + side) * rows + r;
-                        sums[r][v] = accumulate(sums[r][v], weight[side][v], input, kind);
-                    }
+#if LANES == 8 && defined(__AVX2__) /* or gcc reads them anew for each row */
+            if (enough) __asm__("" : "+x"(weight[0][v]));
+#endif
+            if ((kind == HALF || kind >= CODED) && wide)
+                for (int side = 0; side < inputs; side++)
+                    *(floats *)(wide + (one * STRETCH + i * inputs + side) * PANEL + at) = weight[side][v];
         }
+        if ((asks < 0 ? soon != NULL : asks) && enough) ask(soon + (i - begin) * step, asks == 1 ? 0 : apart, lines);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = from; v < to; v++)
+#pragma GCC unroll 2
+                for (int side = 0; side < inputs; side++) {
+                    const float *input = x[r] + i * inputs + side;
+                    sums[r][v] = accumulate(sums[r][v], weight[side][v], input, kind);
+                }
+    }
+}
+
+/* Vectors [from, to) of y [rows, STRIP] = x [rows, steps] times the weight, or += that. */
+INLINE void multiply(const Task *t, const int rows, const int from, const int to, const int kind) {
+    const float *x[FEW];
+    floats sums[FEW][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        x[r] = t->x + r * t->x_stride;
+#pragma GCC unroll 4
+        for (int v = from; v < to; v++) sums[r][v] = (floats){0};
+    }
+    for (int next = 0; next < 2; next++) { /* what is asked for is the rest of these panels, and then what comes next */
+        const int64_t begin = next ? t->steps - t->lead : 0, end = next ? t->steps : t->steps - t->lead;
+        const int64_t step = next ? t->soon_step : bytes_of(kind), apart = next ? t->soon_apart : t->apart;
+        const char *soon = next ? t->soon : t->weight + t->lead * step;
+        if (next && soon && from) soon += t->steps * step;
+/* What stays as it is from step to step is known to a compiler. */
+#define STEPS(asks) multiply_steps(t, x, sums, begin, end, soon, step, apart, rows, from, to, kind, asks)
+        if (kind != FULL) STEPS(-1);
+        else if (!soon) STEPS(0);
+        else if (apart) STEPS(2);
+        else STEPS(1);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = from; v < to; v++) *(floats *)(t->y + r * t->y_stride + v * LANES) += sums[r][v];
+        for (int v = from; v < to; v++) {
+            floats *y = (floats *)(t->y + r * t->y_stride + v * LANES);
+            if (t->onto) *y += sums[r][v];
+            else *y = sums[r][v];
+        }
 }
 
 /* How often rows in registers pass over a strip's weights; bfloat16 needs registers to be widened in. */
@@ -372,6 +390,10 @@ INLINE void multiply_any(const Task *t, int64_t rows, const int kind) {
     }
 }
 
+/* Floats from row to row of what is multiplied: an odd number of cache lines, or rows of 4096 inputs, say, would all lie
+ * in the same place of a cache. */
+INLINE int64_t apart_by(int64_t inputs) { return ((inputs + 15) / 16 | 1) * 16; }
+
 /* Floats of a row that is multiplied: inputs, or pairs of them. */
 INLINE int64_t units_of(const Product *p) {
     return paired(p->kind) ? p->inputs / 2 : p->inputs;
@@ -381,13 +403,13 @@ INLINE int64_t units_of(const Product *p) {
 INLINE int64_t odd_from(const Product *p, int64_t panel) { return p->odd && panel ? p->odd_end[panel - 1] : 0; }
 
 /* A strip's y [rows, y_stride] += a group's rows times its odd weights. */
-static void add_odd(const Product *p, int64_t strip, const float *grouped, float *y, int64_t y_stride, int64_t rows) {
+static void add_odd(const Product *p, int64_t strip, const float *x, float *y, int64_t y_stride, int64_t rows) {
     const int64_t panels = STRIP / PANEL, side = paired(p->kind) ? 2 : 1;
     for (int64_t at = odd_from(p, strip * panels); at < odd_from(p, (strip + 1) * panels); at++) {
         const Odd *o = p->odd + at;
         for (int64_t r = 0; r < rows; r++) {
             uint32_t bits; /* of an input, or of a pair of them */
-            memcpy(&bits, grouped + o->input / side * rows + r, sizeof bits);
+            memcpy(&bits, x + r * apart_by(p->inputs) + o->input / side, sizeof bits);
             if (side == 2) bits = o->input % 2 ? bits & 0xffff0000 : bits << 16;
             float input;
             memcpy(&input, &bits, sizeof input);
@@ -422,11 +444,12 @@ INLINE Strip strip_of(const Product *p, int64_t strip) {
 
 /* A strip's y [rows, y_stride] += groups [begin, end) of all rows times its weights, a stretch of inputs at a time, while
  * the first ones of strip `then` are asked for, unless it is none. */
-static void multiply_strip(const Product *p, const float *grouped, float *y, int64_t y_stride, int64_t rows,
-                           int64_t strip, int64_t begin, int64_t end, Strip then) {
+static void multiply_strip(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
+                           int64_t begin, int64_t end, int onto, Strip then) {
     const int64_t panels = STRIP / PANEL, groups = (rows + FEW - 1) / FEW, size = bytes_of(p->kind);
     const int64_t taken = p->kind == CODED ? 2 : 1; /* floats of x at a step */
-    const int64_t units = units_of(p), steps = units / taken, stretches = (steps * taken + STRETCH - 1) / STRETCH;
+    const int64_t steps = units_of(p) / taken, stretches = (steps * taken + STRETCH - 1) / STRETCH;
+    const int64_t x_stride = apart_by(p->inputs);
     const Strip own = strip_of(p, strip);
     const int keeps = p->kind == HALF ? end - begin > 1 : p->kind >= CODED && end - begin > MANY;
     float wide[STRIP * STRETCH] __attribute__((aligned(64)));
@@ -438,9 +461,9 @@ static void multiply_strip(const Product *p, const float *grouped, float *y, int
         const Strip soon = s + 1 < stretches ? (Strip){own.weight + to * size, own.apart} : then;
         for (int64_t g = begin; g < end; g++) {
             int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row, kind = p->kind;
-            Task task = {.x = grouped + row * units + from * taken * count, .y = y + row * y_stride,
+            Task task = {.x = x + row * x_stride + from * taken, .x_stride = x_stride, .y = y + row * y_stride,
                          .weight = own.weight + from * size, .highs = p->highs, .apart = own.apart, .steps = to - from,
-                         .y_stride = y_stride, .soon_step = size / shares, .lead = to - from};
+                         .y_stride = y_stride, .soon_step = size / shares, .lead = to - from, .onto = onto || s};
             if (passes == 1 && task.lead > LEAD / size) task.lead = LEAD / size;
             if (soon.weight && pass < panels * shares)
                 task.soon = soon.weight + pass / shares * soon.apart + pass % shares * task.steps * task.soon_step;
@@ -460,7 +483,7 @@ static void multiply_strip(const Product *p, const float *grouped, float *y, int
             else if (kind == CODED) multiply_any(&task, count, CODED);
             else multiply_any(&task, count, CODED_PAIRS);
 #endif
-            if (s + 1 == stretches) add_odd(p, strip, grouped + row * units, y + row * y_stride, y_stride, count);
+            if (s + 1 == stretches) add_odd(p, strip, x + row * x_stride, y + row * y_stride, y_stride, count);
         }
     }
     if (begin < end) add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip);
@@ -597,14 +620,14 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
     add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip);
 }
 
-/* `count` rows [count, inputs], the first of which is `row`, go to their place as [inputs / STEP][count][parts][STEP] in
- * bfloat16. */
+/* `count` rows of x, from `row` on, go to their place as [inputs / STEP][count][parts][STEP] in bfloat16. */
 static void gather_tiles(const Product *p, const float *x, char *grouped, int64_t row, int64_t count) {
     const int parts = parts_of(p);
     char *to = grouped + row * p->inputs * parts * 2;
     for (int64_t i = 0; i < p->inputs; i += STEP)
         for (int64_t r = 0; r < count; r++) {
-            floats low = load(x, r * p->inputs + i, 0), high = load(x, r * p->inputs + i + LANES, 0);
+            const int64_t at = (row + r) * apart_by(p->inputs) + i;
+            floats low = load(x, at, 0), high = load(x, at + LANES, 0);
             for (int part = 0; part < parts; part++) {
                 floats first = low, second = high;
                 if (parts > 1) { /* infinity has no rest */
@@ -622,7 +645,7 @@ static void gather_tiles(const Product *p, const float *x, char *grouped, int64_
 #else
 enum { TILE = FEW, CROWD = 1 };
 #define parts_of(p) 1
-#define gather_tiles(p, x, grouped, row, count) (void)0
+#define gather_tiles(p, x, grouped, row, count) (void)(grouped)
 #define multiply_tiles(p, x, y, y_stride, rows, strip, begin, end, onto, shaped) (void)(shaped)
 #define release_tiles() (void)0
 #endif
@@ -632,28 +655,20 @@ static void store(void *to, int64_t at, const float *from, int64_t count, int ha
     else narrow_all(from, (uint16_t *)to + at, count);
 }
 
-/* y [rows, y_stride] = x [rows, inputs] times the weight, plus the bias; `onto` y, or else in its place. Of pairs, x is
- * left in bfloat16. `grouped` has room for it as it is multiplied. `next`, unless it is NULL, is multiplied by next.
+/* y [rows, y_stride] = x [rows, apart_by(inputs)] times the weight, plus the bias; `onto` y, or else in its place. Of
+ * pairs, x is left in bfloat16. `grouped` has room for it as tiles are filled. `next`, unless it is NULL, is multiplied by next.
  * Unless `out` is NULL, y goes there [rows, outputs], in bfloat16 if `half`, and is itself [threads, rows, STRIP] only. */
 static void product(const Product *p, const Product *next, float *x, float *grouped, float *y, int64_t y_stride,
                     int64_t rows, int onto, void *out, int half, int threads) {
     const int tiles = HAS_TILES && p->tiles;
     const int64_t most = tiles ? TILE / parts_of(p) : FEW;
     const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + most - 1) / most, all = strips * groups;
-    const int64_t units = units_of(p);
-    if (!onto && !out && !tiles)
-        EACH_ROW for (int64_t r = 0; r < rows; r++) memset(y + r * y_stride, 0, padded(p->outputs) * sizeof *y);
-    if (units < p->inputs && !tiles)
-        EACH_ROW for (int64_t r = 0; r < rows; r++) narrow_all(x + r * p->inputs, x + r * p->inputs, p->inputs);
-    if (rows == 1 && !tiles) grouped = x;
-    else
-        EACH_ROW for (int64_t g = 0; g < groups; g++) { /* what is multiplied at once lies side by side */
-            const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
-            if (tiles) gather_tiles(p, x + row * p->inputs, (char *)grouped, row, count);
-            for (int64_t i = 0; i < units && !tiles; i++)
-                for (int64_t r = 0; r < count; r++)
-                    grouped[row * units + i * count + r] = x[(row + r) * p->inputs + i];
-        }
+    const int64_t x_stride = apart_by(p->inputs);
+    if (paired(p->kind) && !tiles)
+        EACH_ROW for (int64_t r = 0; r < rows; r++) narrow_all(x + r * x_stride, x + r * x_stride, p->inputs);
+    if (tiles)
+        EACH_ROW for (int64_t g = 0; g < groups; g++) /* what is multiplied at once lies side by side */
+            gather_tiles(p, x, (char *)grouped, rows * g / groups, rows * (g + 1) / groups - rows * g / groups);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int t = 0; t < threads; t++) {
         int64_t shaped = 0;
@@ -664,13 +679,12 @@ static void product(const Product *p, const Product *next, float *x, float *grou
             const int64_t strip = at / groups, first = rows * begin / groups, count = rows * end / groups - first;
             const int64_t stride = out ? STRIP : y_stride;
             float *own = out ? y + t * rows * STRIP : y + strip * STRIP;
-            if (out && !tiles) memset(own + first * STRIP, 0, count * STRIP * sizeof *own);
             if (tiles) multiply_tiles(p, (const char *)grouped, own, stride, rows, strip, begin, end, onto, &shaped);
             else {
                 Strip then = {0}; /* where this thread goes on */
                 if (at + end - begin < last) then = strip_of(p, strip + 1);
                 else if (next) then = strip_of(next, padded(next->outputs) / STRIP * t / threads);
-                multiply_strip(p, grouped, own, stride, rows, strip, begin, end, then);
+                multiply_strip(p, x, own, stride, rows, strip, begin, end, onto, then);
             }
             for (int64_t r = first; out && r < first + count; r++)
                 store(out, r * p->outputs + strip * STRIP, own + r * STRIP, outputs_of(p, strip), half);
@@ -1194,12 +1208,13 @@ static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row
     }
 }
 
-/* Store the rows' keys and values of layer n, then mix: qkv [rows, stride] to mixed [rows, query_heads * head_dim].
+/* Store the rows' keys and values of layer n, then mix: qkv [rows, stride] to mixed [rows, apart_by(query_heads * head_dim)].
  * Rows that attend together are of one block, as their keys are. */
 static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride,
                       float *mixed, float *scratch, int threads) {
     const int64_t dim = m->head_dim, group = m->query_heads / m->key_heads, size = m->half ? 2 : 4;
     const enum Kind kind = attends_in_pairs(m) ? PAIRS : m->half ? HALF : FULL;
+    const int64_t mixed_stride = apart_by(m->query_heads * dim);
     const Turns turns = all->turns[l->turns];
     int64_t start = 0;
     for (const Block *b = all->blocks; b < all->blocks + all->count; start += b++->rows) {
@@ -1226,10 +1241,10 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
                 int64_t k = item / parts, r = item % parts * most, at = k * s->stride * dim * size;
                 Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
                              .query = qkv + (from + r) * stride + k * group * dim / (kind == PAIRS ? 2 : 1),
-                             .output = mixed + ((from + r) * m->query_heads + k * group) * dim,
+                             .output = mixed + (from + r) * mixed_stride + k * group * dim,
                              .scores = scores, .slots = slots, .dim = dim, .heads = group, .room = room,
                              .rows = b->rows - r < most ? b->rows - r : most, .query_stride = stride,
-                             .output_stride = m->query_heads * dim, .cap = l->cap, .kind = kind};
+                             .output_stride = mixed_stride, .cap = l->cap, .kind = kind};
                 if (attends_in_tiles(m)) {
                     seen.chain = !s->window;
                     for (int64_t row = b->first + r + 1; row < b->first + r + seen.rows; row++)
@@ -1255,8 +1270,8 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     }
 }
 
-/* Floats that a row of `count` inputs takes where rows lie as they are multiplied. */
-INLINE int64_t gathered(int64_t count) { return count + (count + 1) / 2; }
+/* Floats that a row of `count` inputs takes as tiles are filled. */
+INLINE int64_t gathered(int64_t count) { return HAS_TILES ? count + (count + 1) / 2 : 0; }
 
 static float *scratch_of(int64_t count) { return aligned_alloc(64, (size_t)(count / 16 + 1) * 64); }
 
@@ -1368,9 +1383,9 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
                       float *found, const float *by, const uint64_t *keys, int64_t *drawn, int threads) {
     const Product *p = &head->product;
     const int64_t size = m->hidden, half = m->half;
-    float *scratch = scratch_of((normed ? rows : 0) * size + count * (size + gathered(size) + threads * STRIP));
+    float *scratch = scratch_of((normed ? rows : 0) * size + count * (apart_by(size) + gathered(size) + threads * STRIP));
     if (!scratch) return 1;
-    float *x = scratch, *grouped = x + count * size, *sums = grouped + count * gathered(size);
+    float *x = scratch, *grouped = x + count * apart_by(size), *sums = grouped + count * gathered(size);
     float *all = sums + threads * count * STRIP;
     if (normed)
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
@@ -1379,7 +1394,7 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
             store(normed, r * size, all + r * size, size, half);
         }
     EACH_ROW for (int64_t r = 0; r < count; r++) {
-        float *own = x + r * size;
+        float *own = x + r * apart_by(size);
         widen_all(row_of(hidden, wanted ? wanted[r] : r, size, half), own, size, half);
         norm(own, head->norm, own, size, head->epsilon);
         for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
@@ -1423,33 +1438,34 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
     int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
     int64_t wide = padded(2 * m->inner);
+    const int64_t seen = apart_by(size), mixed_stride = apart_by(mix), inner = apart_by(m->inner);
     int64_t attending = room_for_attention(m, all->keys) * workers(m, rows, threads);
     const int64_t widest = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
-    float *scratch = scratch_of(rows * (2 * width + size + heads + mix + wide + m->inner + gathered(widest)) + attending);
+    float *scratch = scratch_of(rows * (2 * width + seen + heads + mixed_stride + wide + inner + gathered(widest)) + attending);
     if (!scratch) return 1;
-    float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * size;
-    float *mixed = qkv + rows * heads, *gates = mixed + rows * mix, *active = gates + rows * wide;
-    float *grouped = active + rows * m->inner, *rest = grouped + rows * gathered(widest);
+    float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * seen;
+    float *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *active = gates + rows * wide;
+    float *grouped = active + rows * inner, *rest = grouped + rows * gathered(widest);
     for (int64_t r = 0; r < rows; r++) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
     for (int64_t n = first; n < last; n++) {
         const Layer *l = layers + n;
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             if (taps && taps[n]) store(taps[n], r * size, stream + r * width, size, half);
-            norm(stream + r * width, l->first_norm, normed + r * size, size, l->first_epsilon);
+            norm(stream + r * width, l->first_norm, normed + r * seen, size, l->first_epsilon);
         }
         product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, threads);
         attention(m, l, all, n, qkv, heads, mixed, rest, threads);
         add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows,
                     threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++)
-            norm(stream + r * width, l->second_norm, normed + r * size, size, l->second_epsilon);
+            norm(stream + r * width, l->second_norm, normed + r * seen, size, l->second_epsilon);
         product(&l->gate_up, &l->down, normed, grouped, gates, wide, rows, 0, NULL, 0, threads);
         EACH_ROW for (int64_t r = 0; r < rows; r++) {
             const float *gate = gates + r * wide, *up = gate + m->inner;
             for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
                 floats g = load(gate, i, 0), bent = g;
                 if (m->gelu) bent = g * (1.5957691f + 0.07135481f * g * g); /* 2 sqrt(2 / pi) (g + 0.044715 g^3) */
-                *(floats *)(active + r * m->inner + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
+                *(floats *)(active + r * inner + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
             }
         }
         const Product *next = n + 1 < last ? &l[1].qkv : head ? &head->product : NULL;
@@ -1466,13 +1482,14 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
 /* y [rows, outputs] = onto, or 0 where it is NULL, plus x [rows, inputs] times one weight; in bfloat16 or float32.
  * Returns as specdec_run_layers. */
 int specdec_product(const Product *p, const void *x, const void *onto, void *y, int64_t rows, int half, int threads) {
-    const int64_t width = padded(p->outputs);
-    float *scratch = scratch_of(rows * (p->inputs + gathered(p->inputs) + width));
+    const int64_t width = padded(p->outputs), seen = apart_by(p->inputs);
+    float *scratch = scratch_of(rows * (seen + gathered(p->inputs) + width));
     if (!scratch) return 1;
-    float *grouped = scratch + rows * p->inputs, *sums = grouped + rows * gathered(p->inputs);
-    widen_all(x, scratch, rows * p->inputs, half);
-    for (int64_t r = 0; onto && r < rows; r++)
-        widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
+    float *grouped = scratch + rows * seen, *sums = grouped + rows * gathered(p->inputs);
+    for (int64_t r = 0; r < rows; r++) {
+        widen_all(row_of(x, r, p->inputs, half), scratch + r * seen, p->inputs, half);
+        if (onto) widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
+    }
     product(p, NULL, scratch, grouped, sums, width, rows, onto != NULL, NULL, 0, threads);
     EACH_ROW for (int64_t r = 0; r < rows; r++) store(y, r * p->outputs, sums + r * width, p->outputs, half);
     free(scratch);
@@ -1492,17 +1509,18 @@ typedef struct {
 int specdec_guess(const Heads *h, const void *const *hidden, const void *embedded, int64_t rows, void *const *found,
                   int half, int threads) {
     const int64_t size = h->size, heads = h->heads, all = rows * heads, seen = h->blocks->inputs;
+    const int64_t line = apart_by(size), first = apart_by(seen); /* of rows that are multiplied */
     const int64_t wide = padded(heads * size), width = h->ends ? padded(h->ends->outputs) : 0;
     const int64_t most = rows * gathered(seen) > all * gathered(size) ? rows * gathered(seen) : all * gathered(size);
-    float *scratch = scratch_of(rows * (seen + size + wide) + all * (size + width) + most);
+    float *scratch = scratch_of(rows * (first + line + wide) + all * (line + width) + most);
     if (!scratch) return 1;
-    float *brought = scratch, *states = brought + rows * seen; /* [heads, rows, size], as a head's own products read it */
-    float *read = states + all * size, *more = read + rows * size, *logits = more + rows * wide;
+    float *brought = scratch, *states = brought + rows * first; /* [heads, rows, line], as a head's own products read it */
+    float *read = states + all * line, *more = read + rows * line, *logits = more + rows * wide;
     float *grouped = logits + all * width;
     for (int64_t r = 0; r < rows; r++) {
-        float *own = brought + r * seen, *root = own + size, squares = 0;
+        float *own = brought + r * first, *root = own + size, squares = 0;
         widen_all(hidden[r], own, size, half);
-        for (int64_t k = 0; k < heads; k++) memcpy(states + (k * rows + r) * size, own, size * sizeof *own);
+        for (int64_t k = 0; k < heads; k++) memcpy(states + (k * rows + r) * line, own, size * sizeof *own);
         if (seen == size) continue;
         widen_all(row_of(embedded, r, size, half), root, size, half);
         for (int64_t i = 0; i < size; i++) squares += root[i] * root[i];
@@ -1512,28 +1530,28 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
     for (int64_t n = 0; n < h->layers; n++)
         for (int64_t k = 0; k < heads; k++) {
             const Product *p = n ? h->blocks + 1 + (n - 1) * heads + k : h->blocks;
-            float *own = states + k * rows * size, *from = n ? read : brought;
+            float *own = states + k * rows * line, *from = n ? read : brought;
             const int64_t stride = n ? padded(size) : wide;
-            if (n) memcpy(from, own, rows * size * sizeof *own); /* pairs round it, which the state is not */
+            if (n) memcpy(from, own, rows * line * sizeof *own); /* pairs round it, which the state is not */
             if (n || !k) product(p, NULL, from, grouped, more, stride, rows, 0, NULL, 0, threads);
             for (int64_t r = 0; r < rows; r++) {
                 const float *added = more + r * stride + (n ? 0 : k * size);
                 int64_t i = 0;
-                for (float *to = own + r * size; i + LANES <= size; i += LANES) {
+                for (float *to = own + r * line; i + LANES <= size; i += LANES) {
                     const floats bent = load(added, i, 0);
                     *(floats *)(to + i) += bent / (1.f + exponential(-bent));
                 }
-                for (; i < size; i++) own[r * size + i] += added[i] / (1.f + expf(-added[i]));
+                for (; i < size; i++) own[r * line + i] += added[i] / (1.f + expf(-added[i]));
             }
         }
     for (int64_t k = 0; h->ends && k < (h->own ? heads : 1); k++) {
         const int64_t count = h->own ? rows : all;
-        product(h->ends + k, NULL, states + k * rows * size, grouped, logits + k * rows * width, width, count, 0, NULL, 0,
+        product(h->ends + k, NULL, states + k * rows * line, grouped, logits + k * rows * width, width, count, 0, NULL, 0,
                 threads);
     }
     for (int64_t r = 0; r < rows; r++)
         for (int64_t k = 0; k < heads; k++) {
-            const float *own = h->ends ? logits + (k * rows + r) * width : states + (k * rows + r) * size;
+            const float *own = h->ends ? logits + (k * rows + r) * width : states + (k * rows + r) * line;
             const int64_t count = h->ends ? h->ends->outputs : size;
             store(found[r], k * count, own, count, half);
         }
