@@ -254,9 +254,7 @@ class MedusaSession(BatchedSession):
 
     def _grown(self, guesses: Guesses) -> Sequence[Grown]:
         """The likeliest nodes, as many as pay."""
-        sure = self._sure
-        rates = [[min(sure * chance, 1.0) for chance in chances] for _, chances in guesses]
-        nodes = grow(rates, _MOST, self._margin.least)
+        nodes = grow([chances for _, chances in guesses], _MOST, self._margin.least, self._sure)
         return nodes[: self._margin.size([node.worth for node in nodes])]
 
     @property

@@ -208,10 +208,10 @@ class Merged(DrafterBase):
 class Tree:
     """All that the parts propose, equal paths once: per row its token, parent and the chance that it is reached."""
 
-    __slots__ = ("_heirs", "_rows", "is_chain", "needed", "parents", "probes", "reach", "tokens")
+    __slots__ = ("heirs", "is_chain", "needed", "parents", "probes", "reach", "rows", "tokens")
 
-    _rows: dict[tuple[int, int], int]
-    _heirs: dict[int, int]  # row -> its first child
+    rows: dict[tuple[int, int], int]  # parent and token -> row
+    heirs: dict[int, int]  # row -> its first child
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.reach = [root], [-1], [1.0]
@@ -225,28 +225,20 @@ class Tree:
         self.reach += reach
 
     def find(self) -> None:
-        """Have all rows found by ``look``, those of ``extend`` too."""
+        """Have all rows in ``rows`` and ``heirs``, those of ``extend`` too."""
         if self.is_chain:
-            self._rows = {(row - 1, self.tokens[row]): row for row in range(1, len(self.tokens))}
-            self._heirs = {row: row + 1 for row in range(len(self.tokens) - 1)}
+            self.rows = {(row - 1, self.tokens[row]): row for row in range(1, len(self.tokens))}
+            self.heirs = {row: row + 1 for row in range(len(self.tokens) - 1)}
             self.is_chain = False
-
-    def look(self, parent: int, token: int, first: int) -> tuple[int, bool]:
-        """The row of ``token`` below ``parent``, -1 where there is none; and whether it contradicts others.
-
-        That is where rows before ``first`` say something else after ``parent``, and none of them says this.
-        """
-        row = self._rows.get((parent, token), -1)
-        return row, self._heirs.get(parent, first) < first and not 0 <= row < first
 
     def put(self, row: int, parent: int, token: int, reach: float, candidate: bool) -> int:
         """Have the ``row`` that was found, or a new one; the better of two opinions counts."""
         if row < 0:
-            row = self._rows[parent, token] = len(self.tokens)
+            row = self.rows[parent, token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
             self.reach.append(reach)
-            self._heirs.setdefault(parent, row)
+            self.heirs.setdefault(parent, row)
             if not candidate:
                 self.probes |= {row}
         else:
@@ -330,37 +322,40 @@ class Part:
         self.kinds = [first + min(own, _DEPTHS) for own in range(min(size + 1, len(tokens)))]
 
     def _merge(self, tree: Tree, least: float, match: int) -> None:
-        draft, first, bandit, told = self.draft, len(tree.tokens), self.bandit, self.draft.chances
+        draft, first, chance_of, told = self.draft, len(tree.tokens), self.bandit.chance, self.draft.chances
+        tokens, parents, depths, probes = draft.tokens, draft.parents, draft.depths, draft.probes
         self.rows, self.kinds = rows, kinds = [0], [0]
-        chances, ranks = [1.0], [0] * len(draft)
+        chances, ranks = [1.0], [0] * len(tokens)
         if draft.read:  # what a row of which is read has all its ancestors verified
             least = 0.0
         tree.find()
-        for own in range(1, len(ranks)):
-            above = draft.parents[own]
-            parent, token = rows[above], draft.tokens[own]
+        known, heirs = tree.rows, tree.heirs
+        for own in range(1, len(tokens)):
+            above = parents[own]
+            parent, token, rank = rows[above], tokens[own], ranks[above]
             if parent < 0:
                 rows.append(-1)
                 kinds.append(0)
                 chances.append(0.0)
                 continue
-            row, dissents = tree.look(parent, token, first)
-            depth, rank = min(draft.depths[own], _DEPTHS), min(ranks[above], _RANKS - 1)
             ranks[above] += 1
+            row, depth, rank = known.get((parent, token), -1), min(depths[own], _DEPTHS), min(rank, _RANKS - 1)
+            # Parts before it say something else after ``parent``, and none of them says this.
+            dissents = heirs.get(parent, first) < first and not 0 <= row < first
             kind = kind_of(match, depth, rank, dissents)
             if told:
                 chance = told[own]
             else:
                 supposed = (max(chances[above], _ONWARD) if depth > 1 else _BY_MATCH[match]) * _BY_RANK[rank]
-                chance = bandit.chance(kind, supposed * _DISSENT if dissents else supposed)
+                chance = chance_of(kind, supposed * _DISSENT if dissents else supposed)
             reach = tree.reach[parent] * chance
             if reach >= least:
-                row = tree.put(row, parent, token, reach, own not in draft.probes)
+                row = tree.put(row, parent, token, reach, own not in probes)
             rows.append(row)
             kinds.append(kind)
             chances.append(chance)
             if row < 0 and draft.is_chain:
-                rows += [-1] * (len(ranks) - own - 1)
+                rows += [-1] * (len(tokens) - own - 1)
                 break
         for own in draft.read:
             tree.need(rows[own])

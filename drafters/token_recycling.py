@@ -128,20 +128,20 @@ class TokenRecyclingSession:
         root, deepest = self._context.root, self._context.remaining - 1
         if not self._table.of(root):
             return Draft.chain([root])
-        tokens, parents, depths = [root], [-1], [0]
-        row_of = {0: 0}  # node of the template -> row; nodes without a known token have none
-        for node, (above, rank, *_) in enumerate(self._nodes, 1):
-            if len(tokens) >= room:
+        tokens, parents, depths, of = [root], [-1], [0], self._table.of
+        rows = [0]  # of the root and the template's nodes; -1: without a known token
+        for above, rank, _, _ in self._nodes:
+            row, size = rows[above], len(tokens)
+            if size >= room:
                 break
-            parent = row_of.get(above)
-            if parent is None or depths[parent] >= deepest:
+            known = of(tokens[row]) if row >= 0 and depths[row] < deepest else ()
+            if rank >= len(known):
+                rows.append(-1)
                 continue
-            known = self._table.of(tokens[parent])
-            if rank < len(known):
-                row_of[node] = len(tokens)
-                tokens.append(known[rank])
-                parents.append(parent)
-                depths.append(depths[parent] + 1)
+            rows.append(size)
+            tokens.append(known[rank])
+            parents.append(row)
+            depths.append(depths[row] + 1)
         return Draft(tokens, parents)
 
     def observe(self, seen: Observation) -> None:

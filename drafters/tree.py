@@ -57,30 +57,33 @@ class Margin:
         return nets.index(max(nets))
 
 
-def grow(rates: Sequence[Sequence[float]], most: int, least: Sequence[float] | None = None) -> list[Grown]:
+def grow(
+    rates: Sequence[Sequence[float]], most: int, least: Sequence[float] | None = None, share: float = 1.0
+) -> list[Grown]:
     """The ``most`` nodes that are likeliest to be right, likeliest first, so that parents come before children.
 
     No more of them than the first that is worth less than :attr:`Margin.least` says.
 
     ``rates[d][r]`` is the chance that the guess of rank r is right d + 1 tokens below the root where its parent is, and
-    falls with the rank; a node's worth is the product along its path.
+    falls with the rank; of each a ``share`` is believed, and at most 1. A node's worth is the product along its path.
 
     Example: ``grow([[.5, .2]] * 6, 3)`` holds (parent 0, rank 0), (1, 0) and (0, 1): the best guess, the best after
     it, the second best.
     """
     nodes: list[Grown] = []
+    deepest, node, take, keep = len(rates), Grown._make, heapq.heappop, heapq.heappush
     # A guess is looked at when the one of the rank before is a node: (-worth, parent, rank, depth, the parent's worth).
-    ahead = [(-rates[0][0], 0, 0, 1, 1.0)]
+    ahead = [(-min(share * rates[0][0], 1.0), 0, 0, 1, 1.0)]
     while ahead and len(nodes) < most:
-        worth, parent, rank, depth, above = heapq.heappop(ahead)
+        worth, parent, rank, depth, above = take(ahead)
         if least is not None and -worth < least[len(nodes)]:
             break
-        nodes.append(Grown(parent, rank, depth, -worth))
+        nodes.append(node((parent, rank, depth, -worth)))
         own = rates[depth - 1]
         if rank + 1 < len(own):
-            heapq.heappush(ahead, (-above * own[rank + 1], parent, rank + 1, depth, above))
-        if depth < len(rates):
-            heapq.heappush(ahead, (worth * rates[depth][0], len(nodes), 0, depth + 1, -worth))
+            keep(ahead, (-above * min(share * own[rank + 1], 1.0), parent, rank + 1, depth, above))
+        if depth < deepest:
+            keep(ahead, (worth * min(share * rates[depth][0], 1.0), len(nodes), 0, depth + 1, -worth))
     return nodes
 
 

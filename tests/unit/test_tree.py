@@ -27,6 +27,12 @@ def test_trees_grow_by_worth() -> None:
     assert grow(rates, 99, [nodes[4].worth] * 99) == [node for node in nodes if node.worth >= nodes[4].worth]
 
 
+@pytest.mark.parametrize("share", [0.5, 1.3])
+def test_a_share_of_the_chances_is_believed_and_no_more_than_one(share: float) -> None:
+    rates = [[0.9, 0.2, 0.1], [0.8, 0.3]]
+    assert grow(rates, 99, share=share) == grow([[min(share * rate, 1.0) for rate in own] for own in rates], 99)
+
+
 def test_sizes_that_pay() -> None:
     nodes = grow([[0.5, 0.2], [0.4, 0.1]], 99)  # 0.5, 0.2, 0.2, 0.08, 0.05, 0.02
     for slope, size in ((0.0, 6), (0.3, 1), (0.1, 3)):
