@@ -291,8 +291,9 @@ INLINE void ask(const char *soon, int64_t apart, const int lines) {
     }
 }
 
-/* Sums += x, from row to row, times vectors [from, to) of the weight's steps [begin, end), while `step` bytes of each of as
- * many panels as `asks` says are asked for, from `soon` on and `apart` bytes on. The weights are `kept` in float32. */
+/* Sums += x, from row to row, times vectors [from, to) of the weight's steps [begin, end). Meanwhile `step` bytes a step are
+ * asked for from `soon` on, and `apart` bytes behind that, of as many panels as `asks` says; if it is less than 0, of the
+ * first unless `soon` is NULL, and of the second unless `apart` is 0. */
 INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums[FEW][VECTORS], int64_t begin, int64_t end,
                            const char *soon, int64_t step, int64_t apart, const int rows, const int from, const int to,
                            const int kind, const int asks) {
@@ -356,7 +357,7 @@ INLINE void multiply(const Task *t, const int rows, const int from, const int to
         const int64_t step = next ? t->soon_step : bytes_of(kind), apart = next ? t->soon_apart : t->apart;
         const char *soon = next ? t->soon : t->weight + t->lead * step;
         if (next && soon && from) soon += t->steps * step;
-/* What stays as it is from step to step is known to a compiler. */
+/* Of float32, the loop is so short that a test in it is felt; of the others, gcc then runs out of registers. */
 #define STEPS(asks) multiply_steps(t, x, sums, begin, end, soon, step, apart, rows, from, to, kind, asks)
         if (kind != FULL) STEPS(-1);
         else if (!soon) STEPS(0);
