@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from specdec import Engine, batch, passes
 from specdec.bench.questions import build_prompt, find_questions, read_questions, select
+from specdec.errors import SpecdecError
 from specdec.target import Target, TargetOutput
 
 
@@ -110,12 +111,29 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    try:
+        sizes = [int(number) for number in options.batch.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        parser.error(f"--batch is {options.batch!r}; it must be sizes of at least 1, such as 1,2,4,8")
+    for name in ("threads", "limit", "max_new_tokens", "repeats"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
+    try:
+        measure(options, sizes)
+    except SpecdecError as error:
+        parser.error(str(error))
+
+
+def measure(options: argparse.Namespace, sizes: Sequence[int]) -> None:
+    """Print both times for each size and drafter."""
     torch.set_num_threads(options.threads)
     plain = Engine.from_pretrained(options.model, dtype=options.dtype, drafter="none")
     questions = select(read_questions(find_questions("six_kinds")), (), options.limit)
     prompts = [build_prompt(question, [], "auto", plain.tokenizer) for question in questions]
     costs = plain.with_drafter("prompt_lookup").costs
-    for size in (int(number) for number in options.batch.split(",")):
+    for size in sizes:
         for name in options.drafters.split(","):
             times: dict[str, list[float]] = {"by the clock": [], "played back": []}
             for _ in range(options.repeats):

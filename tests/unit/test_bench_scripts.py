@@ -425,6 +425,25 @@ def test_a_text_is_played_back_without_forwards(
     assert sides[1::2] == [0] * 8
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--batch", "x"], "--batch is 'x'; it must be sizes of at least 1"),
+        (["--batch", "1,0"], "--batch is '1,0'; it must be sizes of at least 1"),
+        (["--limit", "0"], "--limit is 0; it must be at least 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0; it must be at least 1"),
+        (["--drafters", "nope"], "unknown drafter 'nope'"),
+    ],
+)
+def test_host_time_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["host_time.py", *options])
+    with pytest.raises(SystemExit):
+        load("host_time").main()
+    assert told in capsys.readouterr().err
+
+
 def test_other_steps_than_those_that_were_kept_are_an_error() -> None:
     script, engine = load("host_time"), Engine(target_of("llama"))
     played = script.Played(engine.target)
