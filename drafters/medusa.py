@@ -11,7 +11,7 @@ the target will draw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -217,7 +217,7 @@ class MedusaSession(BatchedSession):
         self._price = pass_price(drafter.weights, context.target, costs, length)
         self._margin = Margin(costs, length, _MOST, _FAINT)
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT  # first ranks, behind those that were right
-        self._seen: torch.Tensor | None = None  # [T, D] of the latest step; none for a prompt of one token ...
+        self._seen: Mapping[int, torch.Tensor] | None = None  # the latest taps; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
         self._guesses: Guesses | None = None  # of the latest step, where they came with it or were asked for
         params = context.sampling
@@ -289,7 +289,7 @@ class MedusaSession(BatchedSession):
     def _brought(self) -> tuple[State, MedusaSession | None]:
         """What the heads guess from."""
         assert self._seen is not None
-        return State(self._seen, self._last, self._context.root), self if self._samples else None
+        return State(self._seen[FINAL], self._last, self._context.root), self if self._samples else None
 
     def ask(self, question: Question) -> torch.Tensor | None:
         hidden = question.taps[FINAL]
@@ -308,7 +308,7 @@ class MedusaSession(BatchedSession):
             self._right += right
             if not right:
                 break
-        self._seen, self._last, self._guesses = seen.taps[FINAL], seen.path[-1], None
+        self._seen, self._last, self._guesses = seen.taps, seen.path[-1], None
         prompt_ends = seen.draft is None and self._context.cache.length == self._context.prompt_length - 1
         if prompt_ends and copies.is_apart(self._context.target.head_device):
             # Read with the prompt, as later guesses come with a step's copy: no step has a copy of its own for them.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -164,9 +163,8 @@ def forward_together(
                 part.block, entry=part.entry, exit_layer=exit_layer, taps=taps, rows=part.rows, likeliest=likeliest
             )
         ]
-    order = sorted(range(len(parts)), key=lambda place: _layer(parts[place]))
-    ranked = [parts[place] for place in order]
-    stages = sorted({_layer(part) for part in ranked})
+    ranked = sorted(parts, key=_layer)
+    stages = sorted({*map(_layer, ranked)})
     hidden: torch.Tensor | None = None
     found: dict[int, torch.Tensor] = {}
     for layer, after in zip(stages, (*stages[1:], exit_layer), strict=True):
@@ -178,23 +176,18 @@ def forward_together(
         output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows, likeliest=likeliest)
         hidden = output.hidden
         found |= output.taps
-    outputs: dict[int, TargetOutput] = {}
-    counts = [part.block.rows if part.rows is None else len(part.rows) for part in ranked]
-    hidden, logits, peaks = output.hidden, output.logits, None
-    if logits is not None:
-        peaks = Peaks(logits) if output.peaks is None else output.peaks[0]
-    sizes = [part.block.rows for part in ranked]
-    ends = [*accumulate(sizes)]
-    # Of a layer that later rows did not come through, there are only the rows before those.
-    tapped = {tap: rows.split_with_sizes(sizes[: ends.index(rows.shape[0]) + 1]) for tap, rows in found.items()}
-    scored = None if logits is None else logits.split_with_sizes(counts)
-    first = 0
-    for place, (number, own, count) in enumerate(zip(order, hidden.split_with_sizes(sizes), counts, strict=True)):
-        taken = {tap: rows[place] for tap, rows in tapped.items() if place < len(rows)}
-        shared = None if peaks is None else (peaks, first, first + count)
-        outputs[number] = TargetOutput(scored[place] if count and scored is not None else None, own, taken, shared)
-        first += count
-    return [outputs[number] for number in range(len(parts))]
+    whole = TargetOutput(output.logits, output.hidden, found)
+    peaks = None
+    if output.logits is not None:
+        peaks = Peaks(output.logits) if output.peaks is None else output.peaks[0]
+    outputs: dict[Part, TargetOutput] = {}
+    first = scored = 0
+    for part in ranked:
+        last, wanted = first + part.block.rows, part.block.rows if part.rows is None else len(part.rows)
+        own = (peaks, scored, scored + wanted) if wanted and peaks is not None else None
+        outputs[part] = whole.part(first, last, own)
+        first, scored = last, scored + wanted
+    return [outputs[part] for part in parts]
 
 
 def _layer(part: Part) -> int:

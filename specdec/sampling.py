@@ -256,14 +256,14 @@ class Scores:
     """The logits of one step's scored rows.
 
     Attributes:
-        logits: [R, V], raw, in the target's dtype.
+        given: the logits, or what copies or cuts them from others where somebody reads them.
         rows: the R draft rows, ascending; None where row i is logits[i].
         shared: where the rows went through the target, perhaps beside others: the peaks of all, the first of these rows
             and the one after their last.
         processed: [R, V] after the processors, where these took all rows at once (``Sampler.together``).
     """
 
-    logits: torch.Tensor
+    given: torch.Tensor | Callable[[], torch.Tensor]
     rows: Sequence[int] | None = None
     shared: tuple[Peaks, int, int] | None = None
     processed: torch.Tensor | None = None
@@ -272,6 +272,13 @@ class Scores:
     _own: Sequence[int] = ()
     _top: Sequence[list[int]] = ()
     _values: Sequence[Sequence[float]] = ()
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[R, V], raw, in the target's dtype."""
+        if not isinstance(self.given, torch.Tensor):
+            self.given = self.given()
+        return self.given
 
     def of(self, row: int) -> torch.Tensor:
         """[V] raw logits of a draft row."""
@@ -390,26 +397,14 @@ class Scores:
 
 
 class _Selected(Scores):
-    """Some of others' scores; their logits are only copied where somebody reads them, and once."""
-
-    _picked: torch.Tensor | None
+    """Some of others' scores."""
 
     def __init__(self, whole: Scores, places: Sequence[int], numbers: Sequence[int] | None) -> None:
-        self._whole, self._places, self._picked = whole, places, None
+        self._whole, self._places = whole, places
         best = [whole._best[place] for place in places] if whole._best else []
         top = [whole._top[place] for place in places] if whole._top else []
         weights = [whole._values[place] for place in places] if whole._values else []
-        super().__init__(whole.logits, numbers, _best=best, _top=top, _values=weights)
-
-    @property
-    def logits(self) -> torch.Tensor:
-        if self._picked is None:
-            self._picked = copies.pick(self._whole.logits, self._places)
-        return self._picked
-
-    @logits.setter
-    def logits(self, _: torch.Tensor) -> None:
-        pass
+        super().__init__(lambda: copies.pick(whole.logits, places), numbers, _best=best, _top=top, _values=weights)
 
     @property
     def _source(self) -> tuple[torch.Tensor | Stored, Sequence[int]]:

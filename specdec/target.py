@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -18,28 +17,86 @@ from specdec.verify import Verdict
 
 __all__ = ["FINAL", "Target", "TargetOutput"]
 
+_ALL = slice(None)
 
-@dataclass(slots=True, eq=False)
+
 class TargetOutput:
-    """What one forward gave.
+    """What one forward gave, or what of it are one sequence's rows.
+
+    Args:
+        logits: of the rows asked for; None where none were, or the forward left early.
+        hidden: [T, D] residual stream after the last layer that ran.
+        taps: see the attribute; of a layer that only the first rows came through, those.
+        peaks: see the attribute.
 
     Attributes:
-        logits: [R, V] of the rows asked for, in the target's dtype; None where none were, or the forward left early.
-        hidden: [T, D] residual stream after the last layer that ran.
         taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
         peaks: the likeliest tokens of a batch's rows, found for all at once, and where these rows begin and end among
             them.
     """
 
-    logits: torch.Tensor | None
-    hidden: torch.Tensor
-    taps: dict[int, torch.Tensor] = field(default_factory=dict)
-    peaks: tuple[Peaks, int, int] | None = None
+    __slots__ = ("_hidden", "_logits", "_rows", "peaks", "taps")
+
+    def __init__(
+        self,
+        logits: torch.Tensor | None,
+        hidden: torch.Tensor,
+        taps: Mapping[int, torch.Tensor] | None = None,
+        peaks: tuple[Peaks, int, int] | None = None,
+    ) -> None:
+        self._logits, self._hidden, self._rows = logits, hidden, _ALL
+        self.taps: Mapping[int, torch.Tensor] = {} if taps is None else taps
+        self.peaks = peaks
+
+    def part(self, first: int, last: int, peaks: tuple[Peaks, int, int] | None) -> TargetOutput:
+        """Rows [first, last), whose logits are those of ``peaks``; nothing is cut before somebody reads it."""
+        part = TargetOutput(None if peaks is None else self._logits, self._hidden, peaks=peaks)
+        part._rows = slice(first, last)
+        if self.taps:
+            part.taps = _Cut(self.taps, first, last)
+        return part
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """[R, V] of the rows asked for, in the target's dtype; None where none were, or the forward left early."""
+        if self._rows is _ALL or self._logits is None or self.peaks is None:
+            return self._logits
+        return self._logits[self.peaks[1] : self.peaks[2]]
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """[T, D] residual stream after the last layer that ran."""
+        return self._hidden if self._rows is _ALL else self._hidden[self._rows]
 
     def scores(self, rows: Sequence[int] | None) -> Scores:
         """Of the ``rows`` that logits were asked for."""
+        assert self._logits is not None
+        return Scores(self._logits if self._rows is _ALL else self._cut, rows, self.peaks)
+
+    def _cut(self) -> torch.Tensor:
         assert self.logits is not None
-        return Scores(self.logits, rows, self.peaks)
+        return self.logits
+
+
+class _Cut(Mapping[int, torch.Tensor]):
+    """Of each layer's hidden states rows [first, last), cut when they are read, where there are as many."""
+
+    __slots__ = ("_first", "_last", "_whole")
+
+    def __init__(self, whole: Mapping[int, torch.Tensor], first: int, last: int) -> None:
+        self._whole, self._first, self._last = whole, first, last
+
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        rows = self._whole[layer]
+        if self._last > len(rows):
+            raise KeyError(layer)
+        return rows[self._first : self._last]
+
+    def __iter__(self) -> Iterator[int]:
+        return (layer for layer, rows in self._whole.items() if self._last <= len(rows))
+
+    def __len__(self) -> int:
+        return sum(self._last <= len(rows) for rows in self._whole.values())
 
 
 class Target(Protocol):

@@ -1597,35 +1597,45 @@ void specdec_code(const Product *p, const uint16_t *values, uint8_t *weight, Odd
     }
 }
 
+/* y [inputs], in bfloat16 or float32, gets a row of the weight, of which the values without a code are zeros. */
+INLINE void look_up_row(const Product *p, int64_t number, void *y, const int kind, const int half) {
+    const int64_t own = number % PANEL, place = place_of(own), steps = kind < PAIRS ? p->inputs : p->inputs / 2;
+    const char *panel = (const char *)p->weight + number / PANEL * steps * bytes_of(kind);
+    for (int64_t i = 0; i < p->inputs; i++) {
+        if (kind == FULL) {
+            ((float *)y)[i] = ((const float *)panel)[i * PANEL + own];
+            continue;
+        }
+        uint16_t value;
+        if (kind == HALF) value = ((const uint16_t *)panel)[i * PANEL + own];
+        else if (kind == PAIRS) value = ((const uint16_t *)panel)[(i / 2 * PANEL + own) * 2 + i % 2];
+        else {
+            const uint8_t *step = (const uint8_t *)panel + i / 2 * CODE_BYTES;
+            const int code = step[LOWS + place % PANEL + i % 2] >> (place < PANEL ? 0 : 4) & (CODES - 1);
+            value = step[place + i % 2] | p->highs[code] << 8;
+        }
+        if (half) ((uint16_t *)y)[i] = value;
+        else ((float *)y)[i] = widen(value);
+    }
+}
+
 /* y [count, inputs], in bfloat16 or float32, gets the weight's rows by their numbers. Returns 0, or 1 where there is no
  * such row. */
 int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, void *y, int half) {
-    const int64_t side = p->kind < PAIRS ? 1 : 2; /* inputs that lie side by side */
     for (int64_t r = 0; r < count; r++) {
         if (numbers[r] < 0 || numbers[r] >= p->outputs) return 1;
-        const int64_t panel = numbers[r] / PANEL, own = numbers[r] % PANEL;
-        const uint8_t *coded = (const uint8_t *)p->weight + panel * p->inputs / 2 * CODE_BYTES;
-        for (int64_t i = 0; i < p->inputs; i++) {
-            int64_t from = panel * PANEL * p->inputs + own * side + i / side * side * PANEL + i % side;
-            int64_t to = r * p->inputs + i, place = place_of(own) + i % 2;
-            if (p->kind == FULL) {
-                ((float *)y)[to] = ((const float *)p->weight)[from];
-                continue;
-            }
-            uint16_t value;
-            if (p->kind < CODED) value = ((const uint16_t *)p->weight)[from];
-            else {
-                const uint8_t *step = coded + i / 2 * CODE_BYTES;
-                value = step[place] | p->highs[step[LOWS + place % PANEL] >> (place < PANEL ? 0 : 4) & (CODES - 1)] << 8;
-            }
-            if (half) ((uint16_t *)y)[to] = value;
-            else ((float *)y)[to] = widen(value);
-        }
+        void *to = (char *)y + r * p->inputs * (half ? sizeof(uint16_t) : sizeof(float));
+#define LOOK_UP(kind) half ? look_up_row(p, numbers[r], to, kind, 1) : look_up_row(p, numbers[r], to, kind, 0)
+        if (p->kind == FULL) look_up_row(p, numbers[r], to, FULL, 0);
+        else if (p->kind == HALF) LOOK_UP(HALF);
+        else if (p->kind == PAIRS) LOOK_UP(PAIRS);
+        else LOOK_UP(CODED);
+#undef LOOK_UP
+        const int64_t panel = numbers[r] / PANEL;
         for (int64_t at = odd_from(p, panel); at < odd_from(p, panel + 1); at++) {
             if (p->odd[at].output != numbers[r]) continue;
-            const int64_t to = r * p->inputs + p->odd[at].input;
-            if (half) ((uint16_t *)y)[to] = narrow(p->odd[at].value);
-            else ((float *)y)[to] = p->odd[at].value;
+            if (half) ((uint16_t *)to)[p->odd[at].input] = narrow(p->odd[at].value);
+            else ((float *)to)[p->odd[at].input] = p->odd[at].value;
         }
     }
     return 0;

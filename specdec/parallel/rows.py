@@ -19,7 +19,6 @@ precision half a megabyte a token, against about a kilobyte for all of the above
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -86,9 +85,12 @@ class SharedCache(KVCache):
         self.length += len(path)
 
 
-@dataclass(slots=True)
 class ShareOutput(TargetOutput):
     """What this rank's share gave; ``logits``, ``hidden`` and ``taps`` are of its own rows.
+
+    Args:
+        output: of the rows that this rank ran.
+        taps: of its share of the draft.
 
     Attributes:
         cache: of the text.
@@ -96,9 +98,17 @@ class ShareOutput(TargetOutput):
         scored: the rows whose logits somebody reads.
     """
 
-    cache: SharedCache = field(kw_only=True)
-    shares: list[list[int]] = field(kw_only=True)
-    scored: list[int] = field(kw_only=True)
+    def __init__(
+        self,
+        output: TargetOutput,
+        taps: Mapping[int, torch.Tensor],
+        *,
+        cache: SharedCache,
+        shares: list[list[int]],
+        scored: list[int],
+    ) -> None:
+        super().__init__(output.logits, output.hidden, taps)
+        self.cache, self.shares, self.scored = cache, shares, scored
 
 
 class GatheredScores(Scores):
@@ -188,7 +198,7 @@ class ShardedTarget(ParallelTarget):
         wanted = [place[row] for row in scored if row in place]
         output = super().forward(own, taps=taps, rows=wanted, likeliest=likeliest)
         hidden = {layer: found[len(pending) :] for layer, found in output.taps.items()}
-        return ShareOutput(output.logits, output.hidden, hidden, cache=cache, shares=shares, scored=scored)
+        return ShareOutput(output, hidden, cache=cache, shares=shares, scored=scored)
 
     def _block(self, draft: Draft, cache: SharedCache) -> Block:
         return Block.of(draft, cache.own, self.device, self.backend)
@@ -225,11 +235,11 @@ class ShardedTarget(ParallelTarget):
         self._compare([way[0] for way in ways])
         verdict = _settled(draft, ways)
         ends = [parts for parts, way in zip(found, ways, strict=True) if [*way][-1] == verdict.path[-1]]
-        for layer, own in output.taps.items():
-            whole = own.new_full((len(draft), own.shape[-1]), torch.nan)
-            for parts in ends[:1]:
-                whole[verdict.path[-1]] = message.tap(parts, layer)
-            output.taps[layer] = whole
+        whole = {layer: own.new_full((len(draft), own.shape[-1]), torch.nan) for layer, own in output.taps.items()}
+        for parts in ends[:1]:
+            for layer, rows in whole.items():
+                rows[verdict.path[-1]] = message.tap(parts, layer)
+        output.taps = whole
         best = message.best(found, output.shares, output.scored)
         return verdict, GatheredScores(best, draft.scored_rows())
 
