@@ -143,7 +143,7 @@ class AdapterStep:
         block, ends = rows_of([nodes.block() for nodes in brought]), accumulate(sizes)
         asked = [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]
         head = self._native_head
-        reading = None if head is None else head.reading(rows, asked, False)
+        reading = None if head is None else head.reading(len(rows), asked, False)
         cos, signed_sin = self._rotary(block.end)
         hidden, _ = layer.run(rows, block, cos, signed_sin, 0, 1, (), by_row=False, reading=reading)
         if reading is None:

@@ -210,11 +210,14 @@ class TransformersTarget:
         rows: Sequence[int] | None = None,
         likeliest: int = 1,
     ) -> TargetOutput:
-        runner = self.runner
-        if entry is None:
-            first, hidden = 0, self.joints.embedding(runner.enter(block))
-        else:
+        runner, first = self.runner, 0
+        hidden: torch.Tensor | None
+        if entry is not None:
             first, hidden = entry.layer, entry.hidden
+        elif runner.looks_up and self.joints.plain:
+            hidden = None
+        else:
+            hidden = self.joints.embedding(runner.enter(block))
         last = self.num_layers if exit_layer is None else exit_layer
         logits, peaks = None, None
         if last < self.num_layers:

@@ -52,7 +52,10 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 #define INLINE static inline __attribute__((always_inline))
-#define EACH_ROW _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)")
+/* A forward is run by one team of threads, which share each loop over rows, products' strips or heads, and meet behind it:
+ * to meet takes less time than to begin anew. */
+#define TEAM _Pragma("omp parallel num_threads(threads) if (threads > 1)")
+#define SHARED _Pragma("omp for schedule(static)")
 
 typedef struct { /* a weight whose high byte has no code; it lies as a zero */
     int32_t output, input;
@@ -106,6 +109,8 @@ typedef struct { /* the rows of all blocks, one block's after the other's */
     const Block *blocks;
     const Turns *turns; /* by a layer's number of them */
     int64_t by_row;     /* these are the rows', one after the other, and not of positions 0, 1, 2, ... */
+    const int64_t *tokens;    /* [rows], for rows that begin here; ... */
+    const Product *embedding; /* ... and what they are embedded by */
 } Rows;
 
 typedef struct { /* the last norm and the head */
@@ -666,12 +671,11 @@ static void product(const Product *p, const Product *next, float *x, float *grou
     const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + most - 1) / most, all = strips * groups;
     const int64_t x_stride = apart_by(p->inputs);
     if (paired(p->kind) && !tiles)
-        EACH_ROW for (int64_t r = 0; r < rows; r++) narrow_all(x + r * x_stride, x + r * x_stride, p->inputs);
+        SHARED for (int64_t r = 0; r < rows; r++) narrow_all(x + r * x_stride, x + r * x_stride, p->inputs);
     if (tiles)
-        EACH_ROW for (int64_t g = 0; g < groups; g++) /* what is multiplied at once lies side by side */
+        SHARED for (int64_t g = 0; g < groups; g++) /* what is multiplied at once lies side by side */
             gather_tiles(p, x, (char *)grouped, rows * g / groups, rows * (g + 1) / groups - rows * g / groups);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int t = 0; t < threads; t++) {
+    SHARED for (int t = 0; t < threads; t++) {
         int64_t shaped = 0;
         for (int64_t at = all * t / threads, last = all * (t + 1) / threads, begin, end; at < last; at += end - begin) {
             begin = at % groups;
@@ -1217,19 +1221,17 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     const enum Kind kind = attends_in_pairs(m) ? PAIRS : m->half ? HALF : FULL;
     const int64_t mixed_stride = apart_by(m->query_heads * dim);
     const Turns turns = all->turns[l->turns];
-    int64_t start = 0;
-    for (const Block *b = all->blocks; b < all->blocks + all->count; start += b++->rows) {
+    SHARED for (int64_t row = 0; row < all->rows; row++) {
+        const Block *b = all->blocks;
+        int64_t r = row; /* of its own block */
+        while (r >= b->rows) r -= b++->rows;
         const Slots *s = b->slots + n;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && b->rows >= 8)
-        for (int64_t r = 0; r < b->rows; r++) {
-            int64_t at = all->by_row ? start + r : b->length + b->depths[b->first + r];
-            store_row(m, l, s, qkv + (start + r) * stride, (b->length + b->first + r) % s->size,
-                      turns.cosines + at * dim, turns.sines + at * dim);
-        }
+        const int64_t at = all->by_row ? row : b->length + b->depths[b->first + r];
+        store_row(m, l, s, qkv + row * stride, (b->length + b->first + r) % s->size, turns.cosines + at * dim,
+                  turns.sines + at * dim);
     }
     const int64_t shares = workers(m, all->rows, threads), room = room_for(all->keys), most = together(m);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < shares; t++) {
+    SHARED for (int64_t t = 0; t < shares; t++) {
         float *scores = scratch + t * room_for_attention(m, all->keys);
         int32_t *slots = (int32_t *)(scores + room * most * group);
         int64_t from = 0, passed = 0; /* rows and items of the blocks before */
@@ -1274,7 +1276,25 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
 /* Floats that a row of `count` inputs takes as tiles are filled. */
 INLINE int64_t gathered(int64_t count) { return HAS_TILES ? count + (count + 1) / 2 : 0; }
 
-static float *scratch_of(int64_t count) { return aligned_alloc(64, (size_t)(count / 16 + 1) * 64); }
+/* Scratch of so many floats, to be given back. One is kept for the next call, up to a size: else the system would take back
+ * its pages after every forward of many rows, and clear new ones for the next. */
+static float *kept;
+enum { KEPT = 32 << 20 };
+
+static float *take_scratch(int64_t count) {
+    const size_t size = (size_t)(count / 16 + 2) * 64; /* and a cache line before it says this */
+    float *found = __atomic_exchange_n(&kept, NULL, __ATOMIC_ACQUIRE);
+    if (found && *(size_t *)found < size) free(found), found = NULL;
+    if (!found && !(found = aligned_alloc(64, size))) return NULL;
+    *(size_t *)found = size;
+    return found + 16;
+}
+
+static void give_scratch(float *scratch) {
+    scratch -= 16;
+    if (*(size_t *)scratch <= KEPT) scratch = __atomic_exchange_n(&kept, scratch, __ATOMIC_RELEASE);
+    free(scratch);
+}
 
 INLINE float value_of(const void *values, int64_t i, int half) {
     return half ? widen(((const uint16_t *)values)[i]) : ((const float *)values)[i];
@@ -1378,31 +1398,28 @@ static int draw(const void *scores, int64_t count, int half, float by, uint64_t 
  * and each one's `best` token, or -1 where they are no distribution. `normed`, unless it is NULL, gets all `rows`
  * after the norm. All in the model's dtype. The places of the `tops` largest logits of each row, and these, go to `most`
  * and `found` [count, tops], as of specdec_top, while they are still at hand; so does the draw of each row for which `by`
- * is more than 0, as of specdec_draw, to `drawn`, unless it is NULL. Returns as specdec_run_layers. */
-static int read_head(const Shape *m, const Head *head, const void *hidden, int64_t rows, void *normed,
+ * is more than 0, as of specdec_draw, to `drawn`, unless it is NULL. */
+static void read_head(const Shape *m, const Head *head, const void *hidden, int64_t rows, void *normed,
                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
-                      float *found, const float *by, const uint64_t *keys, int64_t *drawn, int threads) {
+                      float *found, const float *by, const uint64_t *keys, int64_t *drawn, float *scratch, int threads) {
     const Product *p = &head->product;
     const int64_t size = m->hidden, half = m->half;
-    float *scratch = scratch_of((normed ? rows : 0) * size + count * (apart_by(size) + gathered(size) + threads * STRIP));
-    if (!scratch) return 1;
     float *x = scratch, *grouped = x + count * apart_by(size), *sums = grouped + count * gathered(size);
     float *all = sums + threads * count * STRIP;
     if (normed)
-        EACH_ROW for (int64_t r = 0; r < rows; r++) {
+        SHARED for (int64_t r = 0; r < rows; r++) {
             widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
             norm(all + r * size, head->norm, all + r * size, size, head->epsilon);
             store(normed, r * size, all + r * size, size, half);
         }
-    EACH_ROW for (int64_t r = 0; r < count; r++) {
+    SHARED for (int64_t r = 0; r < count; r++) {
         float *own = x + r * apart_by(size);
         widen_all(row_of(hidden, wanted ? wanted[r] : r, size, half), own, size, half);
         norm(own, head->norm, own, size, head->epsilon);
         for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
     }
     product(p, NULL, x, grouped, sums, STRIP, count, 0, logits, half, threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
-    for (int64_t r = 0; r < count; r++) {
+    SHARED for (int64_t r = 0; r < count; r++) {
         const void *own = row_of(logits, r, p->outputs, half);
         if (tops) {
             specdec_top(own, NULL, 1, p->outputs, half, tops, most + r * tops, found + r * tops);
@@ -1410,8 +1427,11 @@ static int read_head(const Shape *m, const Head *head, const void *hidden, int64
         } else best[r] = peak(own, p->outputs, half);
         if (drawn) drawn[r] = by[r] > 0 ? draw(own, p->outputs, half, by[r], keys[r], best[r]) : -1;
     }
-    free(scratch);
-    return 0;
+}
+
+/* Floats that it needs. */
+static int64_t room_for_head(const Shape *m, int64_t rows, const void *normed, int64_t count, int threads) {
+    return (normed ? rows : 0) * m->hidden + count * (apart_by(m->hidden) + gathered(m->hidden) + threads * STRIP);
 }
 
 /* The stream [rows, width] gets x [rows, inputs] times the weight, normed first where there is a weight for that;
@@ -1423,77 +1443,134 @@ static void add_product(const Product *p, const Product *next, float *x, float *
         return;
     }
     product(p, next, x, grouped, apart, width, rows, 0, NULL, 0, threads);
-    EACH_ROW for (int64_t r = 0; r < rows; r++) {
+    SHARED for (int64_t r = 0; r < rows; r++) {
         norm(apart + r * width, weight, apart + r * width, p->outputs, epsilon);
         for (int64_t i = 0; i < p->outputs; i++) stream[r * width + i] += apart[r * width + i];
     }
 }
 
-/* `hidden` [rows, m->hidden] through layers [first, last), to `out`, all in the model's dtype. Where there are `taps`,
- * taps[n], unless it is NULL, gets what goes into layer n. Unless `head` is NULL, read_head comes next. Returns 0, or 1
- * where there is no memory left. */
+/* Where among the bytes of two inputs an output's low byte of the first one lies; its code as well. */
+INLINE int64_t place_of(int64_t output) { /* as decode takes a panel's two vectors from the halves of every 16 bytes */
+    return output % 16 / 4 * 16 + output / 16 * 8 + output % 4 * 2;
+}
+
+/* y [inputs] gets a row of a weight, of which the values that have no code are zeros. */
+INLINE void copy_row(const Product *p, int64_t number, void *y, const int kind, const int half) {
+    const int64_t own = number % PANEL, place = place_of(own), steps = kind < PAIRS ? p->inputs : p->inputs / 2;
+    const char *panel = (const char *)p->weight + number / PANEL * steps * bytes_of(kind);
+    for (int64_t i = 0; i < p->inputs; i++) {
+        if (kind == FULL) {
+            ((float *)y)[i] = ((const float *)panel)[i * PANEL + own];
+            continue;
+        }
+        uint16_t value;
+        if (kind == HALF) value = ((const uint16_t *)panel)[i * PANEL + own];
+        else if (kind == PAIRS) value = ((const uint16_t *)panel)[(i / 2 * PANEL + own) * 2 + i % 2];
+        else {
+            const uint8_t *step = (const uint8_t *)panel + i / 2 * CODE_BYTES;
+            const int code = step[LOWS + place % PANEL + i % 2] >> (place < PANEL ? 0 : 4) & (CODES - 1);
+            value = step[place + i % 2] | p->highs[code] << 8;
+        }
+        if (half) ((uint16_t *)y)[i] = value;
+        else ((float *)y)[i] = widen(value);
+    }
+}
+
+/* y [inputs], in bfloat16 or float32, gets a row of a weight. */
+static void look_up_row(const Product *p, int64_t number, void *y, int half) {
+    const int64_t panel = number / PANEL;
+#define COPY(kind) half ? copy_row(p, number, y, kind, 1) : copy_row(p, number, y, kind, 0)
+    if (p->kind == FULL) copy_row(p, number, y, FULL, 0);
+    else if (p->kind == HALF) COPY(HALF);
+    else if (p->kind == PAIRS) COPY(PAIRS);
+    else COPY(CODED);
+#undef COPY
+    for (int64_t at = odd_from(p, panel); at < odd_from(p, panel + 1); at++) {
+        if (p->odd[at].output != number) continue;
+        if (half) ((uint16_t *)y)[p->odd[at].input] = narrow(p->odd[at].value);
+        else ((float *)y)[p->odd[at].input] = p->odd[at].value;
+    }
+}
+
+/* `hidden` [rows, m->hidden], or where it is NULL what the rows' tokens are embedded as, through layers [first, last), to
+ * `out`, all in the model's dtype. Where there are `taps`, taps[n], unless it is NULL, gets what goes into layer n. Unless
+ * `head` is NULL, read_head comes next. Returns 0, or 1 where there is no memory left, or 2 where there is no such token. */
 int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, const void *hidden, void *out,
                        void *const *taps, int64_t first, int64_t last, const Head *head, void *final,
                        const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
                        float *found, const float *by, const uint64_t *keys, int64_t *drawn, int threads) {
-    int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
-    int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
-    int64_t wide = padded(2 * m->inner);
+    const int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
+    const int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
+    const int64_t wide = padded(2 * m->inner);
     const int64_t seen = apart_by(size), mixed_stride = apart_by(mix), inner = apart_by(m->inner);
-    int64_t attending = room_for_attention(m, all->keys) * workers(m, rows, threads);
+    const int64_t attending = room_for_attention(m, all->keys) * workers(m, rows, threads);
     const int64_t widest = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
-    float *scratch = scratch_of(rows * (2 * width + seen + heads + mixed_stride + wide + inner + gathered(widest)) + attending);
+    const int64_t reading = head ? room_for_head(m, rows, final, count, threads) : 0;
+    for (int64_t r = 0; !hidden && r < rows; r++)
+        if (all->tokens[r] < 0 || all->tokens[r] >= all->embedding->outputs) return 2;
+    float *scratch = take_scratch(
+        rows * (2 * width + seen + heads + mixed_stride + wide + inner + gathered(widest)) + attending + reading);
     if (!scratch) return 1;
     float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * seen;
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *active = gates + rows * wide;
-    float *grouped = active + rows * inner, *rest = grouped + rows * gathered(widest);
-    for (int64_t r = 0; r < rows; r++) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
-    for (int64_t n = first; n < last; n++) {
-        const Layer *l = layers + n;
-        EACH_ROW for (int64_t r = 0; r < rows; r++) {
-            if (taps && taps[n]) store(taps[n], r * size, stream + r * width, size, half);
-            norm(stream + r * width, l->first_norm, normed + r * seen, size, l->first_epsilon);
+    float *grouped = active + rows * inner, *rest = grouped + rows * gathered(widest), *read = rest + attending;
+    TEAM {
+        SHARED for (int64_t r = 0; r < rows; r++) {
+            if (hidden) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
+            else look_up_row(all->embedding, all->tokens[r], stream + r * width, 0);
         }
-        product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, threads);
-        attention(m, l, all, n, qkv, heads, mixed, rest, threads);
-        add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows,
-                    threads);
-        EACH_ROW for (int64_t r = 0; r < rows; r++)
-            norm(stream + r * width, l->second_norm, normed + r * seen, size, l->second_epsilon);
-        product(&l->gate_up, &l->down, normed, grouped, gates, wide, rows, 0, NULL, 0, threads);
-        EACH_ROW for (int64_t r = 0; r < rows; r++) {
-            const float *gate = gates + r * wide, *up = gate + m->inner;
-            for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
-                floats g = load(gate, i, 0), bent = g;
-                if (m->gelu) bent = g * (1.5957691f + 0.07135481f * g * g); /* 2 sqrt(2 / pi) (g + 0.044715 g^3) */
-                *(floats *)(active + r * inner + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
+        for (int64_t n = first; n < last; n++) {
+            const Layer *l = layers + n;
+            SHARED for (int64_t r = 0; r < rows; r++) {
+                float *own = stream + r * width;
+                for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i])); /* a walk may begin here */
+                if (taps && taps[n]) store(taps[n], r * size, own, size, half);
+                norm(own, l->first_norm, normed + r * seen, size, l->first_epsilon);
             }
+            product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, threads);
+            attention(m, l, all, n, qkv, heads, mixed, rest, threads);
+            add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows,
+                        threads);
+            SHARED for (int64_t r = 0; r < rows; r++)
+                norm(stream + r * width, l->second_norm, normed + r * seen, size, l->second_epsilon);
+            product(&l->gate_up, &l->down, normed, grouped, gates, wide, rows, 0, NULL, 0, threads);
+            SHARED for (int64_t r = 0; r < rows; r++) {
+                const float *gate = gates + r * wide, *up = gate + m->inner;
+                for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
+                    floats g = load(gate, i, 0), bent = g;
+                    if (m->gelu) bent = g * (1.5957691f + 0.07135481f * g * g); /* 2 sqrt(2 / pi) (g + 0.044715 g^3) */
+                    *(floats *)(active + r * inner + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
+                }
+            }
+            const Product *next = n + 1 < last ? &l[1].qkv : head ? &head->product : NULL;
+            add_product(&l->down, next, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows,
+                        threads);
         }
-        const Product *next = n + 1 < last ? &l[1].qkv : head ? &head->product : NULL;
-        add_product(&l->down, next, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows, threads);
-        if (half) /* so that a walk may end here and another go on */
-            EACH_ROW for (int64_t i = 0; i < rows * width; i++) stream[i] = widen(narrow(stream[i]));
+        SHARED for (int64_t r = 0; r < rows; r++) store(out, r * size, stream + r * width, size, half);
+        if (head)
+            read_head(m, head, out, rows, final, wanted, count, logits, best, tops, most, found, by, keys, drawn, read,
+                      threads);
     }
-    for (int64_t r = 0; r < rows; r++) store(out, r * size, stream + r * width, size, half);
-    free(scratch);
-    if (!head) return 0;
-    return read_head(m, head, out, rows, final, wanted, count, logits, best, tops, most, found, by, keys, drawn, threads);
+    give_scratch(scratch);
+    return 0;
 }
 
 /* y [rows, outputs] = onto, or 0 where it is NULL, plus x [rows, inputs] times one weight; in bfloat16 or float32.
- * Returns as specdec_run_layers. */
+ * Returns 0, or 1 where there is no memory left. */
 int specdec_product(const Product *p, const void *x, const void *onto, void *y, int64_t rows, int half, int threads) {
     const int64_t width = padded(p->outputs), seen = apart_by(p->inputs);
-    float *scratch = scratch_of(rows * (seen + gathered(p->inputs) + width));
+    float *scratch = take_scratch(rows * (seen + gathered(p->inputs) + width));
     if (!scratch) return 1;
     float *grouped = scratch + rows * seen, *sums = grouped + rows * gathered(p->inputs);
-    for (int64_t r = 0; r < rows; r++) {
-        widen_all(row_of(x, r, p->inputs, half), scratch + r * seen, p->inputs, half);
-        if (onto) widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
+    TEAM {
+        SHARED for (int64_t r = 0; r < rows; r++) {
+            widen_all(row_of(x, r, p->inputs, half), scratch + r * seen, p->inputs, half);
+            if (onto) widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
+        }
+        product(p, NULL, scratch, grouped, sums, width, rows, onto != NULL, NULL, 0, threads);
+        SHARED for (int64_t r = 0; r < rows; r++) store(y, r * p->outputs, sums + r * width, p->outputs, half);
     }
-    product(p, NULL, scratch, grouped, sums, width, rows, onto != NULL, NULL, 0, threads);
-    EACH_ROW for (int64_t r = 0; r < rows; r++) store(y, r * p->outputs, sums + r * width, p->outputs, half);
-    free(scratch);
+    give_scratch(scratch);
     return 0;
 }
 
@@ -1506,63 +1583,61 @@ typedef struct {
 
 /* A row brings its `hidden` state [size] and, where the first block reads more than that, what is `embedded` [rows, size]
  * of its root, which is scaled to a mean square of 1. Of each row `found` gets [heads, outputs] logits or [heads, size]
- * states; all in bfloat16 or float32. Returns as specdec_run_layers. */
+ * states; all in bfloat16 or float32. Returns as specdec_product. */
 int specdec_guess(const Heads *h, const void *const *hidden, const void *embedded, int64_t rows, void *const *found,
                   int half, int threads) {
     const int64_t size = h->size, heads = h->heads, all = rows * heads, seen = h->blocks->inputs;
     const int64_t line = apart_by(size), first = apart_by(seen); /* of rows that are multiplied */
     const int64_t wide = padded(heads * size), width = h->ends ? padded(h->ends->outputs) : 0;
     const int64_t most = rows * gathered(seen) > all * gathered(size) ? rows * gathered(seen) : all * gathered(size);
-    float *scratch = scratch_of(rows * (first + line + wide) + all * (line + width) + most);
+    float *scratch = take_scratch(rows * (first + line + wide) + all * (line + width) + most);
     if (!scratch) return 1;
     float *brought = scratch, *states = brought + rows * first; /* [heads, rows, line], as a head's own products read it */
     float *read = states + all * line, *more = read + rows * line, *logits = more + rows * wide;
     float *grouped = logits + all * width;
-    for (int64_t r = 0; r < rows; r++) {
-        float *own = brought + r * first, *root = own + size, squares = 0;
-        widen_all(hidden[r], own, size, half);
-        for (int64_t k = 0; k < heads; k++) memcpy(states + (k * rows + r) * line, own, size * sizeof *own);
-        if (seen == size) continue;
-        widen_all(row_of(embedded, r, size, half), root, size, half);
-        for (int64_t i = 0; i < size; i++) squares += root[i] * root[i];
-        const float by = 1.f / sqrtf(squares / size + FLT_EPSILON);
-        for (int64_t i = 0; i < size; i++) root[i] *= by;
-    }
-    for (int64_t n = 0; n < h->layers; n++)
-        for (int64_t k = 0; k < heads; k++) {
-            const Product *p = n ? h->blocks + 1 + (n - 1) * heads + k : h->blocks;
-            float *own = states + k * rows * line, *from = n ? read : brought;
-            const int64_t stride = n ? padded(size) : wide;
-            if (n) memcpy(from, own, rows * line * sizeof *own); /* pairs round it, which the state is not */
-            if (n || !k) product(p, NULL, from, grouped, more, stride, rows, 0, NULL, 0, threads);
-            for (int64_t r = 0; r < rows; r++) {
-                const float *added = more + r * stride + (n ? 0 : k * size);
-                int64_t i = 0;
-                for (float *to = own + r * line; i + LANES <= size; i += LANES) {
-                    const floats bent = load(added, i, 0);
-                    *(floats *)(to + i) += bent / (1.f + exponential(-bent));
+    TEAM {
+        SHARED for (int64_t r = 0; r < rows; r++) {
+            float *own = brought + r * first, *root = own + size, squares = 0;
+            widen_all(hidden[r], own, size, half);
+            for (int64_t k = 0; k < heads; k++) memcpy(states + (k * rows + r) * line, own, size * sizeof *own);
+            if (seen == size) continue;
+            widen_all(row_of(embedded, r, size, half), root, size, half);
+            for (int64_t i = 0; i < size; i++) squares += root[i] * root[i];
+            const float by = 1.f / sqrtf(squares / size + FLT_EPSILON);
+            for (int64_t i = 0; i < size; i++) root[i] *= by;
+        }
+        for (int64_t n = 0; n < h->layers; n++)
+            for (int64_t k = 0; k < heads; k++) {
+                const Product *p = n ? h->blocks + 1 + (n - 1) * heads + k : h->blocks;
+                float *own = states + k * rows * line, *from = n ? read : brought;
+                const int64_t stride = n ? padded(size) : wide;
+                if (n) /* pairs round it, which the state is not */
+                    SHARED for (int64_t r = 0; r < rows; r++) memcpy(from + r * line, own + r * line, line * sizeof *own);
+                if (n || !k) product(p, NULL, from, grouped, more, stride, rows, 0, NULL, 0, threads);
+                SHARED for (int64_t r = 0; r < rows; r++) {
+                    const float *added = more + r * stride + (n ? 0 : k * size);
+                    int64_t i = 0;
+                    for (float *to = own + r * line; i + LANES <= size; i += LANES) {
+                        const floats bent = load(added, i, 0);
+                        *(floats *)(to + i) += bent / (1.f + exponential(-bent));
+                    }
+                    for (; i < size; i++) own[r * line + i] += added[i] / (1.f + expf(-added[i]));
                 }
-                for (; i < size; i++) own[r * line + i] += added[i] / (1.f + expf(-added[i]));
             }
+        for (int64_t k = 0; h->ends && k < (h->own ? heads : 1); k++) {
+            const int64_t count = h->own ? rows : all;
+            product(h->ends + k, NULL, states + k * rows * line, grouped, logits + k * rows * width, width, count, 0, NULL,
+                    0, threads);
         }
-    for (int64_t k = 0; h->ends && k < (h->own ? heads : 1); k++) {
-        const int64_t count = h->own ? rows : all;
-        product(h->ends + k, NULL, states + k * rows * line, grouped, logits + k * rows * width, width, count, 0, NULL, 0,
-                threads);
+        SHARED for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = 0; k < heads; k++) {
+                const float *own = h->ends ? logits + (k * rows + r) * width : states + (k * rows + r) * line;
+                const int64_t count = h->ends ? h->ends->outputs : size;
+                store(found[r], k * count, own, count, half);
+            }
     }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t k = 0; k < heads; k++) {
-            const float *own = h->ends ? logits + (k * rows + r) * width : states + (k * rows + r) * line;
-            const int64_t count = h->ends ? h->ends->outputs : size;
-            store(found[r], k * count, own, count, half);
-        }
-    free(scratch);
+    give_scratch(scratch);
     return 0;
-}
-
-/* Where among the bytes of two inputs an output's low byte of the first one lies; its code as well. */
-INLINE int64_t place_of(int64_t output) { /* as decode takes a panel's two vectors from the halves of every 16 bytes */
-    return output % 16 / 4 * 16 + output / 16 * 8 + output % 4 * 2;
 }
 
 /* How often each high byte occurs among `count` bfloat16 values. */
@@ -1597,46 +1672,12 @@ void specdec_code(const Product *p, const uint16_t *values, uint8_t *weight, Odd
     }
 }
 
-/* y [inputs], in bfloat16 or float32, gets a row of the weight, of which the values without a code are zeros. */
-INLINE void look_up_row(const Product *p, int64_t number, void *y, const int kind, const int half) {
-    const int64_t own = number % PANEL, place = place_of(own), steps = kind < PAIRS ? p->inputs : p->inputs / 2;
-    const char *panel = (const char *)p->weight + number / PANEL * steps * bytes_of(kind);
-    for (int64_t i = 0; i < p->inputs; i++) {
-        if (kind == FULL) {
-            ((float *)y)[i] = ((const float *)panel)[i * PANEL + own];
-            continue;
-        }
-        uint16_t value;
-        if (kind == HALF) value = ((const uint16_t *)panel)[i * PANEL + own];
-        else if (kind == PAIRS) value = ((const uint16_t *)panel)[(i / 2 * PANEL + own) * 2 + i % 2];
-        else {
-            const uint8_t *step = (const uint8_t *)panel + i / 2 * CODE_BYTES;
-            const int code = step[LOWS + place % PANEL + i % 2] >> (place < PANEL ? 0 : 4) & (CODES - 1);
-            value = step[place + i % 2] | p->highs[code] << 8;
-        }
-        if (half) ((uint16_t *)y)[i] = value;
-        else ((float *)y)[i] = widen(value);
-    }
-}
-
 /* y [count, inputs], in bfloat16 or float32, gets the weight's rows by their numbers. Returns 0, or 1 where there is no
  * such row. */
 int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, void *y, int half) {
     for (int64_t r = 0; r < count; r++) {
         if (numbers[r] < 0 || numbers[r] >= p->outputs) return 1;
-        void *to = (char *)y + r * p->inputs * (half ? sizeof(uint16_t) : sizeof(float));
-#define LOOK_UP(kind) half ? look_up_row(p, numbers[r], to, kind, 1) : look_up_row(p, numbers[r], to, kind, 0)
-        if (p->kind == FULL) look_up_row(p, numbers[r], to, FULL, 0);
-        else if (p->kind == HALF) LOOK_UP(HALF);
-        else if (p->kind == PAIRS) LOOK_UP(PAIRS);
-        else LOOK_UP(CODED);
-#undef LOOK_UP
-        const int64_t panel = numbers[r] / PANEL;
-        for (int64_t at = odd_from(p, panel); at < odd_from(p, panel + 1); at++) {
-            if (p->odd[at].output != numbers[r]) continue;
-            if (half) ((uint16_t *)to)[p->odd[at].input] = narrow(p->odd[at].value);
-            else ((float *)to)[p->odd[at].input] = p->odd[at].value;
-        }
+        look_up_row(p, numbers[r], (char *)y + r * p->inputs * (half ? sizeof(uint16_t) : sizeof(float)), half);
     }
     return 0;
 }
@@ -1764,7 +1805,7 @@ INLINE doubles logarithm(doubles x) { /* of a positive number; to 2e-12 */
  * `noise`. The tokens, ascending, are 0, 1, 2, ... where they are NULL. Returns as specdec_run_layers. */
 int specdec_chances(const void *scores, int64_t rows, int64_t size, int half, float scale, float noise,
                     const uint64_t *keys, const int64_t *tokens, int64_t count, int64_t *best, float *chances) {
-    float *logits = scratch_of(size);
+    float *logits = take_scratch(size);
     if (!logits) return 1;
     for (int64_t r = 0; r < rows; r++, best += count, chances += count) {
         const void *row = row_of(scores, r, size, half);
@@ -1789,7 +1830,7 @@ int specdec_chances(const void *scores, int64_t rows, int64_t size, int half, fl
         for (; i < size; i++) sum += expf(logits[i] - most);
         for (int64_t n = 0; n < count; n++) chances[n] = expf(logits[best[n]] - most) / sum;
     }
-    free(logits);
+    give_scratch(logits);
     return 0;
 }
 

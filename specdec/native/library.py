@@ -69,6 +69,7 @@ class Kind(IntEnum):
 _SOURCE = Path(__file__).with_name("layers.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 _INSTALLED = Path(__file__).with_name("installed")
+_NO_ROW = 2  # what specdec_run_layers returns where it has no embedding for a token
 _SECONDS = 120  # a compiler that takes longer is not going to come back
 
 
@@ -136,6 +137,8 @@ class CRows(Structure):
         ("blocks", c_void_p),
         ("turns", c_void_p),
         ("by_row", c_int64),
+        ("tokens", c_void_p),
+        ("embedding", c_void_p),
     )
 
 
@@ -354,6 +357,8 @@ def _load(path: Path) -> Any:
 
 
 def _check_memory(failed: Any, function: Any, arguments: Any) -> Any:
+    if failed == _NO_ROW:
+        raise IndexError(f"{function.__name__} has no embedding for one of its tokens")
     if failed:
         raise MemoryError(f"{function.__name__} has no memory for its rows; take smaller chunks of prompts, or batches")
     return None

@@ -79,8 +79,9 @@ class CudaRunner(LayerByLayer):
         self._graphs = StepGraphs(recorder, self._launch)
 
     def run(
-        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        assert hidden is not None
         turns = self._rotary.turns(block, hidden)
         if self._graphs.takes(block):
             outcome = self._graphs.run(hidden, block, first, last, taps, turns)

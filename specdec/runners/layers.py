@@ -158,8 +158,9 @@ class LayerByLayer(LayerRunner):
         self._snapshot = Snapshot(holders, [*modules, norm] if fused else modules)
 
     def run(
-        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        assert hidden is not None
         angles, found = self._rotary.of(block, hidden), {}
         for number in range(first, last):
             if number in taps:

@@ -279,7 +279,7 @@ class TiedEmbedding(nn.Module):
         shell._parameters = {"weight": None}
         self._shell = [shell]  # in a list, as it is no part of the model
         scale: torch.Tensor | None = getattr(embedding, "embed_scale", None)
-        self._scale = None if scale is None else scale.to(store.dtype)
+        self.scale = None if scale is None else scale.to(store.dtype)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -289,7 +289,7 @@ class TiedEmbedding(nn.Module):
     def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
         """[T, D] what the model's layers get of tokens."""
         rows = self.store.look_up(tokens)
-        return rows if self._scale is None else rows * self._scale
+        return rows if self.scale is None else rows * self.scale
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.look_up(tokens.flatten().tolist()).view(*tokens.shape, -1)

@@ -105,7 +105,7 @@ class NativeLayers:
 
     def run(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         block: Rows,
         cos: torch.Tensor,
         signed_sin: torch.Tensor,
@@ -115,15 +115,23 @@ class NativeLayers:
         *,
         by_row: bool = True,
         reading: Reading | None = None,
+        embedding: PackedWeight | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``.
 
-        Cosines and sines are float32: [T, d], of the rows; if not ``by_row`` [K, positions, d], of positions 0, 1, 2,
-        ... by the layers' tables. What a ``reading`` asks for is there afterwards.
+        Where ``hidden`` is None it is the rows' tokens by the ``embedding``. Cosines and sines are float32: [T, d], of
+        the rows; if not ``by_row`` [K, positions, d], of positions 0, 1, 2, ... by the layers' tables. What a
+        ``reading`` asks for is there afterwards.
         """
-        if hidden.dtype is not self._dtype or not hidden.is_contiguous():
-            hidden = hidden.to(self._dtype).contiguous()
-        out = torch.empty(hidden.shape, dtype=self._dtype)
+        tokens, start = None, None
+        if hidden is None:
+            assert embedding is not None
+            tokens = (c_int64 * block.rows)(*block.ids)
+        else:
+            if hidden.dtype is not self._dtype or not hidden.is_contiguous():
+                hidden = hidden.to(self._dtype).contiguous()
+            start = hidden.data_ptr()
+        out = torch.empty(block.rows, self._shape.hidden, dtype=self._dtype)
         keys, described, held = 0, list[int](), list[Any]()
         for part, _, _ in block.parts:
             tree, slots = _tree(part), _slots_of(part.cache)
@@ -133,7 +141,9 @@ class NativeLayers:
         blocks = (c_int64 * len(described))(*described)  # a Block of layers.c is six numbers
         turns = self._described(cos, signed_sin, by_row)
         told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(turns), by_row)
-        found = {tap: torch.empty(hidden.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
+        if tokens is not None and embedding is not None:
+            told.tokens, told.embedding = addressof(tokens), addressof(embedding.described)
+        found = {tap: torch.empty(out.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
         wanted = None
         if found:
             wanted = (c_void_p * last)(*(found[n].data_ptr() if n in found else None for n in range(last)))
@@ -141,7 +151,7 @@ class NativeLayers:
             byref(self._shape),
             self._layers,
             byref(told),
-            hidden.data_ptr(),
+            start,
             out.data_ptr(),
             wanted,
             first,
@@ -185,17 +195,17 @@ class NativeHead:
 
     def reading(
         self,
-        hidden: torch.Tensor,
+        total: int,
         rows: Sequence[int] | None,
         final: bool,
         likeliest: int = 1,
         draws: Mapping[int, tuple[float, int]] | None = None,
     ) -> Reading:
-        """What is to be read of the rows of ``hidden`` [T, D] after the last layer; ``draws``: of those rows, some."""
-        count = hidden.shape[0] if rows is None else len(rows)
-        normed = torch.empty_like(hidden) if final else None
-        logits = torch.empty(count, self._product.outputs, dtype=hidden.dtype) if count else None
-        best, address, half = (c_int64 * count)(), _address(logits), hidden.dtype is torch.bfloat16
+        """What is to be read of ``total`` rows after the last layer; ``draws``: of those rows, some."""
+        count, dtype = total if rows is None else len(rows), self._product.dtype
+        normed = torch.empty(total, self._product.inputs, dtype=dtype) if final else None
+        logits = torch.empty(count, self._product.outputs, dtype=dtype) if count else None
+        best, address, half = (c_int64 * count)(), _address(logits), dtype is torch.bfloat16
         wanted = None if rows is None else (c_int64 * count)(*rows)
         most = min(likeliest, self._product.outputs) if likeliest > 1 else 0  # the largest alone takes less
         found = Found(most, array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))) if most else None
@@ -278,24 +288,26 @@ class NativeRunner(LayerRunner):
         read = [module for layer in layers for module in layer.module.modules()]
         if head is not None:
             read.append(head.head.module)
+        self._like = torch.empty(1, 0, dtype=packed[0].products[0].dtype)  # as hidden states, for rotary modules
         self._embedding = None
         if isinstance(self.embed, TiedEmbedding):
-            self._embedding = self.embed
+            self._embedding = self.embed.store
+            self.looks_up = self.embed.scale is None
             read.append(self.embed)
         self._snapshot = Snapshot(holders, read if last is None else [*read, norm])
         self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self, block: Rows) -> torch.Tensor:
-        return super().enter(block) if self._embedding is None else self._embedding.look_up(block.ids)
+        return self.embed.look_up(block.ids) if isinstance(self.embed, TiedEmbedding) else super().enter(block)
 
     def run(
-        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         return self._run(hidden, block, first, last, taps, None)
 
     def finish(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         block: Rows,
         first: int,
         last: int,
@@ -307,7 +319,7 @@ class NativeRunner(LayerRunner):
         if self._head is None or not joints.plain:
             return super().finish(hidden, block, first, last, taps, rows, joints)
         draws = {start: part.draw for part, start, _ in block.parts if part.draw is not None}
-        reading = self._head.reading(hidden, rows, FINAL in taps, likeliest, draws)
+        reading = self._head.reading(block.rows, rows, FINAL in taps, likeliest, draws)
         hidden, found = self._run(hidden, block, first, last, taps, reading)
         if reading.normed is not None:
             found[FINAL] = reading.normed
@@ -316,18 +328,35 @@ class NativeRunner(LayerRunner):
         return hidden, found, reading.logits, peaks
 
     def _run(
-        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], reading: Reading | None
+        self,
+        hidden: torch.Tensor | None,
+        block: Rows,
+        first: int,
+        last: int,
+        taps: Collection[int],
+        reading: Reading | None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        like = self._like if hidden is None else hidden
         if not self._rotary.fixed:
-            angles = self._rotary.of(block, hidden)
-            cos, signed_sin = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
-            return self._native.run(hidden, block, cos, signed_sin, first, last, taps, reading=reading)
-        turns = self._turns
-        if turns is None or turns[0].shape[1] < block.end:
-            tables = [self._rotary.whole(block, hidden, kind) for kind in self._kinds]
+            angles = self._rotary.of(block, like)
+            turns = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
+        elif self._turns is None or self._turns[0].shape[1] < block.end:
+            tables = [self._rotary.whole(block, like, kind) for kind in self._kinds]
             cos, _, signed_sin = (torch.stack(values).float() for values in zip(*tables, strict=True))
             turns = self._turns = cos, signed_sin
-        return self._native.run(hidden, block, *turns, first, last, taps, by_row=False, reading=reading)
+        else:
+            turns = self._turns
+        return self._native.run(
+            hidden,
+            block,
+            *turns,
+            first,
+            last,
+            taps,
+            by_row=not self._rotary.fixed,
+            reading=reading,
+            embedding=self._embedding,
+        )
 
     def changed(self) -> str | None:
         return self._snapshot.changed()

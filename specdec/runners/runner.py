@@ -35,6 +35,7 @@ class LayerRunner(ABC):
         name: as in ``execution=``.
         borrows: whether it calls the model's own attention modules, which then have to be lent specdec's attention.
         alike: whether a row's numbers are the same, bit for bit, whatever rows are beside it.
+        looks_up: whether ``run`` and ``finish`` take None for hidden states, and embed the block's tokens themselves.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
         head: [..., D] that passed the last norm to logits [..., V], before any soft cap.
@@ -43,13 +44,14 @@ class LayerRunner(ABC):
     name: str
     borrows: bool = False
     alike: bool = False
+    looks_up: bool = False
     embed: Callable[[torch.Tensor], Any]
     norm: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]
 
     @abstractmethod
     def run(
-        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """[T, D] through layers [first, last), and what goes into the layers that ``taps`` names, below ``last``."""
 
@@ -60,7 +62,7 @@ class LayerRunner(ABC):
 
     def finish(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         block: Rows,
         first: int,
         last: int,
