@@ -15,9 +15,12 @@ from specdec.batch import Request, Scheduler
 from specdec.block import Batch, Block
 from specdec.cache import KVCache
 from specdec.cost import roofline
+from specdec.draft import Entry
 from specdec.errors import ConfigError
 from specdec.native import library as native
+from specdec.passes import Part, forward_together
 from specdec.policy import ALONE, AcceptancePolicy, Crowd
+from specdec.target import FINAL
 from tests import models
 from tests.fakes import Drawing, Reciter, Scripted
 from tests.models import prompt_of, target_of
@@ -278,6 +281,39 @@ def test_rows_of_several_sequences_are_each_one_s_own_bit_for_bit(family: str, d
                     assert torch.equal(found.taps[2][first:last], own.taps[2])
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_forward_of_several_gives_each_its_own() -> None:
+    """Logits of the rows asked for, hidden states and taps; who comes in behind a layer has no tap before it."""
+    target, prompts = target_of("llama"), (prompt_of(3), prompt_of(5, 1), prompt_of(2, 2), prompt_of(4, 3))
+    wanted = (None, (1, 4), (), (0, 3))
+    with target.active():
+
+        def parts(enters: bool) -> list[Part]:
+            blocks = [Block(target.new_cache(capacity=16, rows=8), prompt, device=target.device) for prompt in prompts]
+            entries = [None] * len(blocks)
+            if enters:
+                entries[1] = Entry(1, target.forward(blocks[1], exit_layer=1).hidden)
+            return [Part(*given) for given in zip(blocks, wanted, entries, strict=True)]
+
+        for enters in (False, True):
+            alone = [
+                target.forward(part.block, entry=part.entry, rows=part.rows, taps=(0, 1, FINAL))
+                for part in parts(enters)
+            ]
+            for own, found, rows in zip(
+                alone, forward_together(target, parts(enters), taps=(0, 1, FINAL)), wanted, strict=True
+            ):
+                torch.testing.assert_close(found.hidden, own.hidden)
+                assert found.taps.keys() == own.taps.keys()
+                assert len(found.taps) == len(own.taps)
+                assert (found.taps.get(0) is None) == (0 not in own.taps)
+                for layer in own.taps:
+                    torch.testing.assert_close(found.taps[layer], own.taps[layer])
+                assert (found.logits is None) == (own.logits is None) == (rows == ())
+                if own.logits is not None:
+                    torch.testing.assert_close(found.logits, own.logits)
+                    torch.testing.assert_close(found.scores(rows).logits, own.logits)
 
 
 @pytest.mark.slow

@@ -297,6 +297,24 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, likelie
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_embedded_in_the_same_call(dtype: torch.dtype) -> None:
+    """They go in as their rows of the embedding do; what is no token is refused."""
+    target, tokens = native_target("llama", dtype, vocab_size=101, tie_word_embeddings=True), [3, 100, 0, 64]
+    assert target.runner.looks_up
+    with target.active():
+        cache = target.new_cache(capacity=16, rows=16)
+        found = target.forward(Block(cache, tokens), taps=(0,))
+        embedded = target.embed(tokens)
+        assert torch.equal(embedded, target.model.get_input_embeddings().weight[tokens])
+        assert torch.equal(found.taps[0], embedded)
+        assert torch.equal(target.forward(Block(cache, tokens), entry=Entry(0, embedded)).logits, found.logits)
+        for none in (101, -1):
+            with pytest.raises(IndexError, match="no embedding for one of its tokens"):
+                target.forward(Block(cache, [3, none]))
+
+
+@needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_likeliest_tokens_are_found_with_the_logits(
