@@ -302,8 +302,8 @@ INLINE void ask(const char *soon, int64_t apart, const int lines) {
 INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums[FEW][VECTORS], int64_t begin, int64_t end,
                            const char *soon, int64_t step, int64_t apart, const int rows, const int from, const int to,
                            const int kind, const int asks) {
-    const int whole = to - from == VECTORS, enough = LANES == 16 || !whole;
-    const int lines = whole ? (bytes_of(kind) + 63) / 64 : 1, inputs = kind == CODED ? 2 : 1;
+    const int panels = (to - from) * LANES / PANEL, enough = LANES == 16 || !panels;
+    const int lines = panels ? (bytes_of(kind) + 63) / 64 : 1, inputs = kind == CODED ? 2 : 1;
     const char *panel[2] = {t->weight, t->weight + t->apart};
     float *wide = t->wide;
 #if READS_CODES
@@ -317,7 +317,7 @@ INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums
         floats weight[2][VECTORS]; /* of one step's inputs */
 #if READS_CODES
         if (kind >= CODED)
-            for (int one = 0; one < 2; one++) decode(panel[one] + i * CODE_BYTES, highs, weight[0] + 2 * one);
+            for (int one = 0; one < panels; one++) decode(panel[one] + i * CODE_BYTES, highs, weight[0] + 2 * one);
 #endif
 #pragma GCC unroll 4
         for (int v = from; v < to; v++) {
@@ -386,11 +386,13 @@ INLINE int passes_of(const int64_t rows, const int kind) {
 
 #define ROWS(n)                                                                 \
     case n:                                                                     \
-        multiply(t, n, 0, VECTORS / passes_of(n, kind), kind);                  \
+        if (LANES == 16 && panels == 1) multiply(t, n, 0, VECTORS / 2, kind);   \
+        else multiply(t, n, 0, VECTORS / passes_of(n, kind), kind);             \
         if (passes_of(n, kind) > 1) multiply(t, n, VECTORS / 2, VECTORS, kind); \
         return;
 
-INLINE void multiply_any(const Task *t, int64_t rows, const int kind) {
+/* Of a strip so many panels. */
+INLINE void multiply_any(const Task *t, int64_t rows, const int panels, const int kind) {
     switch (rows) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
     }
@@ -408,10 +410,11 @@ INLINE int64_t units_of(const Product *p) {
 /* Where the odd weights of a panel begin. */
 INLINE int64_t odd_from(const Product *p, int64_t panel) { return p->odd && panel ? p->odd_end[panel - 1] : 0; }
 
-/* A strip's y [rows, y_stride] += a group's rows times its odd weights. */
-static void add_odd(const Product *p, int64_t strip, const float *x, float *y, int64_t y_stride, int64_t rows) {
-    const int64_t panels = STRIP / PANEL, side = paired(p->kind) ? 2 : 1;
-    for (int64_t at = odd_from(p, strip * panels); at < odd_from(p, (strip + 1) * panels); at++) {
+/* A strip's y [rows, y_stride] += a group's rows times the odd weights of panels [first, last). */
+static void add_odd(const Product *p, int64_t first, int64_t last, const float *x, float *y, int64_t y_stride,
+                    int64_t rows) {
+    const int64_t side = paired(p->kind) ? 2 : 1;
+    for (int64_t at = odd_from(p, first); at < odd_from(p, last); at++) {
         const Odd *o = p->odd + at;
         for (int64_t r = 0; r < rows; r++) {
             uint32_t bits; /* of an input, or of a pair of them */
@@ -430,33 +433,35 @@ INLINE int64_t outputs_of(const Product *p, int64_t strip) {
     return left < 0 ? 0 : left < STRIP ? left : STRIP;
 }
 
-/* Rows [begin, end) of a strip's y get its bias. */
-static void add_bias(const Product *p, float *y, int64_t y_stride, int64_t begin, int64_t end, int64_t strip) {
-    const int64_t count = outputs_of(p, strip);
+/* Rows [begin, end) of a strip's y get the bias of outputs [first, last). */
+static void add_bias(const Product *p, float *y, int64_t y_stride, int64_t begin, int64_t end, int64_t first,
+                     int64_t last) {
+    if (last > p->outputs) last = p->outputs;
     for (int64_t r = begin; p->bias && r < end; r++)
-        for (int64_t o = 0; o < count; o++) y[r * y_stride + o] += p->bias[strip * STRIP + o];
+        for (int64_t o = first; o < last; o++) y[r * y_stride + o % STRIP] += p->bias[o];
 }
 
-/* The weights of a strip: its first panel's, and so many bytes from panel to panel. */
+/* The weights of a strip from one of its panels on, and so many bytes from panel to panel. */
 typedef struct {
     const char *weight;
     int64_t apart;
 } Strip;
 
-INLINE Strip strip_of(const Product *p, int64_t strip) {
+INLINE Strip strip_of(const Product *p, int64_t strip, int64_t first) {
     const int64_t steps = p->kind == CODED ? units_of(p) / 2 : units_of(p), apart = steps * bytes_of(p->kind);
-    return (Strip){(const char *)p->weight + strip * (STRIP / PANEL) * apart, apart};
+    return (Strip){(const char *)p->weight + (strip * (STRIP / PANEL) + first) * apart, apart};
 }
 
-/* A strip's y [rows, y_stride] += groups [begin, end) of all rows times its weights, a stretch of inputs at a time, while
- * the first ones of strip `then` are asked for, unless it is none. */
-static void multiply_strip(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
-                           int64_t begin, int64_t end, int onto, Strip then) {
-    const int64_t panels = STRIP / PANEL, groups = (rows + FEW - 1) / FEW, size = bytes_of(p->kind);
+/* A strip's y [rows, y_stride] += groups [begin, end) of all rows times the weights of its `panels`, from the `first` on,
+ * a stretch of inputs at a time, while the first ones of strip `then` are asked for, unless it is none. */
+INLINE void multiply_panels(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
+                            int64_t first, const int panels, int64_t begin, int64_t end, int onto, Strip then) {
+    const int64_t groups = (rows + FEW - 1) / FEW, size = bytes_of(p->kind), panel = strip * (STRIP / PANEL) + first;
     const int64_t taken = p->kind == CODED ? 2 : 1; /* floats of x at a step */
     const int64_t steps = units_of(p) / taken, stretches = (steps * taken + STRETCH - 1) / STRETCH;
     const int64_t x_stride = apart_by(p->inputs);
-    const Strip own = strip_of(p, strip);
+    Strip own = strip_of(p, strip, first);
+    if (panels < STRIP / PANEL) own.apart = 0;
     const int keeps = p->kind == HALF ? end - begin > 1 : p->kind >= CODED && end - begin > MANY;
     float wide[STRIP * STRETCH] __attribute__((aligned(64)));
     int64_t passes = 0;
@@ -467,7 +472,8 @@ static void multiply_strip(const Product *p, const float *x, float *y, int64_t y
         const Strip soon = s + 1 < stretches ? (Strip){own.weight + to * size, own.apart} : then;
         for (int64_t g = begin; g < end; g++) {
             int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row, kind = p->kind;
-            Task task = {.x = x + row * x_stride + from * taken, .x_stride = x_stride, .y = y + row * y_stride,
+            Task task = {.x = x + row * x_stride + from * taken, .x_stride = x_stride,
+                         .y = y + row * y_stride + first * PANEL,
                          .weight = own.weight + from * size, .highs = p->highs, .apart = own.apart, .steps = to - from,
                          .y_stride = y_stride, .soon_step = size / shares, .lead = to - from, .onto = onto || s};
             if (passes == 1 && task.lead > LEAD / size) task.lead = LEAD / size;
@@ -482,17 +488,30 @@ static void multiply_strip(const Product *p, const float *x, float *y, int64_t y
                 task.apart = sizeof wide / panels;
                 task.steps *= taken;
             }
-            if (kind == FULL) multiply_any(&task, count, FULL);
-            else if (kind == HALF) multiply_any(&task, count, HALF);
-            else if (kind == PAIRS) multiply_any(&task, count, PAIRS);
+            if (kind == FULL) multiply_any(&task, count, panels, FULL);
+            else if (kind == HALF) multiply_any(&task, count, panels, HALF);
+            else if (kind == PAIRS) multiply_any(&task, count, panels, PAIRS);
 #if READS_CODES
-            else if (kind == CODED) multiply_any(&task, count, CODED);
-            else multiply_any(&task, count, CODED_PAIRS);
+            else if (kind == CODED) multiply_any(&task, count, panels, CODED);
+            else multiply_any(&task, count, panels, CODED_PAIRS);
 #endif
-            if (s + 1 == stretches) add_odd(p, strip, x + row * x_stride, y + row * y_stride, y_stride, count);
+            if (s + 1 == stretches)
+                add_odd(p, panel, panel + panels, x + row * x_stride, y + row * y_stride, y_stride, count);
         }
     }
-    if (begin < end) add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip);
+    if (begin < end)
+        add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, panel * PANEL, (panel + panels) * PANEL);
+}
+
+static void multiply_strip(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
+                           int64_t begin, int64_t end, int onto, Strip then) {
+    multiply_panels(p, x, y, y_stride, rows, strip, 0, STRIP / PANEL, begin, end, onto, then);
+}
+
+/* One panel of a strip, times a group that is all rows. */
+static void multiply_panel(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
+                           int64_t panel, int onto, Strip then) {
+    multiply_panels(p, x, y, y_stride, rows, strip, panel, 1, 0, 1, onto, then);
 }
 
 #if HAS_TILES
@@ -623,7 +642,7 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
                 }
         }
     }
-    add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip);
+    add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, (strip + 1) * STRIP);
 }
 
 /* `count` rows of x, from `row` on, go to their place as [inputs / STEP][count][parts][STEP] in bfloat16. */
@@ -668,8 +687,10 @@ static void product(const Product *p, const Product *next, float *x, float *grou
                     int64_t rows, int onto, void *out, int half, int threads) {
     const int tiles = HAS_TILES && p->tiles;
     const int64_t most = tiles ? TILE / parts_of(p) : FEW;
-    const int64_t strips = padded(p->outputs) / STRIP, groups = (rows + most - 1) / most, all = strips * groups;
-    const int64_t x_stride = apart_by(p->inputs);
+    const int64_t groups = (rows + most - 1) / most, x_stride = apart_by(p->inputs);
+    /* What threads share: groups of rows of a strip, or of a single group its panels, as a weight may have few strips. */
+    const int64_t panels = tiles || out || groups > 1 ? 1 : STRIP / PANEL, each = groups * panels;
+    const int64_t all = padded(p->outputs) / STRIP * each;
     if (paired(p->kind) && !tiles)
         SHARED for (int64_t r = 0; r < rows; r++) narrow_all(x + r * x_stride, x + r * x_stride, p->inputs);
     if (tiles)
@@ -678,20 +699,23 @@ static void product(const Product *p, const Product *next, float *x, float *grou
     SHARED for (int t = 0; t < threads; t++) {
         int64_t shaped = 0;
         for (int64_t at = all * t / threads, last = all * (t + 1) / threads, begin, end; at < last; at += end - begin) {
-            begin = at % groups;
-            end = groups - begin < last - at ? groups : begin + last - at;
+            begin = at % each;
+            end = each - begin < last - at ? each : begin + last - at;
             if (tiles && end - begin > CROWD) end = begin + CROWD;
-            const int64_t strip = at / groups, first = rows * begin / groups, count = rows * end / groups - first;
-            const int64_t stride = out ? STRIP : y_stride;
+            const int64_t strip = at / each, stride = out ? STRIP : y_stride;
             float *own = out ? y + t * rows * STRIP : y + strip * STRIP;
             if (tiles) multiply_tiles(p, (const char *)grouped, own, stride, rows, strip, begin, end, onto, &shaped);
             else {
                 Strip then = {0}; /* where this thread goes on */
-                if (at + end - begin < last) then = strip_of(p, strip + 1);
-                else if (next) then = strip_of(next, padded(next->outputs) / STRIP * t / threads);
-                multiply_strip(p, x, own, stride, rows, strip, begin, end, onto, then);
+                if (at + end - begin < last) then = strip_of(p, strip + 1, 0);
+                else if (next) {
+                    const int64_t there = padded(next->outputs) / STRIP * each * t / threads;
+                    then = strip_of(next, there / each, there % panels);
+                }
+                if (end - begin < panels) multiply_panel(p, x, own, stride, rows, strip, begin, onto, then);
+                else multiply_strip(p, x, own, stride, rows, strip, begin / panels, end / panels, onto, then);
             }
-            for (int64_t r = first; out && r < first + count; r++)
+            for (int64_t r = rows * begin / groups; out && r < rows * end / groups; r++)
                 store(out, r * p->outputs + strip * STRIP, own + r * STRIP, outputs_of(p, strip), half);
         }
         if (tiles) release_tiles();
