@@ -1215,12 +1215,6 @@ static int64_t room_for_attention(const Shape *m, int64_t keys) {
     return room_for(keys) * together(m) * (m->query_heads / m->key_heads + 1) + room_for_tiles(m);
 }
 
-/* Threads that attend, each in scratch of its own. */
-static int64_t workers(const Shape *m, int64_t rows, int threads) {
-    int64_t most = m->key_heads * rows;
-    return threads < most ? threads : most;
-}
-
 /* Normed, rotated and scaled queries, and keys of one row, in place; keys and values to their slot. */
 static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row, int64_t slot, const float *cosines,
                       const float *sines) {
@@ -1235,6 +1229,14 @@ static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row
         store(s->keys, (h * s->stride + slot) * dim, row + (m->query_heads + h) * dim, dim, m->half);
         store(s->values, (h * s->stride + slot) * dim, row + (turned + h) * dim, dim, m->half);
     }
+}
+
+/* Rows of a block, as often as it has pieces of queries; keys that one of them sees, about; and how many of them are done
+ * with so much of the `work` on them all. */
+INLINE int64_t items_of(const Shape *m, const Block *b, int64_t pieces) { return m->key_heads * pieces * b->rows; }
+INLINE int64_t keys_of(const Block *b) { return b->length + b->first + b->rows + LANES; }
+INLINE int64_t share(int64_t work, int64_t each, int64_t items) {
+    return work < 0 ? 0 : work / each < items ? work / each : items;
 }
 
 /* Store the rows' keys and values of layer n, then mix: qkv [rows, stride] to mixed [rows, apart_by(query_heads * head_dim)].
@@ -1254,23 +1256,29 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
         store_row(m, l, s, qkv + row * stride, (b->length + b->first + r) % s->size, turns.cosines + at * dim,
                   turns.sines + at * dim);
     }
-    const int64_t shares = workers(m, all->rows, threads), room = room_for(all->keys), most = together(m);
-    SHARED for (int64_t t = 0; t < shares; t++) {
+    const int64_t room = room_for(all->keys), most = together(m);
+    const int64_t pieces = all->rows == 1 ? group : 1, heads = group / pieces; /* of a key head's queries, for one row */
+    int64_t work = 0; /* what is read, by the keys of all rows' pieces */
+    for (const Block *b = all->blocks; b < all->blocks + all->count; b++) work += items_of(m, b, pieces) * keys_of(b);
+    SHARED for (int64_t t = 0; t < threads; t++) {
         float *scores = scratch + t * room_for_attention(m, all->keys);
         int32_t *slots = (int32_t *)(scores + room * most * group);
-        int64_t from = 0, passed = 0; /* rows and items of the blocks before */
+        int64_t from = 0, before = 0; /* rows and work of the blocks before */
         for (const Block *b = all->blocks; b < all->blocks + all->count; from += b++->rows) {
             const Slots *s = b->slots + n;
-            const int64_t parts = (b->rows + most - 1) / most, items = m->key_heads * parts;
-            int64_t begun[2 * TOGETHER];
+            const int64_t items = items_of(m, b, pieces);
+            int64_t begun[2 * TOGETHER], item = share(work * t / threads - before, keys_of(b), items);
+            const int64_t end = share(work * (t + 1) / threads - before, keys_of(b), items);
             for (int r = 0; r < most; r++) begun[r] = -1;
-            for (int64_t item = (shares + t - passed % shares) % shares; item < items; item += shares) {
-                int64_t k = item / parts, r = item % parts * most, at = k * s->stride * dim * size;
+            for (int64_t count; item < end; item += count) {
+                const int64_t r = item % b->rows, head = item / b->rows * heads, at = head / group * s->stride * dim * size;
+                count = b->rows - r < end - item ? b->rows - r : end - item;
+                if (count > most) count = most;
                 Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
-                             .query = qkv + (from + r) * stride + k * group * dim / (kind == PAIRS ? 2 : 1),
-                             .output = mixed + (from + r) * mixed_stride + k * group * dim,
-                             .scores = scores, .slots = slots, .dim = dim, .heads = group, .room = room,
-                             .rows = b->rows - r < most ? b->rows - r : most, .query_stride = stride,
+                             .query = qkv + (from + r) * stride + head * dim / (kind == PAIRS ? 2 : 1),
+                             .output = mixed + (from + r) * mixed_stride + head * dim,
+                             .scores = scores, .slots = slots, .dim = dim, .heads = heads, .room = room,
+                             .rows = count, .query_stride = stride,
                              .output_stride = mixed_stride, .cap = l->cap, .kind = kind};
                 if (attends_in_tiles(m)) {
                     seen.chain = !s->window;
@@ -1291,7 +1299,7 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
                 }
                 attend(&seen);
             }
-            passed += items;
+            before += items * keys_of(b);
         }
         if (attends_in_tiles(m)) release_tiles();
     }
@@ -1527,7 +1535,7 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     const int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
     const int64_t wide = padded(2 * m->inner);
     const int64_t seen = apart_by(size), mixed_stride = apart_by(mix), inner = apart_by(m->inner);
-    const int64_t attending = room_for_attention(m, all->keys) * workers(m, rows, threads);
+    const int64_t attending = room_for_attention(m, all->keys) * threads;
     const int64_t widest = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
     const int64_t reading = head ? room_for_head(m, rows, final, count, threads) : 0;
     for (int64_t r = 0; !hidden && r < rows; r++)
