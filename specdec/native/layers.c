@@ -10,12 +10,23 @@
  */
 #include <float.h>
 #include <math.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #ifdef __AVX2__
 #include <immintrin.h>
+#endif
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() (void)0
 #endif
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -40,6 +51,7 @@ enum { PEAK = 256, BLOCKS = 1024 };
 /* Heads of rows that attend at once, so that what they see is read once, and vectors of each that are
  * mixed at once. */
 enum { UNITS = 3, WIDE = LANES / 4 };
+enum { PATIENCE = 4096 }; /* looks for who is late before a thread lets others have its processor */
 
 /* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16; and both of these coded, by two inputs. */
 enum Kind { FULL, HALF, PAIRS, CODED, CODED_PAIRS };
@@ -52,10 +64,49 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 #define INLINE static inline __attribute__((always_inline))
-/* A forward is run by one team of threads, which share each loop over rows, products' strips or heads, and meet behind it:
- * to meet takes less time than to begin anew. */
-#define TEAM _Pragma("omp parallel num_threads(threads) if (threads > 1)")
-#define SHARED _Pragma("omp for schedule(static)")
+/* A forward is run by one team of threads, which share each loop and meet behind it. OpenMP's own barrier calls the system
+ * each time, which takes longer than the waiting; it is left to those who are more than there are processors. */
+typedef struct {
+    int arrived __attribute__((aligned(64))), round __attribute__((aligned(64)));
+} Meeting;
+
+typedef struct {
+    Meeting *meeting;
+    int64_t me, count, processors;
+} Team;
+
+#ifdef _OPENMP
+#define TEAM_OF(meeting) {(meeting), omp_get_thread_num(), omp_get_num_threads(), omp_get_num_procs()}
+#else
+#define TEAM_OF(meeting) {(meeting), 0, 1, 1}
+#endif
+/* A block that `threads` run, each with a `team` of its own place in it. */
+#define TOGETHER_DO                                                     \
+    Meeting meeting = {0};                                              \
+    _Pragma("omp parallel num_threads(threads) if (threads > 1)")       \
+        for (Team own_ = TEAM_OF(&meeting), *team = &own_; team; team = NULL)
+/* This thread's share of so many. */
+#define SHARED(i, all) \
+    for (int64_t i = (all) * team->me / team->count, i##_end = (all) * (team->me + 1) / team->count; i < i##_end; i++)
+
+/* Wait for the others. */
+static void meet(const Team *team) {
+    Meeting *m = team->meeting;
+    if (team->count == 1) return;
+    if (team->count > team->processors) {
+        _Pragma("omp barrier")
+        return;
+    }
+    const int round = __atomic_load_n(&m->round, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == team->count) {
+        __atomic_store_n(&m->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&m->round, round + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int tries = 0; __atomic_load_n(&m->round, __ATOMIC_ACQUIRE) == round; tries += tries < PATIENCE)
+        if (tries < PATIENCE) PAUSE();
+        else sched_yield(); /* somebody has no processor, perhaps */
+}
 
 typedef struct { /* a weight whose high byte has no code; it lies as a zero */
     int32_t output, input;
@@ -680,46 +731,50 @@ static void store(void *to, int64_t at, const float *from, int64_t count, int ha
     else narrow_all(from, (uint16_t *)to + at, count);
 }
 
-/* y [rows, y_stride] = x [rows, apart_by(inputs)] times the weight, plus the bias; `onto` y, or else in its place. Of
- * pairs, x is left in bfloat16. `grouped` has room for it as tiles are filled. `next`, unless it is NULL, is multiplied by next.
+/* A row that a product reads, once it is there: in bfloat16, of pairs. */
+INLINE int reads_pairs(const Product *p) { return paired(p->kind) && !(HAS_TILES && p->tiles); }
+INLINE void ready(const Product *p, float *x) {
+    if (reads_pairs(p)) narrow_all(x, x, p->inputs);
+}
+
+/* y [rows, y_stride] = x [rows, apart_by(inputs)], each `ready`, times the weight, plus the bias; `onto` y, or else in its
+ * place. `grouped` has room for it as tiles are filled. `next`, unless it is NULL, is multiplied by next.
  * Unless `out` is NULL, y goes there [rows, outputs], in bfloat16 if `half`, and is itself [threads, rows, STRIP] only. */
-static void product(const Product *p, const Product *next, float *x, float *grouped, float *y, int64_t y_stride,
-                    int64_t rows, int onto, void *out, int half, int threads) {
+static void product(const Product *p, const Product *next, const float *x, float *grouped, float *y, int64_t y_stride,
+                    int64_t rows, int onto, void *out, int half, const Team *team) {
     const int tiles = HAS_TILES && p->tiles;
     const int64_t most = tiles ? TILE / parts_of(p) : FEW;
-    const int64_t groups = (rows + most - 1) / most, x_stride = apart_by(p->inputs);
+    const int64_t groups = (rows + most - 1) / most, me = team->me, count = team->count;
     /* What threads share: groups of rows of a strip, or of a single group its panels, as a weight may have few strips. */
     const int64_t panels = tiles || out || groups > 1 ? 1 : STRIP / PANEL, each = groups * panels;
     const int64_t all = padded(p->outputs) / STRIP * each;
-    if (paired(p->kind) && !tiles)
-        SHARED for (int64_t r = 0; r < rows; r++) narrow_all(x + r * x_stride, x + r * x_stride, p->inputs);
-    if (tiles)
-        SHARED for (int64_t g = 0; g < groups; g++) /* what is multiplied at once lies side by side */
-            gather_tiles(p, x, (char *)grouped, rows * g / groups, rows * (g + 1) / groups - rows * g / groups);
-    SHARED for (int t = 0; t < threads; t++) {
-        int64_t shaped = 0;
-        for (int64_t at = all * t / threads, last = all * (t + 1) / threads, begin, end; at < last; at += end - begin) {
-            begin = at % each;
-            end = each - begin < last - at ? each : begin + last - at;
-            if (tiles && end - begin > CROWD) end = begin + CROWD;
-            const int64_t strip = at / each, stride = out ? STRIP : y_stride;
-            float *own = out ? y + t * rows * STRIP : y + strip * STRIP;
-            if (tiles) multiply_tiles(p, (const char *)grouped, own, stride, rows, strip, begin, end, onto, &shaped);
-            else {
-                Strip then = {0}; /* where this thread goes on */
-                if (at + end - begin < last) then = strip_of(p, strip + 1, 0);
-                else if (next) {
-                    const int64_t there = padded(next->outputs) / STRIP * each * t / threads;
-                    then = strip_of(next, there / each, there % panels);
-                }
-                if (end - begin < panels) multiply_panel(p, x, own, stride, rows, strip, begin, onto, then);
-                else multiply_strip(p, x, own, stride, rows, strip, begin / panels, end / panels, onto, then);
-            }
-            for (int64_t r = rows * begin / groups; out && r < rows * end / groups; r++)
-                store(out, r * p->outputs + strip * STRIP, own + r * STRIP, outputs_of(p, strip), half);
-        }
-        if (tiles) release_tiles();
+    if (tiles) { /* what is multiplied at once lies side by side */
+        SHARED(g, groups) gather_tiles(p, x, (char *)grouped, rows * g / groups, rows * (g + 1) / groups - rows * g / groups);
+        meet(team);
     }
+    int64_t shaped = 0;
+    for (int64_t at = all * me / count, last = all * (me + 1) / count, begin, end; at < last; at += end - begin) {
+        begin = at % each;
+        end = each - begin < last - at ? each : begin + last - at;
+        if (tiles && end - begin > CROWD) end = begin + CROWD;
+        const int64_t strip = at / each, stride = out ? STRIP : y_stride;
+        float *own = out ? y + me * rows * STRIP : y + strip * STRIP;
+        if (tiles) multiply_tiles(p, (const char *)grouped, own, stride, rows, strip, begin, end, onto, &shaped);
+        else {
+            Strip then = {0}; /* where this thread goes on */
+            if (at + end - begin < last) then = strip_of(p, strip + 1, 0);
+            else if (next) {
+                const int64_t there = padded(next->outputs) / STRIP * each * me / count;
+                then = strip_of(next, there / each, there % panels);
+            }
+            if (end - begin < panels) multiply_panel(p, x, own, stride, rows, strip, begin, onto, then);
+            else multiply_strip(p, x, own, stride, rows, strip, begin / panels, end / panels, onto, then);
+        }
+        for (int64_t r = rows * begin / groups; out && r < rows * end / groups; r++)
+            store(out, r * p->outputs + strip * STRIP, own + r * STRIP, outputs_of(p, strip), half);
+    }
+    if (tiles) release_tiles();
+    meet(team);
 }
 
 /* y = x * weight / rms(x), over `size` values. */
@@ -1242,12 +1297,12 @@ INLINE int64_t share(int64_t work, int64_t each, int64_t items) {
 /* Store the rows' keys and values of layer n, then mix: qkv [rows, stride] to mixed [rows, apart_by(query_heads * head_dim)].
  * Rows that attend together are of one block, as their keys are. */
 static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride,
-                      float *mixed, float *scratch, int threads) {
+                      float *mixed, float *scratch, const Team *team) {
     const int64_t dim = m->head_dim, group = m->query_heads / m->key_heads, size = m->half ? 2 : 4;
     const enum Kind kind = attends_in_pairs(m) ? PAIRS : m->half ? HALF : FULL;
     const int64_t mixed_stride = apart_by(m->query_heads * dim);
     const Turns turns = all->turns[l->turns];
-    SHARED for (int64_t row = 0; row < all->rows; row++) {
+    SHARED(row, all->rows) {
         const Block *b = all->blocks;
         int64_t r = row; /* of its own block */
         while (r >= b->rows) r -= b++->rows;
@@ -1256,53 +1311,56 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
         store_row(m, l, s, qkv + row * stride, (b->length + b->first + r) % s->size, turns.cosines + at * dim,
                   turns.sines + at * dim);
     }
+    meet(team);
     const int64_t room = room_for(all->keys), most = together(m);
     const int64_t pieces = all->rows == 1 ? group : 1, heads = group / pieces; /* of a key head's queries, for one row */
     int64_t work = 0; /* what is read, by the keys of all rows' pieces */
     for (const Block *b = all->blocks; b < all->blocks + all->count; b++) work += items_of(m, b, pieces) * keys_of(b);
-    SHARED for (int64_t t = 0; t < threads; t++) {
-        float *scores = scratch + t * room_for_attention(m, all->keys);
-        int32_t *slots = (int32_t *)(scores + room * most * group);
-        int64_t from = 0, before = 0; /* rows and work of the blocks before */
-        for (const Block *b = all->blocks; b < all->blocks + all->count; from += b++->rows) {
-            const Slots *s = b->slots + n;
-            const int64_t items = items_of(m, b, pieces);
-            int64_t begun[2 * TOGETHER], item = share(work * t / threads - before, keys_of(b), items);
-            const int64_t end = share(work * (t + 1) / threads - before, keys_of(b), items);
-            for (int r = 0; r < most; r++) begun[r] = -1;
-            for (int64_t count; item < end; item += count) {
-                const int64_t r = item % b->rows, head = item / b->rows * heads, at = head / group * s->stride * dim * size;
-                count = b->rows - r < end - item ? b->rows - r : end - item;
-                if (count > most) count = most;
-                Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
-                             .query = qkv + (from + r) * stride + head * dim / (kind == PAIRS ? 2 : 1),
-                             .output = mixed + (from + r) * mixed_stride + head * dim,
-                             .scores = scores, .slots = slots, .dim = dim, .heads = heads, .room = room,
-                             .rows = count, .query_stride = stride,
-                             .output_stride = mixed_stride, .cap = l->cap, .kind = kind};
-                if (attends_in_tiles(m)) {
-                    seen.chain = !s->window;
-                    for (int64_t row = b->first + r + 1; row < b->first + r + seen.rows; row++)
-                        seen.chain &= b->parents[row] == row - 1;
-                    for (int64_t i = seen.chain ? seen.rows - 1 : 0, own = 0; i < seen.rows; i++, own++)
-                        seen.count[i] = path(b, s, b->first + r + i, slots + own * room, begun + own);
-                    for (int64_t i = 0; seen.chain && i < seen.rows; i++)
-                        seen.count[i] = seen.count[seen.rows - 1] - (seen.rows - 1 - i);
-                    attend_tiles(&seen, (float *)(slots + room * most));
-                    continue;
-                }
-                for (int64_t i = 0; i < seen.rows; i++) {
-                    const int64_t row = b->first + r + i;
-                    if (i && !s->window && b->parents[row] == row - 1)
-                        seen.count[i] = onward(b, s, row, slots + i * room, room, seen.count[i - 1]);
-                    else seen.count[i] = path(b, s, row, slots + i * room, begun + i);
-                }
-                attend(&seen);
+    float *scores = scratch + team->me * room_for_attention(m, all->keys);
+    int32_t *slots = (int32_t *)(scores + room * most * group);
+    int64_t from = 0, before = 0; /* rows and work of the blocks before */
+    for (const Block *b = all->blocks; b < all->blocks + all->count; from += b++->rows) {
+        const Slots *s = b->slots + n;
+        const int64_t items = items_of(m, b, pieces);
+        int64_t begun[2 * TOGETHER], item = share(work * team->me / team->count - before, keys_of(b), items);
+        const int64_t end = share(work * (team->me + 1) / team->count - before, keys_of(b), items);
+        for (int r = 0; r < most; r++) begun[r] = -1;
+        for (int64_t count; item < end; item += count) {
+            const int64_t r = item % b->rows, head = item / b->rows * heads, at = head / group * s->stride * dim * size;
+            count = b->rows - r < end - item ? b->rows - r : end - item;
+            if (count > most) count = most;
+            Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
+                         .query = qkv + (from + r) * stride + head * dim / (kind == PAIRS ? 2 : 1),
+                         .output = mixed + (from + r) * mixed_stride + head * dim,
+                         .scores = scores, .slots = slots, .dim = dim, .heads = heads, .room = room,
+                         .rows = count, .query_stride = stride,
+                         .output_stride = mixed_stride, .cap = l->cap, .kind = kind};
+            if (attends_in_tiles(m)) {
+                seen.chain = !s->window;
+                for (int64_t row = b->first + r + 1; row < b->first + r + seen.rows; row++)
+                    seen.chain &= b->parents[row] == row - 1;
+                for (int64_t i = seen.chain ? seen.rows - 1 : 0, own = 0; i < seen.rows; i++, own++)
+                    seen.count[i] = path(b, s, b->first + r + i, slots + own * room, begun + own);
+                for (int64_t i = 0; seen.chain && i < seen.rows; i++)
+                    seen.count[i] = seen.count[seen.rows - 1] - (seen.rows - 1 - i);
+                attend_tiles(&seen, (float *)(slots + room * most));
+                continue;
             }
-            before += items * keys_of(b);
+            for (int64_t i = 0; i < seen.rows; i++) {
+                const int64_t row = b->first + r + i;
+                if (i && !s->window && b->parents[row] == row - 1)
+                    seen.count[i] = onward(b, s, row, slots + i * room, room, seen.count[i - 1]);
+                else seen.count[i] = path(b, s, row, slots + i * room, begun + i);
+            }
+            attend(&seen);
         }
-        if (attends_in_tiles(m)) release_tiles();
+        before += items * keys_of(b);
     }
+    if (attends_in_tiles(m)) release_tiles();
+    meet(team);
+    if (!reads_pairs(&l->out)) return;
+    SHARED(row, all->rows) ready(&l->out, mixed + row * mixed_stride);
+    meet(team);
 }
 
 /* Floats that a row of `count` inputs takes as tiles are filled. */
@@ -1433,25 +1491,27 @@ static int draw(const void *scores, int64_t count, int half, float by, uint64_t 
  * is more than 0, as of specdec_draw, to `drawn`, unless it is NULL. */
 static void read_head(const Shape *m, const Head *head, const void *hidden, int64_t rows, void *normed,
                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
-                      float *found, const float *by, const uint64_t *keys, int64_t *drawn, float *scratch, int threads) {
+                      float *found, const float *by, const uint64_t *keys, int64_t *drawn, float *scratch, const Team *team) {
     const Product *p = &head->product;
     const int64_t size = m->hidden, half = m->half;
     float *x = scratch, *grouped = x + count * apart_by(size), *sums = grouped + count * gathered(size);
-    float *all = sums + threads * count * STRIP;
+    float *all = sums + team->count * count * STRIP;
     if (normed)
-        SHARED for (int64_t r = 0; r < rows; r++) {
+        SHARED(r, rows) {
             widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
             norm(all + r * size, head->norm, all + r * size, size, head->epsilon);
             store(normed, r * size, all + r * size, size, half);
         }
-    SHARED for (int64_t r = 0; r < count; r++) {
+    SHARED(r, count) {
         float *own = x + r * apart_by(size);
         widen_all(row_of(hidden, wanted ? wanted[r] : r, size, half), own, size, half);
         norm(own, head->norm, own, size, head->epsilon);
         for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
+        ready(p, own);
     }
-    product(p, NULL, x, grouped, sums, STRIP, count, 0, logits, half, threads);
-    SHARED for (int64_t r = 0; r < count; r++) {
+    meet(team);
+    product(p, NULL, x, grouped, sums, STRIP, count, 0, logits, half, team);
+    SHARED(r, count) {
         const void *own = row_of(logits, r, p->outputs, half);
         if (tops) {
             specdec_top(own, NULL, 1, p->outputs, half, tops, most + r * tops, found + r * tops);
@@ -1467,15 +1527,15 @@ static int64_t room_for_head(const Shape *m, int64_t rows, const void *normed, i
 }
 
 /* The stream [rows, width] gets x [rows, inputs] times the weight, normed first where there is a weight for that;
- * `apart` has the stream's size. */
-static void add_product(const Product *p, const Product *next, float *x, float *grouped, const float *weight,
-                        float epsilon, float *stream, float *apart, int64_t width, int64_t rows, int threads) {
+ * `apart` has the stream's size. Of the stream a thread knows its share of the rows. */
+static void add_product(const Product *p, const Product *next, const float *x, float *grouped, const float *weight,
+                        float epsilon, float *stream, float *apart, int64_t width, int64_t rows, const Team *team) {
     if (!weight) {
-        product(p, next, x, grouped, stream, width, rows, 1, NULL, 0, threads);
+        product(p, next, x, grouped, stream, width, rows, 1, NULL, 0, team);
         return;
     }
-    product(p, next, x, grouped, apart, width, rows, 0, NULL, 0, threads);
-    SHARED for (int64_t r = 0; r < rows; r++) {
+    product(p, next, x, grouped, apart, width, rows, 0, NULL, 0, team);
+    SHARED(r, rows) {
         norm(apart + r * width, weight, apart + r * width, p->outputs, epsilon);
         for (int64_t i = 0; i < p->outputs; i++) stream[r * width + i] += apart[r * width + i];
     }
@@ -1546,42 +1606,48 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * seen;
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *active = gates + rows * wide;
     float *grouped = active + rows * inner, *rest = grouped + rows * gathered(widest), *read = rest + attending;
-    TEAM {
-        SHARED for (int64_t r = 0; r < rows; r++) {
+    TOGETHER_DO {
+        SHARED(r, rows) {
             if (hidden) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
             else look_up_row(all->embedding, all->tokens[r], stream + r * width, 0);
         }
         for (int64_t n = first; n < last; n++) {
             const Layer *l = layers + n;
-            SHARED for (int64_t r = 0; r < rows; r++) {
+            SHARED(r, rows) {
                 float *own = stream + r * width;
                 for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i])); /* a walk may begin here */
                 if (taps && taps[n]) store(taps[n], r * size, own, size, half);
                 norm(own, l->first_norm, normed + r * seen, size, l->first_epsilon);
+                ready(&l->qkv, normed + r * seen);
             }
-            product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, threads);
-            attention(m, l, all, n, qkv, heads, mixed, rest, threads);
-            add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows,
-                        threads);
-            SHARED for (int64_t r = 0; r < rows; r++)
+            meet(team);
+            product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, team);
+            attention(m, l, all, n, qkv, heads, mixed, rest, team);
+            add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, team);
+            SHARED(r, rows) {
                 norm(stream + r * width, l->second_norm, normed + r * seen, size, l->second_epsilon);
-            product(&l->gate_up, &l->down, normed, grouped, gates, wide, rows, 0, NULL, 0, threads);
-            SHARED for (int64_t r = 0; r < rows; r++) {
+                ready(&l->gate_up, normed + r * seen);
+            }
+            meet(team);
+            product(&l->gate_up, &l->down, normed, grouped, gates, wide, rows, 0, NULL, 0, team);
+            SHARED(r, rows) {
                 const float *gate = gates + r * wide, *up = gate + m->inner;
+                float *own = active + r * inner;
                 for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
                     floats g = load(gate, i, 0), bent = g;
                     if (m->gelu) bent = g * (1.5957691f + 0.07135481f * g * g); /* 2 sqrt(2 / pi) (g + 0.044715 g^3) */
-                    *(floats *)(active + r * inner + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
+                    *(floats *)(own + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
                 }
+                ready(&l->down, own);
             }
+            meet(team);
             const Product *next = n + 1 < last ? &l[1].qkv : head ? &head->product : NULL;
-            add_product(&l->down, next, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows,
-                        threads);
+            add_product(&l->down, next, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows, team);
         }
-        SHARED for (int64_t r = 0; r < rows; r++) store(out, r * size, stream + r * width, size, half);
+        SHARED(r, rows) store(out, r * size, stream + r * width, size, half);
+        meet(team);
         if (head)
-            read_head(m, head, out, rows, final, wanted, count, logits, best, tops, most, found, by, keys, drawn, read,
-                      threads);
+            read_head(m, head, out, rows, final, wanted, count, logits, best, tops, most, found, by, keys, drawn, read, team);
     }
     give_scratch(scratch);
     return 0;
@@ -1594,13 +1660,15 @@ int specdec_product(const Product *p, const void *x, const void *onto, void *y, 
     float *scratch = take_scratch(rows * (seen + gathered(p->inputs) + width));
     if (!scratch) return 1;
     float *grouped = scratch + rows * seen, *sums = grouped + rows * gathered(p->inputs);
-    TEAM {
-        SHARED for (int64_t r = 0; r < rows; r++) {
+    TOGETHER_DO {
+        SHARED(r, rows) {
             widen_all(row_of(x, r, p->inputs, half), scratch + r * seen, p->inputs, half);
+            ready(p, scratch + r * seen);
             if (onto) widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
         }
-        product(p, NULL, scratch, grouped, sums, width, rows, onto != NULL, NULL, 0, threads);
-        SHARED for (int64_t r = 0; r < rows; r++) store(y, r * p->outputs, sums + r * width, p->outputs, half);
+        meet(team);
+        product(p, NULL, scratch, grouped, sums, width, rows, onto != NULL, NULL, 0, team);
+        SHARED(r, rows) store(y, r * p->outputs, sums + r * width, p->outputs, half);
     }
     give_scratch(scratch);
     return 0;
@@ -1627,26 +1695,34 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
     float *brought = scratch, *states = brought + rows * first; /* [heads, rows, line], as a head's own products read it */
     float *read = states + all * line, *more = read + rows * line, *logits = more + rows * wide;
     float *grouped = logits + all * width;
-    TEAM {
-        SHARED for (int64_t r = 0; r < rows; r++) {
+    TOGETHER_DO {
+        SHARED(r, rows) {
             float *own = brought + r * first, *root = own + size, squares = 0;
             widen_all(hidden[r], own, size, half);
             for (int64_t k = 0; k < heads; k++) memcpy(states + (k * rows + r) * line, own, size * sizeof *own);
-            if (seen == size) continue;
-            widen_all(row_of(embedded, r, size, half), root, size, half);
-            for (int64_t i = 0; i < size; i++) squares += root[i] * root[i];
-            const float by = 1.f / sqrtf(squares / size + FLT_EPSILON);
-            for (int64_t i = 0; i < size; i++) root[i] *= by;
+            if (seen > size) {
+                widen_all(row_of(embedded, r, size, half), root, size, half);
+                for (int64_t i = 0; i < size; i++) squares += root[i] * root[i];
+                const float by = 1.f / sqrtf(squares / size + FLT_EPSILON);
+                for (int64_t i = 0; i < size; i++) root[i] *= by;
+            }
+            ready(h->blocks, own);
         }
+        meet(team);
         for (int64_t n = 0; n < h->layers; n++)
             for (int64_t k = 0; k < heads; k++) {
                 const Product *p = n ? h->blocks + 1 + (n - 1) * heads + k : h->blocks;
                 float *own = states + k * rows * line, *from = n ? read : brought;
                 const int64_t stride = n ? padded(size) : wide;
-                if (n) /* pairs round it, which the state is not */
-                    SHARED for (int64_t r = 0; r < rows; r++) memcpy(from + r * line, own + r * line, line * sizeof *own);
-                if (n || !k) product(p, NULL, from, grouped, more, stride, rows, 0, NULL, 0, threads);
-                SHARED for (int64_t r = 0; r < rows; r++) {
+                if (n) { /* pairs round it, which the state is not */
+                    SHARED(r, rows) {
+                        memcpy(from + r * line, own + r * line, line * sizeof *own);
+                        ready(p, from + r * line);
+                    }
+                    meet(team);
+                }
+                if (n || !k) product(p, NULL, from, grouped, more, stride, rows, 0, NULL, 0, team);
+                SHARED(r, rows) {
                     const float *added = more + r * stride + (n ? 0 : k * size);
                     int64_t i = 0;
                     for (float *to = own + r * line; i + LANES <= size; i += LANES) {
@@ -1655,13 +1731,18 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
                     }
                     for (; i < size; i++) own[r * line + i] += added[i] / (1.f + expf(-added[i]));
                 }
+                meet(team);
             }
+        if (h->ends) {
+            SHARED(r, all) ready(h->ends + (h->own ? r / rows : 0), states + r * line);
+            meet(team);
+        }
         for (int64_t k = 0; h->ends && k < (h->own ? heads : 1); k++) {
             const int64_t count = h->own ? rows : all;
             product(h->ends + k, NULL, states + k * rows * line, grouped, logits + k * rows * width, width, count, 0, NULL,
-                    0, threads);
+                    0, team);
         }
-        SHARED for (int64_t r = 0; r < rows; r++)
+        SHARED(r, rows)
             for (int64_t k = 0; k < heads; k++) {
                 const float *own = h->ends ? logits + (k * rows + r) * width : states + (k * rows + r) * line;
                 const int64_t count = h->ends ? h->ends->outputs : size;
