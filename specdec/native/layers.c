@@ -464,16 +464,20 @@ INLINE int64_t odd_from(const Product *p, int64_t panel) { return p->odd && pane
 /* A strip's y [rows, y_stride] += a group's rows times the odd weights of panels [first, last). */
 static void add_odd(const Product *p, int64_t first, int64_t last, const float *x, float *y, int64_t y_stride,
                     int64_t rows) {
-    const int64_t side = paired(p->kind) ? 2 : 1;
+    const int64_t x_stride = apart_by(p->inputs);
+    const int pairs = paired(p->kind);
     for (int64_t at = odd_from(p, first); at < odd_from(p, last); at++) {
         const Odd *o = p->odd + at;
+        const float *input = x + (o->input >> pairs); /* or a pair of them */
+        const uint32_t mask = pairs ? 0xffff0000 : ~0u;
+        const int shift = pairs && o->input % 2 == 0 ? 16 : 0;
         for (int64_t r = 0; r < rows; r++) {
-            uint32_t bits; /* of an input, or of a pair of them */
-            memcpy(&bits, x + r * apart_by(p->inputs) + o->input / side, sizeof bits);
-            if (side == 2) bits = o->input % 2 ? bits & 0xffff0000 : bits << 16;
-            float input;
-            memcpy(&input, &bits, sizeof input);
-            y[r * y_stride + o->output % STRIP] += o->value * input;
+            uint32_t bits;
+            float value;
+            memcpy(&bits, input + r * x_stride, sizeof bits);
+            bits = bits << shift & mask;
+            memcpy(&value, &bits, sizeof value);
+            y[r * y_stride + o->output % STRIP] += o->value * value;
         }
     }
 }
