@@ -81,7 +81,7 @@ typedef struct {
 #define TEAM_OF(meeting) {(meeting), 0, 1, 1}
 #endif
 /* A block that `threads` run, each with a `team` of its own place in it. */
-#define TOGETHER_DO                                                     \
+#define AS_TEAM                                                         \
     Meeting meeting = {0};                                              \
     _Pragma("omp parallel num_threads(threads) if (threads > 1)")       \
         for (Team own_ = TEAM_OF(&meeting), *team = &own_; team; team = NULL)
@@ -1610,7 +1610,7 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * seen;
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *active = gates + rows * wide;
     float *grouped = active + rows * inner, *rest = grouped + rows * gathered(widest), *read = rest + attending;
-    TOGETHER_DO {
+    AS_TEAM {
         SHARED(r, rows) {
             if (hidden) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
             else look_up_row(all->embedding, all->tokens[r], stream + r * width, 0);
@@ -1664,7 +1664,7 @@ int specdec_product(const Product *p, const void *x, const void *onto, void *y, 
     float *scratch = take_scratch(rows * (seen + gathered(p->inputs) + width));
     if (!scratch) return 1;
     float *grouped = scratch + rows * seen, *sums = grouped + rows * gathered(p->inputs);
-    TOGETHER_DO {
+    AS_TEAM {
         SHARED(r, rows) {
             widen_all(row_of(x, r, p->inputs, half), scratch + r * seen, p->inputs, half);
             ready(p, scratch + r * seen);
@@ -1699,7 +1699,7 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
     float *brought = scratch, *states = brought + rows * first; /* [heads, rows, line], as a head's own products read it */
     float *read = states + all * line, *more = read + rows * line, *logits = more + rows * wide;
     float *grouped = logits + all * width;
-    TOGETHER_DO {
+    AS_TEAM {
         SHARED(r, rows) {
             float *own = brought + r * first, *root = own + size, squares = 0;
             widen_all(hidden[r], own, size, half);

@@ -350,13 +350,13 @@ def _load(path: Path) -> Any:
             loaded.specdec_guess,
             loaded.specdec_chances,
         ):
-            allocating.errcheck = _check_memory
+            allocating.errcheck = _check_done
     except AttributeError as error:
         raise OSError(f"{str(path)!r} is no such library: {error}") from error
     return loaded
 
 
-def _check_memory(failed: Any, function: Any, arguments: Any) -> Any:
+def _check_done(failed: Any, function: Any, arguments: Any) -> Any:
     if failed == _NO_ROW:
         raise IndexError(f"{function.__name__} has no embedding for one of its tokens")
     if failed:

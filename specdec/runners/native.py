@@ -301,40 +301,13 @@ class NativeRunner(LayerRunner):
         return self.embed.look_up(block.ids) if isinstance(self.embed, TiedEmbedding) else super().enter(block)
 
     def run(
-        self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        return self._run(hidden, block, first, last, taps, None)
-
-    def finish(
         self,
         hidden: torch.Tensor | None,
         block: Rows,
         first: int,
         last: int,
         taps: Collection[int],
-        rows: Sequence[int] | None,
-        joints: Joints,
-        likeliest: int = 1,
-    ) -> Finished:
-        if self._head is None or not joints.plain:
-            return super().finish(hidden, block, first, last, taps, rows, joints)
-        draws = {start: part.draw for part, start, _ in block.parts if part.draw is not None}
-        reading = self._head.reading(block.rows, rows, FINAL in taps, likeliest, draws)
-        hidden, found = self._run(hidden, block, first, last, taps, reading)
-        if reading.normed is not None:
-            found[FINAL] = reading.normed
-        drawn = () if reading.drawn is None else reading.drawn[:]
-        peaks = None if reading.stored is None else Peaks(reading.best[:], reading.stored, drawn)
-        return hidden, found, reading.logits, peaks
-
-    def _run(
-        self,
-        hidden: torch.Tensor | None,
-        block: Rows,
-        first: int,
-        last: int,
-        taps: Collection[int],
-        reading: Reading | None,
+        reading: Reading | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         like = self._like if hidden is None else hidden
         if not self._rotary.fixed:
@@ -357,6 +330,28 @@ class NativeRunner(LayerRunner):
             reading=reading,
             embedding=self._embedding,
         )
+
+    def finish(
+        self,
+        hidden: torch.Tensor | None,
+        block: Rows,
+        first: int,
+        last: int,
+        taps: Collection[int],
+        rows: Sequence[int] | None,
+        joints: Joints,
+        likeliest: int = 1,
+    ) -> Finished:
+        if self._head is None or not joints.plain:
+            return super().finish(hidden, block, first, last, taps, rows, joints)
+        draws = {start: part.draw for part, start, _ in block.parts if part.draw is not None}
+        reading = self._head.reading(block.rows, rows, FINAL in taps, likeliest, draws)
+        hidden, found = self.run(hidden, block, first, last, taps, reading)
+        if reading.normed is not None:
+            found[FINAL] = reading.normed
+        drawn = () if reading.drawn is None else reading.drawn[:]
+        peaks = None if reading.stored is None else Peaks(reading.best[:], reading.stored, drawn)
+        return hidden, found, reading.logits, peaks
 
     def changed(self) -> str | None:
         return self._snapshot.changed()
