@@ -11,7 +11,6 @@ a change for the better is noticed without paying for it.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -109,7 +108,7 @@ class Bandit:
 
     def __init__(self, part: Drafter, memory: float) -> None:
         self._memory, self._fixed_rows = memory, part.fixed_cost_rows
-        self._hits, self._tries = array("d", bytes(8 * _KINDS)), array("d", bytes(8 * _KINDS))
+        self._hits, self._tries = [0.0] * _KINDS, [0.0] * _KINDS
         self._net: float | None = None  # until the prices of its first step are known
         # A part that has no model to run is simply tried, one that has waits until it may pay.
         self._computes = bool(part.taps)
@@ -486,7 +485,7 @@ class MergedSession(BatchedSession):
             if part.asked and accepted:
                 self._judge(part, seen, answers.get(part), accepted)
             elif part.taps:  # it sees the hidden states of all tokens
-                _show(part, seen, answers.get(part))
+                self._show(part, seen, answers.get(part))
 
     def _judge(self, part: Part, seen: Observation, answer: Sequence[int] | None, accepted: Sequence[int]) -> None:
         """Judge a part that was asked by what became of its rows, and let it learn; ``accepted``: rows of the tree."""
@@ -497,7 +496,7 @@ class MergedSession(BatchedSession):
             own = seen if seen.answer is None else replace(seen, answer=answer)
             part.session.observe(part_of(own, part.draft, [kept.get(row, -1) for row in part.rows], part.taps))
         elif part.told:
-            _show(part, seen, answer)
+            self._show(part, seen, answer)
         if prices is not None:
             net, size = 0.0, len(rows)
             if size > 1 and part.added:
@@ -507,13 +506,12 @@ class MergedSession(BatchedSession):
                 prices, self._length, net=net, seconds=part.seconds + perf_counter() - began, cost=part.draft.cost
             )
 
-
-def _show(part: Part, seen: Observation, answer: Sequence[int] | None) -> None:
-    """Have a part observe the step as it was."""
-    if seen.answer is not None or len(seen.taps) > len(part.taps):
-        taps = {layer: seen.taps[layer] for layer in part.taps}
-        seen = Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, answer)
-    part.session.observe(seen)
+    def _show(self, part: Part, seen: Observation, answer: Sequence[int] | None) -> None:
+        """Have a part observe the step as it was, but of the taps its own, and its own answer."""
+        if seen.answer is not None or part.taps != self._drafter.taps:
+            taps = {layer: seen.taps[layer] for layer in part.taps}
+            seen = Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, answer)
+        part.session.observe(seen)
 
 
 def _begins_with(draft: Draft, own: Draft) -> bool:

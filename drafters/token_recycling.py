@@ -108,12 +108,10 @@ class Successors:
 
     def learn(self, draft: Draft, path: Sequence[int], scores: Scores) -> None:
         """Take the top k of every scored row; where a token stands in several rows, an accepted one counts."""
-        best = scores.likeliest(self._size)
-        rows = scores.rows if scores.rows is not None else range(len(draft))
-        for row, tokens in zip(rows, best, strict=True):
-            self._of[draft.tokens[row]] = tokens
-        for row in path:
-            self._of[draft.tokens[row]] = best[scores.place(row)]
+        best, tokens = scores.likeliest(self._size), draft.tokens
+        scored = tokens if scores.rows is None else [tokens[row] for row in scores.rows]
+        self._of.update(zip(scored, best, strict=True))
+        self._of.update([(tokens[row], best[scores.place(row)]) for row in path])
 
 
 class TokenRecyclingSession:

@@ -855,6 +855,7 @@ typedef struct {
     const float *query;
     float *output, *scores; /* scores [units, room], which become shares */
     const char *keys, *values;
+    const char *soon[2];  /* what is read next, from such slots, while keys are read and while values are, or NULL */
     const int32_t *slots; /* [rows, room] */
     int64_t rows, heads, dim, room, query_stride, output_stride, count[2 * TOGETHER];
     int64_t chain; /* each row is below the one before it: they see the last one's slots, in this order */
@@ -1021,15 +1022,21 @@ static void mix_any(const Seen *a, const Keys *block, float *const own[UNITS], c
     switch (units) { EACH_KIND(1, mix) EACH_KIND(2, mix) EACH_KIND(3, mix) }
 }
 
-/* All blocks of the keys, or of the values, each for all units that see it while it is in the CPU's cache. */
+/* All blocks of the keys, or of the values, each for all units that see it while it is in the CPU's cache. Meanwhile as much
+ * of what is read next is asked for, which weights drove out of the caches. */
 static void each_block(const Seen *a, int64_t longest, int mixes) {
     const int64_t size = a->kind == PAIRS && !mixes ? a->dim / 2 : a->dim; /* floats of a unit */
+    const int64_t bytes = a->dim * (a->kind == FULL ? 4 : 2);              /* of a key or value */
     Keys block;
     for (int64_t s = 0; s < longest; s += LANES)
         for (int64_t r = 0; r < a->rows; r += block.rows) {
             block.rows = 1;
             if (s >= a->count[r]) continue;
             look_up(&block, a, mixes ? a->values : a->keys, r, s);
+            if (r == 0 && a->soon[mixes]) {
+                const char *soon = a->soon[mixes] + a->slots[s] * bytes;
+                for (const char *end = soon + LANES * bytes; soon < end; soon += 64) __builtin_prefetch(soon);
+            }
             int64_t row = r, head = 0;
             for (int64_t unit = r * a->heads, end = unit + block.rows * a->heads, count; unit < end; unit += count) {
                 const float *query[UNITS];
@@ -1323,17 +1330,23 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     float *scores = scratch + team->me * room_for_attention(m, all->keys);
     int32_t *slots = (int32_t *)(scores + room * most * group);
     int64_t from = 0, before = 0; /* rows and work of the blocks before */
+    const char *read = NULL;      /* the latest item's keys */
     for (const Block *b = all->blocks; b < all->blocks + all->count; from += b++->rows) {
         const Slots *s = b->slots + n;
-        const int64_t items = items_of(m, b, pieces);
+        const int64_t items = items_of(m, b, pieces), each = s->stride * dim * size; /* bytes of a key head */
         int64_t begun[2 * TOGETHER], item = share(work * team->me / team->count - before, keys_of(b), items);
         const int64_t end = share(work * (team->me + 1) / team->count - before, keys_of(b), items);
         for (int r = 0; r < most; r++) begun[r] = -1;
         for (int64_t count; item < end; item += count) {
-            const int64_t r = item % b->rows, head = item / b->rows * heads, at = head / group * s->stride * dim * size;
+            const int64_t r = item % b->rows, head = item / b->rows * heads, at = head / group * each;
             count = b->rows - r < end - item ? b->rows - r : end - item;
             if (count > most) count = most;
-            Seen seen = {.keys = (const char *)s->keys + at, .values = (const char *)s->values + at,
+            const int64_t after = item + count;
+            const char *keys = (const char *)s->keys + at, *values = (const char *)s->values + at;
+            const char *next = after < items ? (const char *)s->keys + after / b->rows * heads / group * each
+                               : b + 1 < all->blocks + all->count ? b[1].slots[n].keys : keys;
+            Seen seen = {.keys = keys, .values = values,
+                         .soon = {keys == read ? NULL : values, keys == next ? NULL : next},
                          .query = qkv + (from + r) * stride + head * dim / (kind == PAIRS ? 2 : 1),
                          .output = mixed + (from + r) * mixed_stride + head * dim,
                          .scores = scores, .slots = slots, .dim = dim, .heads = heads, .room = room,
@@ -1357,6 +1370,7 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
                 else seen.count[i] = path(b, s, row, slots + i * room, begun + i);
             }
             attend(&seen);
+            read = keys;
         }
         before += items * keys_of(b);
     }
