@@ -57,7 +57,7 @@ def compiled(source: str) -> Any:
 
 def main() -> None:
     from specdec import TransformersTarget
-    from specdec.block import Block
+    from specdec.block import Block, rows_of
     from specdec.native import library as native
     from specdec.runners import linear
     from specdec.runners import native as runner
@@ -68,12 +68,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", default="1,2,4,6,8,16,32,64")
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--sequences", type=int, default=1, help="that a forward has such rows of, each")
     parser.add_argument("--before", type=Path, help="a C file like specdec/native/layers.c")
     parser.add_argument("--change", choices=SIDES, default="codes", help="what is compared without --before")
     parser.add_argument("--seconds", type=float, default=30.0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = sorted(int(count) for count in options.rows.split(","))
+    if options.sequences < 1:
+        parser.error(f"--sequences is {options.sequences}; it must be at least 1")
     if (found := native.library()) is None or not (options.before or getattr(found, f"specdec_{options.change}")()):
         needed = {"codes": "AVX-512", "tiles": "AMX"}[options.change]
         sys.exit(f"error: nothing to compare here: that needs a C compiler, and without --before a CPU with {needed}")
@@ -100,21 +103,25 @@ def main() -> None:
             elif name == "vectors":
                 changes.enter_context(patch.object(found, "specdec_tiles", return_value=0))
             target = TransformersTarget.from_pretrained(options.model, dtype=options.dtype, execution="native")
+        caches = []
         with target.active():
-            cache = target.new_cache(capacity=options.context + rows[-1], rows=rows[-1])
-            cache.reserve(options.context + rows[-1])
-            for group in cache.groups:
-                group.keys.normal_()
-                group.values.normal_()
-        cache.length = options.context
-        targets[name] = target, cache
+            for _ in range(options.sequences):
+                cache = target.new_cache(capacity=options.context + rows[-1], rows=rows[-1])
+                cache.reserve(options.context + rows[-1])
+                for group in cache.groups:
+                    group.keys.normal_()
+                    group.values.normal_()
+                cache.length = options.context
+                caches.append(cache)
+        targets[name] = target, caches
     taken: dict[tuple[str, int], list[float]] = {}
     began = perf_counter()
     while not taken or perf_counter() - began < options.seconds:
         for count in rows:
-            for name, (target, cache) in targets.items():
+            for name, (target, caches) in targets.items():
                 with target.active():
-                    block = Block(cache, [7] * count, device=target.device, backend=target.backend)
+                    own = [Block(one, [7] * count, device=target.device, backend=target.backend) for one in caches]
+                    block = own[0] if len(own) == 1 else rows_of(own)
                     start = perf_counter()
                     target.forward(block)
                     taken.setdefault((name, count), []).append(perf_counter() - start)

@@ -168,12 +168,13 @@ def test_another_c_file_is_timed_beside_this_one(
     script = load("ablate_native")
     monkeypatch.setattr(TransformersTarget, "forward", noted)
     monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
-    options = ["--seconds", "0", "--rows", "2", "--context", "3", "--before", str(other)]
+    options = ["--seconds", "0", "--rows", "2", "--sequences", "3", "--context", "3", "--before", str(other)]
     monkeypatch.setattr(sys, "argv", ["ablate_native.py", *options])
     script.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(": 2: ")[0] for line in lines] == ["before", "after"]
     assert not torch.equal(answers[-1], answers[-2])
+    assert answers[-1].shape[0] == 6
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler")
