@@ -7,8 +7,8 @@
 
 Without ``--before`` the same layers run with weights in sixteen bits and in twelve, on a CPU that reads such codes, or,
 with ``--change tiles``, by vectors and by tiles, on a CPU that has those; with it, layers of another C file, an earlier
-one or one that was changed, and then those of this package. Prints median milliseconds of forwards by their rows, head
-and all, after so many tokens.
+one or one that was changed, and then those of this package. Prints median milliseconds of forwards by their rows, of
+each of ``--sequences``, head and all, after so many tokens.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def main() -> None:
             for name, (target, caches) in targets.items():
                 with target.active():
                     own = [Block(one, [7] * count, device=target.device, backend=target.backend) for one in caches]
-                    block = own[0] if len(own) == 1 else rows_of(own)
+                    block = rows_of(own)
                     start = perf_counter()
                     target.forward(block)
                     taken.setdefault((name, count), []).append(perf_counter() - start)
