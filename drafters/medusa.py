@@ -210,6 +210,21 @@ class Medusa(DrafterBase):
         return self.ranked(drawn).tolist()
 
 
+def _fitting(nodes: Sequence[Node], rates: Sequence[Sequence[float]], most: int) -> list[Grown]:
+    """The first ``most`` nodes that may be right: not deeper than the rates, nor forbidden by processors."""
+    rows, found = [0], list[Grown]()  # of each node its row; -1: left out
+    for node in nodes:
+        if len(found) == most:
+            break
+        parent = rows[node.parent]
+        if parent < 0 or node.depth > len(rates) or not rates[node.depth - 1][node.rank] > 0:
+            rows.append(-1)
+            continue
+        found.append(Grown(parent, node.rank, node.depth, rates[node.depth - 1][node.rank]))
+        rows.append(len(found))
+    return found
+
+
 class MedusaSession(BatchedSession):
     def __init__(self, drafter: Medusa, context: Context) -> None:
         self._drafter, self._context = drafter, context
@@ -228,39 +243,28 @@ class MedusaSession(BatchedSession):
 
     def passes(self, room: int) -> Passes[Draft]:
         """The tree, less what is deeper than the text may get, has no chance at all or does not fit."""
-        context = self._context
+        drafter, context = self._drafter, self._context
         deepest = context.remaining - 1
-        tokens, parents = [context.root], [-1]
         if self._seen is None or room < 2 or deepest < 1:
-            return Draft(tokens, parents)
-        vocabulary = self._drafter.vocabulary
+            return Draft.chain([context.root])
         if self._guesses is None:
-            self._guesses = yield Pass(self._drafter.lists, self._brought())
-        guesses = self._guesses
-        rows = [0]
-        for node in self._drafter.nodes or self._grown(guesses):
-            if len(tokens) == room:
-                break
-            parent, (numbers, chances) = rows[node.parent], guesses[node.depth - 1]
-            if parent < 0 or node.depth > deepest or not chances[node.rank] > 0:  # as of what processors forbid
-                rows.append(-1)
-                continue
-            rows.append(len(tokens))
-            tokens.append(vocabulary.token(int(numbers[node.rank])))
+            self._guesses = yield Pass(drafter.lists, self._brought())
+        guesses, sure = self._guesses, self._right / self._promised  # in this text
+        rates = [chances for _, chances in guesses[:deepest]]
+        tokens, parents, token_of = [context.root], [-1], drafter.vocabulary.token
+        for parent, rank, depth, _ in self._nodes(rates, room - 1, sure):
+            tokens.append(token_of(int(guesses[depth - 1][0][rank])))
             parents.append(parent)
-        wrong = max(1 - self._sure * guesses[0][1][0], 0.01)
+        wrong = max(1 - sure * rates[0][0], 0.01)
         # As many tokens as a match that is right so often goes on for.
         return Draft(tokens, parents, match_length=int(1 / wrong), cost=self._price)
 
-    def _grown(self, guesses: Guesses) -> Sequence[Grown]:
-        """The likeliest nodes, as many as pay."""
-        nodes = grow([chances for _, chances in guesses], _MOST, self._margin.least, self._sure)
-        return nodes[: self._margin.size([node.worth for node in nodes])]
-
-    @property
-    def _sure(self) -> float:
-        """Guesses that were right in this text, for one that the heads promised."""
-        return self._right / self._promised
+    def _nodes(self, rates: Sequence[Sequence[float]], most: int, sure: float) -> Sequence[Grown]:
+        """Those of the given tree, or else the likeliest ones, as many as pay."""
+        if self._drafter.nodes is not None:
+            return _fitting(self._drafter.nodes, rates, most)
+        nodes = grow(rates, min(most, _MOST), self._margin.least, sure)
+        return nodes[: self._margin.size([worth for _, _, _, worth in nodes])]
 
     def likeliest(self, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]] | None:
         """By the heads' logits [heads, d], the likeliest ones of the tokens that the target will draw; or None."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -29,12 +30,11 @@ from specdec.drafter import (
     DrafterBase,
     Observation,
     Question,
-    proposed,
     proposing,
     session_of,
 )
 from specdec.errors import ConfigError
-from specdec.passes import Passes, timed
+from specdec.passes import Passes
 from specdec.policy import Patience, Prices
 from specdec.registry import make_drafter
 from specdec.target import Target
@@ -256,8 +256,9 @@ class Tree:
     def best(self, most: int) -> list[int]:
         """The rows that need not be there, the likeliest ones first, so that parents come before their children."""
         rest = [*range(1, len(self.tokens))]
-        if not self.is_chain:
+        if self.probes or self.needed:
             rest = [row for row in rest if row not in self.probes and row not in self.needed]
+        if not self.is_chain:
             rest.sort(key=self.reach.__getitem__, reverse=True)
         return rest[:most]
 
@@ -269,7 +270,6 @@ class Part:
         "added",
         "asked",
         "bandit",
-        "batched",
         "draft",
         "kinds",
         "maps",
@@ -287,7 +287,6 @@ class Part:
         self.maps = drafter.needs_draft
         self.bandit = bandit
         self.session = session_of(drafter, context)
-        self.batched = isinstance(self.session, BatchedSession)
         self.asked = False
         self.draft = Draft.chain([context.root])
         self.rows = [0]  # own row -> row of the tree; -1: left out
@@ -322,53 +321,53 @@ class Part:
 
     def _merge(self, tree: Tree, least: float, match: int) -> None:
         draft, first, chance_of, told = self.draft, len(tree.tokens), self.bandit.chance, self.draft.chances
-        tokens, parents, depths, probes = draft.tokens, draft.parents, draft.depths, draft.probes
+        size, probes = len(draft), draft.probes
         self.rows, self.kinds = rows, kinds = [0], [0]
-        chances, ranks = [1.0], [0] * len(tokens)
+        chances, ranks = [1.0], [0] * size
         if draft.read:  # what a row of which is read has all its ancestors verified
             least = 0.0
         tree.find()
-        known, heirs = tree.rows, tree.heirs
-        for own in range(1, len(tokens)):
-            above = parents[own]
-            parent, token, rank = rows[above], tokens[own], ranks[above]
+        known, heirs, reaches = tree.rows, tree.heirs, tree.reach
+        every = zip(range(size), draft.tokens, draft.parents, draft.depths, strict=True)
+        for own, token, above, depth in islice(every, 1, None):
+            parent, rank = rows[above], ranks[above]
             if parent < 0:
                 rows.append(-1)
                 kinds.append(0)
                 chances.append(0.0)
                 continue
-            ranks[above] += 1
-            row, depth, rank = known.get((parent, token), -1), min(depths[own], _DEPTHS), min(rank, _RANKS - 1)
+            ranks[above] = rank + 1
+            row = known.get((parent, token), -1)
             # Parts before it say something else after ``parent``, and none of them says this.
-            dissents = heirs.get(parent, first) < first and not 0 <= row < first
-            kind = kind_of(match, depth, rank, dissents)
+            dissents = not 0 <= row < first and heirs.get(parent, first) < first
+            rank, deep = (rank if rank < _RANKS else _RANKS - 1), (depth if depth < _DEPTHS else _DEPTHS)
+            kind = kind_of(match, deep, rank, dissents)
             if told:
                 chance = told[own]
             else:
                 supposed = (max(chances[above], _ONWARD) if depth > 1 else _BY_MATCH[match]) * _BY_RANK[rank]
                 chance = chance_of(kind, supposed * _DISSENT if dissents else supposed)
-            reach = tree.reach[parent] * chance
+            reach = reaches[parent] * chance
             if reach >= least:
                 row = tree.put(row, parent, token, reach, own not in probes)
             rows.append(row)
             kinds.append(kind)
             chances.append(chance)
             if row < 0 and draft.is_chain:
-                rows += [-1] * (len(tokens) - own - 1)
+                rows += [-1] * (size - own - 1)
                 break
         for own in draft.read:
             tree.need(rows[own])
 
     def judge(self, text: Sequence[int]) -> None:
         """Note which of its rows were right, by the tokens that the step emitted."""
-        draft, note, rows, kinds = self.draft, self.bandit.note, self.rows, self.kinds
-        depths, size, right = draft.depths, len(text), [True]
-        for own in range(1, len(kinds)):
-            depth = depths[own]
-            if depth <= size and right[draft.parents[own]]:
-                hit = draft.tokens[own] == text[depth - 1]
-                note(kinds[own], hit)
-                right.append(hit and rows[own] >= 0)  # of what was left out, the children are of no kind
+        draft, note, size, right = self.draft, self.bandit.note, len(text), [True]
+        rows = zip(self.kinds, self.rows, draft.tokens, draft.parents, draft.depths, strict=False)  # as far as kinds go
+        for kind, row, token, parent, depth in islice(rows, 1, None):
+            if depth <= size and right[parent]:
+                hit = token == text[depth - 1]
+                note(kind, hit)
+                right.append(hit and row >= 0)  # of what was left out, the children are of no kind
             elif draft.is_chain:
                 break
             else:
@@ -397,7 +396,8 @@ class MergedSession(BatchedSession):
         self._promised = 0.0  # rows that were to be right of those that were taken for what they promised
 
     def passes(self, room: int) -> Passes[Draft]:
-        context, prices, length = self._context, self._prices, self._context.cache.length
+        context, prices, waited = self._context, self._prices, self._context.waited
+        length = context.cache.length
         self._length, self._promised = length, 0.0
         room = min(room, self._most + 1)
         tree, cost = Tree(context.root), 0.0
@@ -405,15 +405,10 @@ class MergedSession(BatchedSession):
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if not part.asked:
                 continue
-            left, part.seconds, began = room - len(tree.needed), 0.0, perf_counter()
-            if part.batched:
-                passes = proposing(part.session, left, part.name, context.target)
-                part.draft, part.seconds, _ = yield from timed(passes)
-                began = perf_counter()
-            else:
-                part.draft = proposed(part.session, left, part.name, context.target)
+            left, began = room - len(tree.needed), perf_counter() - waited.others
+            part.draft = yield from proposing(part.session, left, part.name, context.target)
             self._place(part, tree, room)
-            part.seconds += perf_counter() - began
+            part.seconds = perf_counter() - waited.others - began
             cost += part.draft.cost
         self._needed = needed = tree.needed
         best = tree.best(room - 1 - len(needed))

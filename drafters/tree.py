@@ -71,19 +71,19 @@ def grow(
     it, the second best.
     """
     nodes: list[Grown] = []
-    deepest, node, take, keep = len(rates), Grown._make, heapq.heappop, heapq.heappush
+    deepest, count, take, keep = len(rates), 0, heapq.heappop, heapq.heappush
     # A guess is looked at when the one of the rank before is a node: (-worth, parent, rank, depth, the parent's worth).
     ahead = [(-min(share * rates[0][0], 1.0), 0, 0, 1, 1.0)]
-    while ahead and len(nodes) < most:
+    while ahead and count < most:
         worth, parent, rank, depth, above = take(ahead)
-        if least is not None and -worth < least[len(nodes)]:
+        if least is not None and not -worth >= least[count]:  # NaN is worth nothing
             break
-        nodes.append(node((parent, rank, depth, -worth)))
-        own = rates[depth - 1]
-        if rank + 1 < len(own):
-            keep(ahead, (-above * min(share * own[rank + 1], 1.0), parent, rank + 1, depth, above))
+        nodes.append(Grown(parent, rank, depth, -worth))
+        own, rank, count = rates[depth - 1], rank + 1, count + 1
+        if rank < len(own):
+            keep(ahead, (-above * min(share * own[rank], 1.0), parent, rank, depth, above))
         if depth < deepest:
-            keep(ahead, (worth * min(share * rates[depth][0], 1.0), len(nodes), 0, depth + 1, -worth))
+            keep(ahead, (worth * min(share * rates[depth][0], 1.0), count, 0, depth + 1, -worth))
     return nodes
 
 

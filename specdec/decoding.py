@@ -24,13 +24,12 @@ from specdec.cost import CostCurve
 from specdec.draft import Draft
 from specdec.drafter import (
     AskingSession,
-    BatchedSession,
     Context,
     Drafter,
     Observation,
     Question,
-    check_draft,
     likeliest_of,
+    proposing,
     session_of,
 )
 from specdec.errors import DraftError
@@ -237,18 +236,15 @@ class Decoding:
         ``crowd``: those who share the next forward. ``rests``: it is to be a plain step, and the session is not asked.
         """
         self._crowd = ALONE if self._by_rows else crowd
-        began, session, room, asked = perf_counter(), self._session, self._room(rests), True
-        try:
-            if rests or self._context.remaining == 1:
-                draft, asked = Draft.chain(self.tokens[-1:]), False
-            elif isinstance(session, BatchedSession):
-                draft, seconds, passes = yield from timed(session.passes(room), together=not self._by_rows)
-                self.stats.seconds.passes += passes
-                began = perf_counter() - seconds  # what others took meanwhile is left out
-            else:
-                draft = session.propose(room)
-        except DraftError as error:
-            raise DraftError(f"drafter {self._drafter.name!r}: {error}") from error
+        waited, room = self._context.waited, self._room(rests)
+        began = perf_counter() - waited.others  # what others take meanwhile is left out
+        asked = not rests and self._context.remaining > 1
+        if asked:
+            passes = proposing(self._session, room, self._drafter.name, self._target)
+            draft = yield from timed(passes, waited, together=not self._by_rows)
+            self.stats.seconds.passes = waited.passes
+        else:
+            draft = Draft.chain(self.tokens[-1:])
         self._check(draft, room)
         if type(draft.tokens) is copies.Later and (self.sampler.reads_drafts or not self._apart):
             draft = replace(draft, tokens=list(draft.tokens))  # now, before the device has the target's rows to run
@@ -257,7 +253,7 @@ class Decoding:
         block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
         if self.sampler.sample and verifier_for(self.sampler.params, draft, sampling=True) is match:
             block.draw = self.sampler.next_draw
-        return Turn(block, rows, draft.entry, draft, asked, made - began, made)
+        return Turn(block, rows, draft.entry, draft, asked, made - waited.others - began, made)
 
     def _room(self, rests: bool) -> int:
         """Rows that the next draft may have."""
@@ -420,7 +416,6 @@ class Decoding:
 
     def _check(self, draft: Draft, room: int) -> None:
         """Raises DraftError where a session broke the rules that exactness stands on."""
-        check_draft(draft, self._drafter.name, self._target)
         tokens, last, size = draft.tokens, self.tokens[-1], self._target.vocab_size
         if len(tokens) > room:
             raise DraftError(

@@ -20,7 +20,7 @@ from specdec.copies import Later
 from specdec.cost import CostCurve, roofline
 from specdec.draft import Draft, Entry
 from specdec.errors import DraftError, shown
-from specdec.passes import Passes, alone
+from specdec.passes import Passes, Waited, alone
 from specdec.policy import RowPolicy
 from specdec.sampling import Noise, SamplingParams, Scores
 from specdec.target import Target
@@ -35,9 +35,7 @@ __all__ = [
     "DrafterWrapper",
     "Observation",
     "Question",
-    "check_draft",
     "likeliest_of",
-    "proposed",
     "proposing",
     "session_of",
 ]
@@ -62,6 +60,7 @@ class Context:
         costs: what a forward costs by its rows; where nothing was measured, what a roofline supposes. For sizes that
             are chosen once.
         policy: what decides on rows, if anything does; a drafter that ``plans_rows`` always has one.
+        waited: seconds that drafting waited so far, for who measures what it takes.
     """
 
     target: Target
@@ -75,6 +74,7 @@ class Context:
     rng: random.Random
     costs: CostCurve = field(default_factory=lambda: roofline("cpu"))
     policy: RowPolicy | None = None
+    waited: Waited = field(default_factory=Waited)
 
     @property
     def root(self) -> int:
@@ -275,31 +275,16 @@ def proposing(session: DraftSession, room: int, name: str, target: Target) -> Pa
     Raises:
         DraftError: it is none, or holds what no draft holds; the message names the drafter.
     """
-    if not isinstance(session, BatchedSession):
-        return proposed(session, room, name, target)
     try:
-        draft = yield from session.passes(room)
+        if isinstance(session, BatchedSession):
+            draft = yield from session.passes(room)
+        else:
+            draft = session.propose(room)
     except DraftError as error:
         raise DraftError(f"drafter {name!r}: {error}") from error
-    check_draft(draft, name, target)
-    return draft
-
-
-def proposed(session: DraftSession, room: int, name: str, target: Target) -> Draft:
-    """As :func:`proposing`, with each pass run by itself."""
-    try:
-        draft = session.propose(room)
-    except DraftError as error:
-        raise DraftError(f"drafter {name!r}: {error}") from error
-    check_draft(draft, name, target)
-    return draft
-
-
-def check_draft(draft: Draft, name: str, target: Target) -> None:
-    """Raises DraftError where what a drafter of that name proposed is no draft, or holds what no draft holds."""
-    wrong = _misfit(draft, target)
-    if wrong is not None:
+    if (wrong := _misfit(draft, target)) is not None:
         raise DraftError(f"drafter {name!r} proposed {wrong}")
+    return draft
 
 
 def _misfit(draft: Draft, target: Target) -> str | None:

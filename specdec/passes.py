@@ -19,7 +19,18 @@ from specdec.errors import DraftError, shown
 from specdec.sampling import Peaks
 from specdec.target import Target, TargetOutput
 
-__all__ = ["Forward", "Part", "Pass", "Passes", "alone", "forward_together", "resume", "run_together", "timed"]
+__all__ = [
+    "Forward",
+    "Part",
+    "Pass",
+    "Passes",
+    "Waited",
+    "alone",
+    "forward_together",
+    "resume",
+    "run_together",
+    "timed",
+]
 
 T = TypeVar("T")
 
@@ -88,30 +99,44 @@ def alone(passes: Passes[T]) -> T:
         (answer,) = run_together([asked])
 
 
-def timed(passes: Passes[T], *, together: bool = True) -> Passes[tuple[T, float, float]]:
-    """The same passes, and beside the result the seconds that it took, others' time not counted, and those of passes.
+@dataclass(slots=True)
+class Waited:
+    """Seconds that a session waited so far.
+
+    Attributes:
+        passes: for its passes.
+        others: for others who drafted meanwhile.
+    """
+
+    passes: float = 0.0
+    others: float = 0.0
+
+
+def timed(passes: Passes[T], waited: Waited, *, together: bool = True) -> Passes[T]:
+    """The same passes, whose time is added to what was ``waited``.
 
     ``together`` False: passes that are not ``alike`` are run by themselves, here and now.
     """
-    own, run, answer = 0.0, 0.0, None
+    answer = None
     while True:
-        began = perf_counter()
         try:
             asked = resume(passes, answer)
         except StopIteration as done:
-            return done.value, own + run + perf_counter() - began, run
-        own += perf_counter() - began
+            result: T = done.value
+            return result
         if not isinstance(asked, Pass):
             answer = DraftError(f"a session waits for {shown(asked)}, of type {type(asked).__name__}; yield a Pass")
             continue
         if together or asked.alike:
+            began = perf_counter()
             try:
                 answer = yield asked
             except Exception as error:
                 answer = error
+            waited.others += perf_counter() - began - asked.seconds
         else:
             (answer,) = run_together([asked])
-        run += asked.seconds
+        waited.passes += asked.seconds
 
 
 @dataclass(slots=True, eq=False)

@@ -82,16 +82,14 @@ def verify(scores: Scores, draft: Draft, sampler: Sampler) -> tuple[Verdict, Sco
 
 def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     """Follow the target's own tokens through the draft."""
-    row, path = 0, [0]
-    tokens: list[int] = []
-    while True:
-        token = sampler.token(scores, row, tokens)
-        tokens.append(token)
-        child = draft.child(row, token)
-        if child is None:
-            return Verdict(path, tokens)
-        path.append(child)
-        row = child
+    end, path, tokens = 0, [0], [sampler.token(scores, 0, [])]
+    proposed, parents, probes = draft.tokens, draft.parents, draft.probes
+    for row in range(1, len(proposed)):  # children come after their parents
+        if parents[row] == end and proposed[row] == tokens[-1] and row not in probes:
+            path.append(row)
+            tokens.append(sampler.token(scores, row, tokens))
+            end = row
+    return Verdict(path, tokens)
 
 
 def walk_arrays(draft: Draft, place: Callable[[int], int]) -> dict[str, npt.NDArray[Any]]:

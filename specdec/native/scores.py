@@ -57,12 +57,14 @@ class Stored(NamedTuple):
         address = self.address + first * self.size * (2 if self.half else 4)
         return Stored(address, rows, self.size, self.half, self.found, self.first + first)
 
-    def known(self, rows: Sequence[int] | None, count: int) -> tuple[Found, list[slice]] | None:
-        """Where the ``count`` largest of its rows stand in what was found; None where not so many were."""
+    def known(self, rows: Sequence[int] | None, count: int) -> tuple[Found, Sequence[int]] | None:
+        """Where those of its rows begin in what was found; None where fewer than ``count`` of each were."""
         if (found := self.found) is None or found.each < count:
             return None
-        starts = [(self.first + row) * found.each for row in (range(self.rows) if rows is None else rows)]
-        return found, [slice(start, start + count) for start in starts]
+        first, each = self.first, found.each
+        if rows is None:
+            return found, range(first * each, (first + self.rows) * each, each)
+        return found, [(first + row) * each for row in rows]
 
 
 def _stored(scores: torch.Tensor | Stored) -> Stored | None:
@@ -83,7 +85,8 @@ def largest(scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: in
         return None
     number, count = stored.rows if rows is None else len(rows), min(count, stored.size)
     if (known := stored.known(rows, count)) is not None:
-        return [known[0].places[own].tolist() for own in known[1]]
+        places, firsts = known[0].places, known[1]
+        return [places[first : first + count].tolist() for first in firsts]
     best = (c_int64 * (number * count))()
     _find(stored, rows, number, count, best, None)
     return [best[first : first + count] for first in range(0, number * count, count)]
@@ -97,12 +100,13 @@ def weighed(
         return None
     number, count = stored.rows if rows is None else len(rows), min(count, stored.size)
     if (known := stored.known(rows, count)) is not None:
-        return [known[0].places[own] for own in known[1]], [known[0].values[own] for own in known[1]]
-    places, values = array("q", bytes(8 * number * count)), array("f", bytes(4 * number * count))
-    _find(stored, rows, number, count, places.buffer_info()[0], values.buffer_info()[0])
-    if number == 1:
-        return [places], [values]
-    firsts = range(0, number * count, count)
+        (_, places, values), firsts = known
+    else:
+        places, values = array("q", bytes(8 * number * count)), array("f", bytes(4 * number * count))
+        _find(stored, rows, number, count, places.buffer_info()[0], values.buffer_info()[0])
+        if number == 1:
+            return [places], [values]
+        firsts = range(0, number * count, count)
     return [places[first : first + count] for first in firsts], [values[first : first + count] for first in firsts]
 
 

@@ -31,7 +31,7 @@ from specdec import engine as engines
 from specdec.drafter import BatchedSession, Context, Drafter, DrafterBase
 from specdec.errors import DraftError
 from specdec.native import library as native
-from specdec.passes import Pass, Passes, run_together, timed
+from specdec.passes import Pass, Passes, Waited, run_together, timed
 from tests.fakes import Reciter
 from tests.models import new_model, prompt_of, random_adapter, random_heads, target_of
 from tests.tiers import each_once
@@ -295,18 +295,22 @@ def test_time_is_shared_and_others_time_not_counted(monkeypatch: pytest.MonkeyPa
         takes(2)
         return f"got {answer}"
 
-    made = timed(drafting(False))
+    waited = Waited()
+    made = timed(drafting(False), waited)
     asked = next(made)
     takes(100)  # somebody else drafts
     answers = run_together([asked, Pass(slow, 0), Pass(slow, 1), Pass(slow, 2)])
     takes(100)
     with pytest.raises(StopIteration) as done:
         made.send(answers[0])
-    assert done.value.value == ("got 5", 1 + 8 / 4 + 2, 8 / 4)
+    assert done.value.value == "got 5"
+    assert waited == Waited(passes=8 / 4, others=100 + 8 * 3 / 4 + 100)
+    waited = Waited()
     with pytest.raises(StopIteration) as done:
-        next(timed(drafting(False), together=False))  # runs it here and now
-    assert done.value.value == ("got 5", 1 + 8 + 2, 8)
-    assert next(timed(drafting(True), together=False)).brought == 5
+        next(timed(drafting(False), waited, together=False))  # runs it here and now
+    assert done.value.value == "got 5"
+    assert waited == Waited(passes=8)
+    assert next(timed(drafting(True), waited, together=False)).brought == 5
 
 
 def test_a_step_s_drafting_is_its_own_and_its_share_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
