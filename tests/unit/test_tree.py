@@ -27,6 +27,10 @@ def test_trees_grow_by_worth() -> None:
     assert grow(rates, 99, [nodes[4].worth] * 99) == [node for node in nodes if node.worth >= nodes[4].worth]
 
 
+def test_no_tree_grows_of_what_is_no_number() -> None:
+    assert grow([[math.nan, math.nan]], 9, [0.01] * 9) == []
+
+
 @pytest.mark.parametrize("share", [0.5, 1.3])
 def test_a_share_of_the_chances_is_believed_and_no_more_than_one(share: float) -> None:
     rates = [[0.9, 0.2, 0.1], [0.8, 0.3]]
