@@ -400,14 +400,22 @@ class MergedSession(BatchedSession):
         length = context.cache.length
         self._length, self._promised = length, 0.0
         room = min(room, self._most + 1)
-        tree, cost = Tree(context.root), 0.0
+        tree, cost, least = Tree(context.root), 0.0, 0.0
+        if self._plans and room > 1:  # no row is taken that is not worth what the cheapest one costs
+            assert prices is not None
+            least = max(_FAINT, prices.least(length, room) / self._drafter.sure)
         for part in self._parts:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if not part.asked:
                 continue
             left, began = room - len(tree.needed), perf_counter() - waited.others
             part.draft = yield from proposing(part.session, left, part.name, context.target)
-            self._place(part, tree, room)
+            if part.draft.entry is not None:
+                raise ConfigError(
+                    f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
+                    f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of {self._name}.parts"
+                )
+            part.place(tree, least)
             part.seconds = perf_counter() - waited.others - began
             cost += part.draft.cost
         self._needed = needed = tree.needed
@@ -426,30 +434,15 @@ class MergedSession(BatchedSession):
             self._draft = self._taken(tree, cost)
         return self._draft
 
-    def _place(self, part: Part, tree: Tree, room: int) -> None:
-        """Have a part put its rows into the tree, those that may be worth what the cheapest one costs."""
-        if part.draft.entry is not None:
-            raise ConfigError(
-                f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
-                f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of {self._name}.parts"
-            )
-        least, prices = 0.0, self._prices
-        if self._plans and len(part.draft) > 1:
-            assert prices is not None
-            least = max(_FAINT, prices.least(self._length, room) / self._drafter.sure)
-        part.place(tree, least)
-
     def _taken(self, tree: Tree, cost: float) -> Draft:
         """The rows that were taken."""
         rows, kept = self._rows, {row: number for number, row in enumerate(self._rows)}
-        read = {kept[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
-        return Draft(
-            [tree.tokens[row] for row in rows],
-            [-1, *(kept[tree.parents[row]] for row in rows[1:])],
-            probes=frozenset(kept[row] for row in tree.needed & tree.probes),
-            read=sorted(read),
-            cost=cost,
-        )
+        probes, read = _NO_ROWS, set[int]()
+        if tree.needed:
+            probes = frozenset(kept[row] for row in tree.needed & tree.probes)
+            read = {kept[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
+        tokens, parents = [tree.tokens[row] for row in rows], [kept[tree.parents[row]] for row in rows[1:]]
+        return Draft(tokens, [-1, *parents], probes=probes, read=sorted(read), cost=cost)
 
     def ask(self, question: Question) -> torch.Tensor | None:
         """What the parts ask of the whole step, one answer after the other."""
