@@ -75,7 +75,7 @@ class SuffixAutomaton:
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
         text, after, link, length, end = self.tokens, self.next, self.link, self.length, self.end
-        state = self.last
+        state, match = self.last, self.match
         for token in tokens:
             new = len(link)
             text.append(token)
@@ -87,21 +87,24 @@ class SuffixAutomaton:
             while state >= 0 and token not in (following := after[state]):
                 following[token] = new
                 state = link[state]
-            found = link[new] = 0 if state < 0 else self._whole(state, token)
-            self.match = (end[found], length[found])
+            found = 0
+            if state >= 0:
+                found = following[token]
+                if length[found] != length[state] + 1:
+                    found = self._split(found, state, token)
+            link[new] = found
+            match = end[found], length[found]
             for _ in range(_FRESHENED):  # all suffixes end here, from now on
                 if found <= 0:
                     break
                 end[found] = count
                 found = link[found]
-            self.last = state = new
+            state = new
+        self.last, self.match = state, match
 
-    def _whole(self, state: int, token: int) -> int:
-        """The state of ``state``'s longest string and ``token``, split off from longer strings where it must be."""
+    def _split(self, old: int, state: int, token: int) -> int:
+        """A state for ``state``'s longest string and ``token``, which so far was in ``old``, beside longer ones."""
         after, link = self.next, self.link
-        old = after[state][token]
-        if self.length[old] == self.length[state] + 1:
-            return old
         clone = len(link)
         after.append(dict(after[old]))
         link.append(link[old])
