@@ -249,7 +249,8 @@ class MedusaSession(BatchedSession):
             return Draft.chain([context.root])
         if self._guesses is None:
             self._guesses = yield Pass(drafter.lists, self._brought())
-        guesses, sure = self._guesses, self._right / self._promised  # in this text
+        guesses = self._guesses
+        sure = self._right / self._promised  # guesses that were right in this text, for one that the heads promised
         rates = [chances for _, chances in guesses[:deepest]]
         tokens, parents, token_of = [context.root], [-1], drafter.vocabulary.token
         for parent, rank, depth, _ in self._nodes(rates, room - 1, sure):

@@ -7,7 +7,7 @@ somebody could make, or that published code has made: a cache that is cropped wh
 row instead of depth, a rejection without its residual. It is made in a copy of the repository, the tests that it names
 run there, the ``slow`` ones left out, and a mutant that passes them has *survived*, which fails the check. So does one
 whose place is no longer in the source: it would never be made again. It takes half an hour, so neither pytest nor CI
-runs it.
+runs it; that all mutants have their place a quick test sees.
 """
 
 from __future__ import annotations
