@@ -54,10 +54,14 @@ class Slots:
 
     ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor, so that a commit moves those of all layers at
     once. They grow up to ``limit`` slots; a ring turns once it has them all.
+
+    Attributes:
+        first: the first position that is held. Earlier ones were written over, or were never there, as in a ring that
+            was filled from another one.
     """
 
     def __init__(self, spec: LayerSpec, layers: int, limit: int) -> None:
-        self.window, self.limit = spec.window, limit
+        self.window, self.limit, self.first = spec.window, limit, 0
         self.size = min(limit, _START)
         shape = (layers, 1, spec.heads, self.size)
         self.keys = torch.empty(*shape, spec.key_dim, dtype=spec.dtype, device=spec.device)
@@ -65,12 +69,11 @@ class Slots:
 
     def grow(self, size: int) -> None:
         """Have ``size`` slots; what the former ones hold stays."""
-        for name in ("keys", "values"):
-            former: torch.Tensor = getattr(self, name)
-            grown = former.new_empty(*former.shape[:3], size, former.shape[4])
-            grown.narrow(3, 0, self.size).copy_(former)
-            setattr(self, name, grown)
-        self.size = size
+        grown = []
+        for former in (self.keys, self.values):
+            grown.append(former.new_empty(*former.shape[:3], size, former.shape[4]))
+            grown[-1].narrow(3, 0, self.size).copy_(former)
+        self.keys, self.values, self.size = *grown, size
 
     def slices(self, first: int, count: int) -> tuple[Slices, Slices]:
         """Per layer, views [1, heads, count, dim] of keys and values from slot ``first`` on, cut in one go."""
@@ -108,7 +111,8 @@ class KVCache:
 
     Attributes:
         grown: how often slots have moved; what was read of their addresses before holds no more.
-        written: positions below it may have been written, rows that were rejected among them.
+        written: positions below it may have been written, rows that were rejected among them. Which of the committed
+            ones each group of layers holds, its ``first`` says.
         described: where the slots are, as a runner has it for its own code; None once they have moved.
     """
 
@@ -122,6 +126,7 @@ class KVCache:
         for layer, spec in enumerate(specs):
             members.setdefault(spec, []).append(layer)
         self.groups = [Slots(spec, len(layers), spec.slots(capacity, rows)) for spec, layers in members.items()]
+        self._rings = [group for group in self.groups if group.window is not None]
         of_spec = dict(zip(members, self.groups, strict=True))
         self.group_of = [of_spec[spec] for spec in specs]
         self.index_in_group = [members[spec].index(layer) for layer, spec in enumerate(specs)]
@@ -156,16 +161,23 @@ class KVCache:
         return self._table
 
     def reserve(self, end: int) -> None:
-        """Have room for positions up to ``end``; every block calls it for its rows, and every write."""
-        self.written = max(self.written, end)
+        """Rows up to position ``end`` are about to be written; every block calls it for its rows, and every write."""
+        if end <= self.written:
+            return
+        for ring in self._rings:
+            ring.first = max(ring.first, end - ring.limit)
+        self.grow(end)
+        self.written = end  # last, as an interrupt may come anywhere
+
+    def grow(self, end: int) -> None:
+        """Have room for positions up to ``end``, which are not written yet."""
         if end <= self._room:
             return
-        small = [group for group in self.groups if group.size < min(end, group.limit)]
-        for group in small:
-            group.grow(min(group.limit, max(end, 2 * group.size)))
-        if small:
-            self.grown += 1
-            self._view()
+        for group in self.groups:
+            if group.size < min(end, group.limit):
+                group.grow(min(group.limit, max(end, 2 * group.size)))
+        self.grown += 1
+        self._view()
 
     @property
     def nbytes(self) -> int:
@@ -209,23 +221,31 @@ class KVCache:
         self.length += len(path)
 
     def take(self, former: KVCache, count: int) -> bool:
-        """Have the first ``count`` tokens of another cache of the same specs, if it still holds what is seen of them.
+        """Have the first ``count`` tokens of another cache of the same specs, if it holds what is seen of them.
 
-        Where a ring was overwritten it does not, and nothing is taken.
+        Nothing is taken where a ring does not hold all that the next token sees. Where it holds more, more is taken, as
+        far as there is room: a text that branches off a little earlier may go on from that. This cache must be empty.
         """
-        # The next token, at position `count`, sees the window - 1 before it.
-        firsts = [0 if group.window is None else max(0, count - group.window + 1) for group in former.groups]
-        if any(first + group.limit < former.written for first, group in zip(firsts, former.groups, strict=True)):
-            return False
-        self.reserve(count)
-        for mine, theirs, first in zip(self.groups, former.groups, firsts, strict=True):
+        starts = []
+        for mine, theirs in zip(self.groups, former.groups, strict=True):
+            # The next token, at position `count`, sees the window - 1 before it.
+            seen = 0 if mine.window is None else max(0, count - mine.window + 1)
+            if theirs.first > seen:
+                return False
+            starts.append(max(theirs.first, count - mine.limit))
+        self.grow(count)
+        for mine, theirs, first in zip(self.groups, former.groups, starts, strict=True):
             both = ((mine.keys, theirs.keys), (mine.values, theirs.values))
-            if mine.window is None:
+            if not first:  # neither has turned
                 for own, other in both:
                     own.narrow(3, 0, count).copy_(other.narrow(3, 0, count))
                 continue
             here, there = (slots.index((first, count)) for slots in (mine, theirs))
             for own, other in both:  # masked slots are read too, and what is in them must be numbers
                 own.zero_().index_copy_(3, here, other.index_select(3, there))
-        self.length = count
+        for mine, theirs, first in zip(self.groups, former.groups, starts, strict=True):
+            if theirs.first > first:  # another thread goes on with that text, and wrote there meanwhile
+                return False
+            mine.first = first
+        self.length = self.written = count
         return True

@@ -137,7 +137,7 @@ class Decoding:
         self._end_reason = "length" if self._end == len(prompt) + max_new_tokens else "context"
         self._chunk = engine.chunk_rows
         self._cache = target.new_cache(capacity=self._end, rows=rows)
-        self._cache.reserve(len(prompt))
+        self._cache.grow(len(prompt))
         self._context = Context(
             target=target,
             cache=self._cache,

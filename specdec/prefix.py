@@ -3,15 +3,15 @@
 Texts are compared by token ids, and what both begin with is copied, slot by slot, into the new text's own cache. So
 nothing is computed twice and nothing is undone: a text's cache is never cut, and several texts may go on from one.
 
-A sliding window's ring has no more than the last keys. Where those that the new text's next token sees were written
-over, all of the new text is run. So it is where the model was changed since, is another one, or where a drafter needs
-hidden states that were not kept.
+A sliding window's ring has no more than the last keys, and knows which. Where it lacks one that the new text's next
+token sees, all of the new text is run. So it is where the model was changed since, is another one, or where a drafter
+needs hidden states that were not kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import torch
@@ -31,6 +31,7 @@ class KeptText:
         cache: its keys and values.
         tokens: prompt and emitted tokens, live; the last ones may not be cached.
         taps: layer -> pieces [n, D] of the hidden states of its cached tokens, for drafters that want them.
+        known: layer -> how many of these tokens, from the first one on.
     """
 
     target: Target
@@ -38,23 +39,31 @@ class KeptText:
     cache: KVCache
     tokens: Sequence[int]
     taps: dict[int, list[torch.Tensor]]
+    known: dict[int, int] = field(default_factory=dict)
 
     def keep(self, taps: Mapping[int, torch.Tensor], path: Sequence[int]) -> None:
-        """Add the hidden states of rows that were committed; a layer that did not run for them is kept no more."""
+        """Add the hidden states of the rows that were just committed.
+
+        A layer that did not run for them is kept no more, nor is one that lacks tokens before them, as after an
+        interrupt.
+        """
+        end = self.cache.length
         for layer in tuple(self.taps):
-            if layer in taps:
+            if layer in taps and self.known.get(layer, 0) == end - len(path):
                 self.taps[layer].append(taps[layer][list(path)])
+                self.known[layer] = end
             else:
                 del self.taps[layer]
+                self.known.pop(layer, None)
 
     def shared(self, other: KeptText) -> int:
         """How many tokens a text that begins now has in common with this one, and may copy; its last is the root."""
-        if self.target is not other.target or self.version != other.version or other.taps.keys() - self.taps.keys():
+        if self.target is not other.target or self.version != other.version:
             return 0
         pairs = zip(self.tokens, other.tokens, strict=False)
         alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         # A text that was interrupted in the middle of a step may have committed more than it noted, or less.
-        known = [self.cache.length, *(sum(map(len, self.taps[layer])) for layer in other.taps)]
+        known = [self.cache.length, *(self.known.get(layer, 0) for layer in other.taps)]
         return min(alike, len(other.tokens) - 1, *known)
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from specdec import Engine, Generation, PrefixCache, SamplingParams
+from specdec.cache import Slots
 from specdec.model import TransformersTarget
 from specdec.native.library import library
+from specdec.prefix import KeptText
 from specdec.registry import drafter_names
 from tests.fakes import Oracle, Reciter, Spy
 from tests.models import FAMILIES, VOCAB, greedy, new_model, prompt_of, settings_of, target_of
@@ -91,10 +93,44 @@ def test_a_ring_knows_of_the_rows_that_were_rejected() -> None:
     cache.reserve(54)
     cache.commit([0])
     assert cache.length == 31
-    taken = {
-        count: target_of("mistral").new_cache(capacity=100, rows=24).take(cache, count) for count in (20, 29, 30, 31)
-    }
-    assert taken == {20: False, 29: False, 30: True, 31: True}  # token 30 sees positions from 23 on
+    for _ in range(3):
+        taken = {}
+        for count in (20, 29, 30, 31):
+            another = target_of("mistral").new_cache(capacity=100, rows=24)
+            taken[count] = another.take(cache, count)
+        assert taken == {20: False, 29: False, 30: True, 31: True}  # token 30 sees positions from 23 on
+        cache = another  # a ring that was filled from one has no more than that had
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_edit_further_up_after_a_reuse(family: str) -> None:
+    """A cache that was filled from another one holds what was copied, and no more; of a ring that is all there was."""
+    prompt, kept = prompt_of(30), PrefixCache()
+    engine = Engine(target_of(family), None, max_rows=1, prefill_chunk=40)
+    reused = []
+    for text in (prompt, (*prompt, 5, 6), (*prompt[:27], 7), (*prompt[:27], 7, 8), (*prompt[:6], 7)):
+        out = engine.generate(text, 9, prefix_cache=kept)
+        assert out.token_ids == greedy(family, text, 9)
+        reused.append(out.stats.reused_tokens)
+    # A window of 8 and a chunk of 30 make 37 slots, and the first text wrote one token more.
+    windows = any(spec.window is not None for spec in engine.target.specs)
+    assert reused == [0, 30, 27, 28, 0 if windows else 6]
+
+
+def test_a_cache_of_another_thread_is_not_taken_while_it_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    former, cache = (target_of("mistral").new_cache(capacity=100, rows=24) for _ in range(2))
+    former.reserve(30)
+    former.length = 30
+    index = Slots.index
+
+    def meanwhile(slots: Slots, *ranges: tuple[int, int]) -> torch.Tensor:
+        former.reserve(31 + 24)
+        return index(slots, *ranges)
+
+    assert cache.take(former, 30)
+    former.reserve(50)
+    monkeypatch.setattr(Slots, "index", meanwhile)
+    assert not target_of("mistral").new_cache(capacity=100, rows=24).take(former, 30)
 
 
 def test_a_ring_s_other_slots_hold_numbers() -> None:
@@ -137,6 +173,24 @@ def test_hidden_states_that_were_not_kept(tmp_path: Path) -> None:
         assert out.token_ids == greedy("llama", prompt, 8)
         reused.append(out.stats.reused_tokens)
     assert reused == [0, 0, 39, 39, 0]
+
+
+def test_hidden_states_of_a_step_that_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt between a commit and their keeping; the text goes on, and theirs would be one behind."""
+    target, prompt, kept = target_of("llama"), prompt_of(20), PrefixCache()
+    spy = Spy(Oracle([*prompt, *greedy("llama", prompt, 20)], VOCAB))
+    spy.taps = frozenset({1})
+    engine = Engine(target, None, spy, **SIZES)
+    decoding = engine.start(prompt, 20, prefix_cache=kept)
+    with target.active():
+        decoding.prefill()
+        with monkeypatch.context() as patch:
+            patch.setattr(KeptText, "keep", lambda *given: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                decoding.step()
+        while decoding.finish_reason is None:
+            decoding.step()
+    assert engine.generate(decoding.tokens, 1, prefix_cache=kept).stats.reused_tokens == 0
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
