@@ -11,8 +11,11 @@ of prompts. Drafting is each session's own; what it has a model compute is compu
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -25,8 +28,9 @@ from specdec.passes import Pass, Passes, forward_together, resume, run_together
 from specdec.policy import Crowd
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.sampling import SamplingParams
+from specdec.target import TargetOutput
 
-__all__ = ["Event", "Request", "Scheduler", "make_requests"]
+__all__ = ["Event", "Handle", "Request", "Scheduler", "make_requests"]
 
 _STEP_ROWS = 256  # as many as keep a CPU's products fast; a larger chunk only makes the others wait
 
@@ -99,12 +103,12 @@ def make_requests(
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """What came of a request: a step, or its end by an error.
+    """What came of a request: a step, or its end by an error or a cancellation.
 
     Attributes:
-        index: the request's place.
+        index: the request's place, its :class:`Handle`'s index.
         decoding: None where it could not even begin.
-        step: the step; None with an error.
+        step: the step; None with an error, and where it was cancelled.
         error: why it failed.
     """
 
@@ -114,20 +118,46 @@ class Event:
     error: Exception | None = None
 
     @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled before its end."""
+        return self.step is None and self.error is None
+
+    @property
     def last(self) -> bool:
         """Whether nothing more will come of it."""
-        return self.error is not None or (self.decoding is not None and self.decoding.finish_reason is not None)
+        ended = self.decoding is not None and self.decoding.finish_reason is not None
+        return self.error is not None or self.cancelled or ended
 
     def generation(self) -> Generation:
         """The generation as it stands; one that failed says ``error`` as its finish reason."""
         done = Generation("", [], "", Statistics(), []) if self.decoding is None else self.decoding.result()
+        if self.cancelled:
+            return replace(done, finish_reason="cancelled")
         return done if self.error is None else replace(done, finish_reason="error", error=self.error)
 
     def chunk(self) -> Chunk:
         """The same as a piece of a stream."""
         if self.decoding is None or self.step is None:
-            return Chunk("", [], None, "error", self.error)
+            return Chunk("", [], None, "cancelled" if self.cancelled else "error", self.error)
         return self.decoding.chunk_of(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A request that was submitted; its events have the same ``index``."""
+
+    index: int
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request that was submitted: its tokens, the bytes that its cache may need, and the seconds of encoding."""
+
+    index: int
+    request: Request
+    tokens: list[int]
+    bytes: int
+    seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -141,9 +171,14 @@ class _Running:
 class Scheduler:
     """Admits requests in order, steps those that run together, and lets go of those that end.
 
+    ``submit`` and ``cancel`` may be called from any thread, while another one calls ``step``. A request that fails ends
+    alone: where the shared forward raises, each sequence's rows are run again by themselves, and those that raise again
+    end with that error.
+
     Args:
         engine: whose target and drafter they share.
-        requests: taken one at a time, when there is room; an iterator that had none is asked again after each step.
+        requests: taken one at a time, when there is room, before those that are submitted; an iterator that had none is
+            asked again after each step.
         batch: most sequences at once.
         step_rows: most rows of one forward, all drafts and chunks of prompts together; None takes 256, or the engine's
             ``max_rows`` where that is larger. A draft that finds no room waits for the next forward as it is.
@@ -158,7 +193,7 @@ class Scheduler:
     def __init__(
         self,
         engine: Host,
-        requests: Iterable[Request],
+        requests: Iterable[Request] = (),
         *,
         batch: int = 8,
         step_rows: int | None = None,
@@ -172,26 +207,70 @@ class Scheduler:
         self._engine, self._batch = engine, batch
         self._step_rows = step_rows or max(_STEP_ROWS, engine.max_rows)
         self._cache_bytes = cache_bytes
-        self._waiting = enumerate(requests)
-        # Index, request, its tokens, its bytes, and the seconds that it took to find them.
-        self._next: tuple[int, Request, list[int], int, float] | None = None
+        self._requests, self._numbers = iter(requests), itertools.count()
+        self._lock = Lock()  # of what other threads change: the next two
+        self._submitted: deque[_Waiting] = deque()
+        self._cancelled: set[int] = set()
+        self._next: _Waiting | None = None
         self._running: list[_Running] = []
         self._rows_each = 1.0  # of the drafts of the latest step
         # How many drafted, or rested, and whether one of them samples; None where no fallback was asked.
         self._asked: tuple[int, bool] | None = None
 
+    def submit(self, request: Request) -> Handle:
+        """Put a request in line; it joins the others at the next step that has room for it. The prompt is encoded here.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or holds tokens outside the vocabulary.
+            ConfigError: its cache may need more than ``cache_bytes``.
+        """
+        waiting = self._encoded(request)
+        with self._lock:
+            waiting.index = next(self._numbers)
+            self._submitted.append(waiting)
+        return Handle(waiting.index)
+
+    def cancel(self, handle: Handle) -> None:
+        """End a request at the next step, whose events say so; one that has ended already is left as it is."""
+        with self._lock:
+            self._cancelled.add(handle.index)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits that was submitted, so that a step would do nothing."""
+        return not (self._running or self._submitted or self._next)
+
+    def step(self) -> list[Event]:
+        """Admit what there is room for, and run one forward of all that run; what came of each sequence."""
+        with self._engine.target.active():
+            events = self._drop_cancelled()
+            events += self._admit()
+            return events + self._step()
+
     def run(self) -> Iterator[list[Event]]:
-        """The events of one step after the other, to the end; to be driven inside ``target.active()``."""
-        while True:
-            events = self._admit()
-            if not self._running and not events:
-                return
-            yield events + self._step()
+        """The events of one step after the other, until nothing runs and no request is left."""
+        while (events := self.step()) or self._running:  # a step that only ran chunks of prompts has no events
+            yield events
 
     @property
     def cache_bytes(self) -> int:
         """Bytes that the caches of the running sequences hold now."""
         return sum(one.decoding.cache_bytes for one in self._running)
+
+    def _drop_cancelled(self) -> list[Event]:
+        """Let go of what was cancelled since the last step."""
+        if not self._cancelled:
+            return []
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+            dropped = [one.index for one in self._submitted if one.index in cancelled]
+            self._submitted = deque(one for one in self._submitted if one.index not in cancelled)
+        if self._next is not None and self._next.index in cancelled:
+            dropped.append(self._next.index)
+            self._next = None
+        ended = [one for one in self._running if one.index in cancelled]
+        self._running = [one for one in self._running if one.index not in cancelled]
+        return [Event(one.index, one.decoding, None) for one in ended] + [Event(index, None, None) for index in dropped]
 
     def _admit(self) -> list[Event]:
         """Begin what there is room for, in order; the failures among it."""
@@ -199,34 +278,43 @@ class Scheduler:
         while len(self._running) < self._batch:
             if self._next is None and not self._look(failed):
                 break
-            assert self._next is not None
-            index, request, tokens, size, seconds = self._next
+            waiting = self._next
+            assert waiting is not None
             held = sum(one.bytes for one in self._running)
-            if self._cache_bytes is not None and held + size > self._cache_bytes:
+            if self._cache_bytes is not None and held + waiting.bytes > self._cache_bytes:
                 break
-            self._next = None
+            self._next, request = None, waiting.request
             try:
-                decoding = self._engine.start(tokens, request.max_new_tokens, **request.options)
+                decoding = self._engine.start(waiting.tokens, request.max_new_tokens, **request.options)
             except Exception as error:
-                failed.append(Event(index, None, None, error))
+                failed.append(Event(waiting.index, None, None, error))
             else:
-                decoding.stats.seconds.prefill += seconds
-                self._running.append(_Running(index, decoding, size))
+                decoding.stats.seconds.prefill += waiting.seconds
+                self._running.append(_Running(waiting.index, decoding, waiting.bytes))
         return failed
 
     def _look(self, failed: list[Event]) -> bool:
         """Have the next request ready, passing over those that cannot be; False where there is none."""
-        for index, request in self._waiting:
-            began = perf_counter()
+        for request in self._requests:
+            with self._lock:
+                index = next(self._numbers)
             try:
-                tokens = self._engine.encode(request.prompt)
-                size = self._bytes(len(tokens), request.max_new_tokens)
+                self._next = self._encoded(request)
             except Exception as error:
                 failed.append(Event(index, None, None, error))
             else:
-                self._next = index, request, tokens, size, perf_counter() - began
+                self._next.index = index
                 return True
-        return False
+        with self._lock:
+            self._next = self._submitted.popleft() if self._submitted else None
+        return self._next is not None
+
+    def _encoded(self, request: Request) -> _Waiting:
+        """A request that may wait in line, without its index."""
+        began = perf_counter()
+        tokens = self._engine.encode(request.prompt)
+        size = self._bytes(len(tokens), request.max_new_tokens)
+        return _Waiting(-1, request, tokens, size, perf_counter() - began)
 
     def _bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Bytes that the cache of such a text may come to hold, if they are bounded.
@@ -252,9 +340,9 @@ class Scheduler:
         if not turns:
             return events
         began = perf_counter()
-        drafter = self._engine.drafter
-        likeliest = likeliest_of(drafter) if any(turn.asked for turn in turns) else 0
-        parts = forward_together(self._engine.target, turns, drafter.taps, likeliest=likeliest)
+        chosen, turns, parts = self._forward(chosen, turns, events)
+        if not turns:
+            return events
         ended, rows = perf_counter(), [turn.block.rows for turn in turns]
         live, fallback = self._engine.live, self._engine.fallback
         length = sum(turn.block.length for turn in turns) // len(turns)
@@ -286,6 +374,32 @@ class Scheduler:
                 *self._asked, tokens=tokens, length=length, drafting=drafting, rows=whole, seconds=ended - began
             )
         return events
+
+    def _forward(
+        self, chosen: list[_Running], turns: list[Turn], events: list[Event]
+    ) -> tuple[list[_Running], list[Turn], list[TargetOutput]]:
+        """Run all rows as one forward; those whose rows ran, their turns, and their parts of the output.
+
+        Where it raises, each sequence's rows are run by themselves, which writes the same numbers to the same slots,
+        and the failures are added to ``events``.
+        """
+        drafter, target = self._engine.drafter, self._engine.target
+        likeliest = likeliest_of(drafter) if any(turn.asked for turn in turns) else 0
+        try:
+            return chosen, turns, forward_together(target, turns, drafter.taps, likeliest=likeliest)
+        except Exception as error:
+            if len(turns) == 1:
+                events.append(self._fail(chosen[0], error))
+                return [], [], []
+        ran: list[tuple[_Running, Turn, TargetOutput]] = []
+        for one, turn in zip(chosen, turns, strict=True):
+            try:
+                (part,) = forward_together(target, [turn], drafter.taps, likeliest=likeliest)
+            except Exception as error:
+                events.append(self._fail(one, error))
+            else:
+                ran.append((one, turn, part))
+        return [one for one, _, _ in ran], [turn for _, turn, _ in ran], [part for _, _, part in ran]
 
     def _turns(self, events: list[Event]) -> tuple[list[_Running], list[Turn]]:
         """Who takes part in the next forward, and with what: drafts, then chunks of prompts; failures to ``events``."""

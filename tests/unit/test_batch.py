@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ import torch
 from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning, TransformersTarget, decoding, passes
 from specdec import batch as batches
 from specdec import engine as engines
-from specdec.batch import Request, Scheduler
+from specdec.batch import Event, Request, Scheduler
 from specdec.block import Batch, Block
 from specdec.cache import KVCache
 from specdec.cost import roofline
 from specdec.draft import Entry
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, PromptError
 from specdec.native import library as native
 from specdec.passes import Part, forward_together
 from specdec.policy import ALONE, AcceptancePolicy, Crowd
@@ -146,6 +147,66 @@ def test_a_text_that_no_cache_can_hold_fails_by_name() -> None:
         found = engine.generate_batch([prompt_of(3), prompt_of(3)], [4, 200], cache_bytes=20_000)
     assert [one.finish_reason for one in found] == ["length", "error"]
     assert "cache_bytes is 20000; lower max_new_tokens" in str(found[1].error)
+
+
+def drained(scheduler: Scheduler) -> dict[int, Event]:
+    """The last event of each request."""
+    return {event.index: event for events in scheduler.run() for event in events if event.last}
+
+
+def test_requests_join_while_others_run_from_another_thread_too() -> None:
+    target = counting()
+    scheduler = Scheduler(Engine(target, max_rows=8), batch=4)
+    assert scheduler.idle
+    assert scheduler.step() == []
+    handles = [scheduler.submit(Request([2], 6, {}))]
+    assert not scheduler.idle
+    assert [len(event.step.tokens) for event in scheduler.step() if event.step] == [1]
+    thread = Thread(target=lambda: handles.append(scheduler.submit(Request([50], 6, {}))))
+    thread.start()
+    thread.join()
+    assert {event.index for event in scheduler.step()} == {handle.index for handle in handles}
+    found = drained(scheduler)
+    assert scheduler.idle
+    assert [found[handle.index].generation().token_ids for handle in handles] == [numbers([2], 6), numbers([50], 6)]
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        scheduler.submit(Request([], 6, {}))
+    assert scheduler.idle
+
+
+def test_a_cancelled_request_ends_at_the_next_step_and_its_cache_goes() -> None:
+    target = target_of("llama")
+    scheduler = Scheduler(Engine(target, max_rows=8), batch=2)
+    running, neighbour, waiting = (scheduler.submit(Request(prompt_of(5, seed), 9, {})) for seed in range(3))
+    scheduler.step()  # the prompts but their last tokens
+    scheduler.step()
+    held = scheduler.cache_bytes
+    scheduler.cancel(running)
+    scheduler.cancel(waiting)
+    events = scheduler.step()
+    ended = {event.index: event.generation() for event in events if event.last}
+    assert {index: one.finish_reason for index, one in ended.items()} == dict.fromkeys((0, 2), "cancelled")
+    assert len(ended[running.index].token_ids) == 1
+    assert [event.chunk().finish_reason for event in events if event.cancelled] == ["cancelled"] * 2
+    assert scheduler.cache_bytes == held // 2
+    expected = Engine(target, max_rows=8).generate(prompt_of(5, 1), 9).token_ids
+    assert drained(scheduler)[neighbour.index].generation().token_ids == expected
+    scheduler.cancel(neighbour)  # has ended
+    assert scheduler.step() == []
+
+
+def test_where_the_shared_forward_raises_only_the_rows_that_raise_alone_end() -> None:
+    class Fragile(Reciter):
+        def forward(self, block: Any, **options: Any) -> Any:
+            if 33 in block.ids:
+                raise RuntimeError("no 33")
+            return super().forward(block, **options)
+
+    prompts = [[1], [30], [60], [32]]
+    with pytest.warns(SpecdecWarning, match=r"2 of 4 prompts failed: 1 \(no 33\); 3 \(no 33\)"):
+        found = Engine(Fragile(lambda text: (text[-1] + 1) % 100)).generate_batch(prompts, 6, batch=4)
+    assert [one.finish_reason for one in found] == ["length", "error", "length", "error"]
+    assert [one.token_ids for one in found] == [numbers([1], 6), [31, 32, 33], numbers([60], 6), [33]]
 
 
 def test_one_for_all_or_one_for_each() -> None:
