@@ -16,10 +16,11 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.conversations import is_text, read_records, turns_of, vicuna
+from specdec.conversations import is_text, read_records, turns_of
 from specdec.errors import ConfigError, shown
 from specdec.files import read_text
 from specdec.values import check_fields
+from training.spans import Message, answer_spans, chat_spans, plain, trained_tokens, vicuna_writer
 
 __all__ = ["Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
 
@@ -181,57 +182,23 @@ def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
     return messages
 
 
-def _conversation(messages: list[dict[str, str]], tokenizer: Any, config: TextConfig, skips: Skips) -> Sample | None:
-    """Render, find the assistant's words, tokenize once."""
+def _conversation(messages: list[Message], tokenizer: Any, config: TextConfig, skips: Skips) -> Sample | None:
+    """Write the messages down, see where the answers are, tokenize once."""
     own = config.template == "tokenizer" or (config.template == "auto" and bool(tokenizer.chat_template))
-    if own:
-        from jinja2 import TemplateError  # what transformers renders with; not installed where it is not needed
-
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
-        except (TemplateError, ValueError) as error:
-            skips.skipped[f"the chat template refused it: {error}"] += 1
-            return None
-    elif config.template == "plain":
-        text = "".join(message["content"] for message in messages)
-    else:
-        said = [{**message, "content": message["content"].strip()} for message in messages]
-        text = vicuna(said, tokenizer.eos_token or "")
-    spans: list[tuple[int, int]] = []
-    cursor = 0
-    for message in messages:
-        content = message["content"].strip()
-        start = text.find(content, cursor)
-        if start < 0 and message["role"] == "assistant":
-            skips.skipped["the chat template changed the assistant's words"] += 1
-            return None
-        if start >= 0:
-            cursor = start + len(content)
-        if message["role"] == "assistant":
-            spans.append((start, cursor))
+    ends = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
+    try:
+        if own:
+            text, spans = chat_spans(messages, tokenizer, ends)
+        else:
+            write = plain if config.template == "plain" else vicuna_writer(tokenizer.eos_token or "")
+            text, spans = answer_spans(messages, write, ends)
+    except ValueError as error:
+        skips.skipped[str(error)] += 1
+        return None
     # As at inference: a template writes its own begin token, plain text gets the tokenizer's.
     encoded = tokenizer(text, add_special_tokens=not own, return_offsets_mapping=True, verbose=False)
-    trained = trained_tokens(encoded["input_ids"], encoded["offset_mapping"], spans, set(tokenizer.all_special_ids))
+    trained = trained_tokens(encoded["offset_mapping"], spans)
     return Sample(list(encoded["input_ids"]), trained, _held_out(text, config))
-
-
-def trained_tokens(
-    tokens: Sequence[int], offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]], special: set[int]
-) -> list[bool]:
-    """Whether each token belongs to a span of characters, or is the special token right behind one.
-
-    Example: the span (2, 4) over tokens at (0, 2), (2, 3), (3, 4), (4, 8) gives F T T F, and F T T T if the last one is
-    special.
-    """
-    trained: list[bool] = []
-    number = 0
-    for token, (start, end) in zip(tokens, offsets, strict=True):
-        while number < len(spans) and start >= spans[number][1]:
-            number += 1
-        inside = number < len(spans) and end > spans[number][0] and end > start
-        behind = token in special and bool(trained) and trained[-1] and tokens[len(trained) - 1] not in special
-        trained.append(inside or behind)
-    return trained
 
 
 def _plain(text: str, tokenizer: Any, held_out: bool) -> Sample:

@@ -14,7 +14,7 @@ from specdec.config import override
 from specdec.conversations import vicuna
 from specdec.errors import ConfigError
 from specdec.pretrained import embedded_model
-from training.data import Sample, Skips, TextConfig, read_samples, trained_tokens
+from training.data import Sample, Skips, TextConfig, read_samples
 from training.packing import pack
 from training.run import TrainConfig
 
@@ -141,10 +141,8 @@ def test_plain_turns_stand_end_to_end(tmp_path: Path, tokenizer: Any) -> None:
     record = {"conversations": [{"from": "human", "value": "def f(x):\n    "}, {"from": "gpt", "value": "return x\n"}]}
     [sample], _ = read(tmp_path, tokenizer, [record], template="plain")
     assert sample.tokens == tokenizer("def f(x):\n    return x\n")["input_ids"]
-    assert tokenizer.decode([t for t, trained in zip(sample.tokens, sample.trained, strict=True) if trained]) in (
-        "return x",
-        " return x",  # as the tokenizer cuts it
-    )
+    # Its newline is the answer's own; a space shares a token with it.
+    assert learnt(sample, tokenizer) == [" return x\n"]
 
 
 def test_a_template_that_refuses(tmp_path: Path, tokenizer: Any) -> None:
@@ -191,14 +189,6 @@ def test_held_out_by_text(tmp_path: Path, tokenizer: Any) -> None:
     again, _ = read(tmp_path, tokenizer, records[::-1], held_out_one_in=10)
     assert 10 < sum(s.held_out for s in first) < 60
     assert [s.held_out for s in first] == [s.held_out for s in again][::-1]
-
-
-def test_trained_tokens_by_offsets() -> None:
-    offsets = [(0, 0), (0, 2), (2, 3), (3, 4), (4, 4), (4, 8), (8, 9), (9, 9)]
-    tokens = [99, 1, 2, 3, 99, 4, 5, 99]
-    assert trained_tokens(tokens, offsets, [(2, 4), (8, 9)], {99}) == [
-        False, False, True, True, True, False, True, True,
-    ]  # fmt: skip
 
 
 class TestPacking:

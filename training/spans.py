@@ -1,0 +1,181 @@
+"""Spans: which characters of a conversation that is written down are its answers, by how it is written, not by their words.
+
+An answer is what the model would write: it begins behind the prompt for it, which is the turns before it with the
+template's generation prompt, and ends with the token that ends its turn. Both places are found by writing the
+conversation down again, up to the answer, and with a mark in the answer's place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from specdec.conversations import vicuna
+from specdec.errors import first_line
+
+__all__ = ["Message", "Span", "Writer", "answer_spans", "chat_spans", "plain", "trained_tokens", "vicuna_writer"]
+
+Message = dict[str, str]
+
+Span = tuple[int, int]
+"""The first character, and the one behind the last."""
+
+Writer = Callable[[Sequence[Message], bool], str]
+"""Writes messages down as one text; with True, as a prompt for an answer to them. Raises ValueError if it refuses."""
+
+
+class _Answer(NamedTuple):
+    """Where an answer begins, where its words end, and where the token behind them does that ends it."""
+
+    start: int
+    words: int
+    end: int
+
+
+def vicuna_writer(eos: str) -> Writer:
+    """As Vicuna's version 1.1 writes."""
+
+    def write(messages: Sequence[Message], prompt: bool) -> str:
+        said = [{**message, "content": message["content"].strip()} for message in messages]
+        return vicuna(said, eos) + "ASSISTANT:" * prompt
+
+    return write
+
+
+def plain(messages: Sequence[Message], prompt: bool) -> str:
+    """Turns end to end."""
+    return "".join(message["content"] for message in messages)
+
+
+def chat_spans(messages: Sequence[Message], tokenizer: Any, ends: Collection[str]) -> tuple[str, list[Span]]:
+    """As ``answer_spans``, by the tokenizer's chat template.
+
+    Where the template itself marks what is the assistant's (``{% generation %}``), that is taken, by characters, as
+    transformers' ``return_assistant_tokens_mask`` has it, and the token that ends an answer if it was left outside.
+    """
+
+    def write(messages: Sequence[Message], prompt: bool) -> str:
+        try:
+            text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+        except Exception as error:  # a template is code of others: it may raise anything
+            raise ValueError(f"the chat template refused it: {first_line(error)}") from error
+        return text
+
+    text = write(messages, False)
+    marks = _marks(messages, tokenizer, text)
+    if not marks:
+        return answer_spans(messages, write, ends)
+    try:
+        answers = _answers(messages, text, write, ends)
+    except ValueError:
+        answers = []
+    return text, [
+        (start, max([end, *(answer.end for answer in answers if answer.words <= end <= answer.end)]))
+        for start, end in marks
+    ]
+
+
+def answer_spans(messages: Sequence[Message], write: Writer, ends: Collection[str]) -> tuple[str, list[Span]]:
+    """The text of a conversation, and the span of each answer with the token that ends it.
+
+    Args:
+        messages: with ``role`` and ``content``.
+        write: writes them down.
+        ends: texts of the tokens that may end a turn.
+
+    Raises:
+        ValueError: the messages are refused, or written so that an answer's place is not certain.
+
+    Example: of a question "Hi" and an answer "Yes", written as ``<|user|>Hi<|end|>\\n<|assistant|>Yes<|end|>\\n``, the
+    span is that of ``Yes<|end|>``.
+    """
+    text = write(messages, False)
+    return text, [(answer.start, answer.end) for answer in _answers(messages, text, write, ends)]
+
+
+def trained_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Whether each token has a character of a span.
+
+    Args:
+        offsets: characters of each token. A token of spaces may have none, and lie behind them: GPT-2's are trimmed.
+        spans: ascending.
+
+    Example: of tokens at (0, 2), (2, 3), (3, 4), (4, 8) the span (2, 4) has the second and the third.
+    """
+    trained: list[bool] = []
+    number = 0
+    for start, end in offsets:
+        first = min(start, end - 1)
+        while number < len(spans) and first >= spans[number][1]:
+            number += 1
+        trained.append(number < len(spans) and end > spans[number][0])
+    return trained
+
+
+def _answers(messages: Sequence[Message], text: str, write: Writer, ends: Collection[str]) -> list[_Answer]:
+    tokens = "|".join(re.escape(token) for token in sorted(ends, key=len, reverse=True) if token.strip())
+    end_token = re.compile(rf"\s*(?:{tokens})" if tokens else "(?!)")
+    mark = _mark(text)
+    answers: list[_Answer] = []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        answer = _answer(messages, place, text, write, mark, end_token)
+        if answers and answer.start < answers[-1].end:
+            raise ValueError("the chat template writes turns in another order")
+        answers.append(answer)
+    return answers
+
+
+def _answer(
+    messages: Sequence[Message], place: int, text: str, write: Writer, mark: str, end_token: re.Pattern[str]
+) -> _Answer:
+    earlier, later = messages[:place], messages[place + 1 :]
+    marked = {**messages[place], "content": mark}
+    before, *behind = write([*earlier, marked, *later], False).split(mark)
+    if len(behind) != 1 or not text.endswith(behind[0]):
+        raise ValueError("the chat template writes an answer twice or not at all, or what follows it depends on it")
+    words = len(text) - len(behind[0])
+    start = _start(earlier, before, text, write)
+    said, wanted = ("".join(part.split()) for part in (text[start:words], messages[place]["content"]))
+    # It may say more, as an empty block of reasoning, which the model writes, too; or less, where reasoning is dropped.
+    if not said or not (said.endswith(wanted) or wanted.endswith(said)):
+        raise ValueError("the chat template changed the assistant's words")
+    ending = end_token.match(behind[0])
+    # A token that is there for the next turn alone ends none.
+    if ending and later and not end_token.match(write([*earlier, marked], False).partition(mark)[2]):
+        ending = None
+    return _Answer(start, words, words + (ending.end() if ending else 0))
+
+
+def _start(earlier: Sequence[Message], before: str, text: str, write: Writer) -> int:
+    """Where the model begins to write; ``before`` is what stands before a mark in the answer's place."""
+    prompt = write(earlier, True)
+    follows = text.startswith(prompt)
+    if follows and (prompt == before or prompt != write(earlier, False)):
+        return len(prompt)
+    if text.startswith(before):  # no generation prompt, or one that opens what this answer lacks, such as reasoning
+        return len(before)
+    raise ValueError("the chat template writes a conversation otherwise than the prompts for its answers")
+
+
+def _mark(text: str) -> str:
+    """Characters that are not in a text, and mean nothing to any template."""
+    size = 1
+    while (mark := "\ue000" * size + "\ue001") in text:
+        size += 1
+    return mark
+
+
+def _marks(messages: Sequence[Message], tokenizer: Any, text: str) -> list[Span]:
+    """What the chat template marks as the assistant's."""
+    template = tokenizer.get_chat_template()
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", template):
+        return []
+    [written], [marks] = render_jinja_template(
+        [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+    )
+    return [(start, end) for start, end in marks if start < end] if written == text else []
