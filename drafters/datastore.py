@@ -12,7 +12,6 @@ import importlib
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,9 +22,10 @@ import numpy.typing as npt
 
 from drafters.fingerprint import known_tokenizer, tokenizer_fingerprint
 from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.conversations import is_text, read_records, turns_of
+from specdec.conversations import is_text, turns_of
 from specdec.errors import CheckpointError, ConfigError, shown
-from specdec.files import read_text, replacing, write_json
+from specdec.files import decoded, replacing, write_json
+from specdec.formats import Record, json_records, read_content
 from specdec.target import Target
 from specdec.values import AtLeast1, read_json
 
@@ -194,9 +194,9 @@ def build_datastore(sources: Iterable[str | Path], tokenizer: Any, out: str | Pa
     """Tokenize sources, sort their suffixes, and put the datastore at ``out`` in one move.
 
     Args:
-        sources: folders (every UTF-8 file below them that is not hidden, in order of path), text files, ShareGPT
-            ``.json`` or ``.jsonl`` files (the assistant's turns), ``stdlib`` (Python's own sources, less those that
-            training holds out).
+        sources: folders (every file of text below them that is not hidden, in order of path), text files, ShareGPT
+            files (the assistant's turns), ``stdlib`` (Python's own sources, less those that training holds out); see
+            :mod:`specdec.formats` for what a file is. In a folder JSON of any other kind is text, too.
         tokenizer: transformers' tokenizer, of the model that will draft from it.
         out: folder; an older datastore there is replaced.
 
@@ -249,21 +249,32 @@ def read_documents(sources: Sequence[Path]) -> Iterator[str]:
             for path in sorted(source.rglob("*")):
                 hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
                 if path.is_file() and not hidden:
-                    with suppress(UnicodeDecodeError):  # a picture beside the text
-                        yield path.read_text(encoding="utf-8")
-        elif source.suffix in (".json", ".jsonl"):
-            yield from _assistant_turns(source)
+                    yield from _texts_in(path)
         else:
-            yield read_text(source, "the source", "give UTF-8 text or a folder")
+            content = read_content(source, "the source")
+            yield from [content] if isinstance(content, str) else _assistant_turns(source, content)
 
 
-def _assistant_turns(source: Path) -> Iterator[str]:
+def _texts_in(path: Path) -> Iterator[str]:
+    """The texts of a folder's file, which may be anything."""
+    try:
+        text = decoded(path.read_bytes())
+    except ValueError:  # a picture beside the text
+        return
+    records = json_records(text) or []
+    if any(turns_of(record.value) is not None for record in records):
+        yield from _assistant_turns(path, records)
+    else:
+        yield text
+
+
+def _assistant_turns(source: Path, records: Sequence[Record]) -> Iterator[str]:
     """The assistant's words in a ShareGPT file."""
-    for record in read_records(source):
-        turns = turns_of(record)
+    for record in records:
+        turns = turns_of(record.value)
         if turns is None:
             raise ConfigError(
-                f"{str(source)!r} is no ShareGPT file: it holds {shown(record)}; a conversation is "
+                f"{str(source)!r} is no ShareGPT file: its {record.place} is {shown(record.value)}; a conversation is "
                 '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
             )
         yield from (text for role, text in turns if role == "assistant" and is_text(text))

@@ -20,9 +20,10 @@ from typing import Annotated, Any
 import typer
 
 from specdec.config import load_yaml
-from specdec.conversations import read_records, turns_of
+from specdec.conversations import turns_of
 from specdec.errors import ConfigError, SpecdecError
 from specdec.files import write_text
+from specdec.formats import read_records
 
 Asked = Iterator[tuple[str, list[str]]]  # kind, turns
 
@@ -40,13 +41,13 @@ def told_in(file: Path, subjects: list[str]) -> Iterator[tuple[str, str]]:
     Raises:
         ConfigError: an article that was asked for by nothing in the lists.
     """
-    for number, record in enumerate(read_records(file), 1):
-        said = [text if isinstance(text, str) else "" for _, text in turns_of(record) or ()]
+    for record in read_records(file):
+        said = [text if isinstance(text, str) else "" for _, text in turns_of(record.value) or ()]
         subject = next((one for one in subjects if said and one in said[0]), None)
         if subject is None or len(said) < 2:
             raise ConfigError(
-                f"{file}, conversation {number}: nothing that prompts.yaml asks for is answered there; give one that "
-                "specdec distill-data made of what this script wrote without --articles"
+                f"{file}, conversation {record.number}: nothing that prompts.yaml asks for is answered there; give one "
+                "that specdec distill-data made of what this script wrote without --articles"
             )
         whole = said[1][: said[1].rfind(".") + 1].strip()
         if len(whole.split()) >= 30:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.config import RunConfig
-from specdec.conversations import read_records
 from specdec.engine import Engine, Prompt
 from specdec.errors import ConfigError
 from specdec.files import unfinished, write_text
+from specdec.formats import read_records
 from specdec.show import to_json
 
 __all__ = ["answer", "read_prompts"]
@@ -29,14 +29,14 @@ def read_prompts(path: Path) -> list[Prompt]:
         ConfigError: no such file, or a record without either.
     """
     prompts: list[Prompt] = []
-    for number, record in enumerate(read_records(path), 1):
-        prompt = record
+    for found in read_records(path, "the prompts"):
+        record = prompt = found.value
         if isinstance(record, Mapping):
             prompt = record.get("prompt", record.get("messages"))
         chat = isinstance(prompt, list) and prompt and all(isinstance(one, Mapping) for one in prompt)
         if not isinstance(prompt, str) and not chat:
             raise ConfigError(
-                f"record {number} of {str(path)!r} is no prompt: {json.dumps(record)[:80]}; give a text, "
+                f"{found.place} of {str(path)!r} is no prompt: {json.dumps(record)[:80]}; give a text, "
                 '{"prompt": text}, or {"messages": [{"role": ..., "content": ...}]}'
             )
         prompts.append(prompt)

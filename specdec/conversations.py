@@ -1,20 +1,15 @@
 """Conversations: ShareGPT records as people have them, and Vicuna's way of writing them down.
 
 A record is ``{"conversations": [{"from": "human", "value": ...}, ...]}``, or has ``messages`` with ``role`` and
-``content``; a file holds a JSON list of them, or one a line.
+``content``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from specdec.errors import ConfigError
-from specdec.files import parse_json, read_text
-
-__all__ = ["VICUNA", "Turn", "is_text", "read_records", "turns_of", "vicuna"]
+__all__ = ["VICUNA", "Turn", "is_text", "turns_of", "vicuna"]
 
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -30,44 +25,6 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
     "system": "system",
 }
-
-
-def read_records(path: Path, skipped: Counter[str] | None = None) -> list[Any]:
-    """The values of a JSON list, or of JSON lines, whatever the file's suffix.
-
-    Args:
-        path: the file.
-        skipped: counts lines that are no JSON; None refuses them.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no JSON.
-    """
-    text = read_text(path, "the data file", "give UTF-8 text or JSON")
-    try:
-        whole = parse_json(text)
-    except ValueError as error:
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        if not lines or lines[0][1].lstrip().startswith("["):
-            raise _no_json(path, error) from error
-    else:
-        return whole if isinstance(whole, list) else [whole]
-    records: list[Any] = []
-    for number, line in lines:
-        try:
-            records.append(parse_json(line))
-        except ValueError as error:
-            if skipped is None:
-                raise _no_json(path, error, f", line {number}") from error
-            skipped["a line that is no JSON"] += 1
-    return records
-
-
-def _no_json(path: Path, error: ValueError, where: str = "") -> ConfigError:
-    reason = getattr(error, "msg", error) if where else error  # which counts its lines from this one
-    return ConfigError(
-        f"the data file {str(path)!r}{where} is no JSON: {reason}; it must hold a list of records (conversations, or "
-        "prompts), or one record a line"
-    )
 
 
 def is_text(value: Any) -> bool:

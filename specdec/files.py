@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -21,6 +23,7 @@ __all__ = [
     "append_lines",
     "cache_folder",
     "check_same_run",
+    "decoded",
     "digest_of",
     "drop_unfinished",
     "parse_json",
@@ -37,6 +40,25 @@ __all__ = [
 
 T = TypeVar("T")
 
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # which begins as UTF-16's does
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+_PACKED = {
+    b"\x1f\x8b": "compressed by gzip; unpack it",
+    b"BZh": "compressed by bzip2; unpack it",
+    b"\xfd7zXZ\0": "compressed by xz; unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"PAR1": "a Parquet table; make JSON lines of it",
+    b"ARROW1": "an Arrow table; make JSON lines of it",
+    b"%PDF-": "a PDF; make text of it",
+}
+
 
 def cache_folder() -> Path:
     """Where this user's programs keep what can be made anew, a folder of specdec's own in it."""
@@ -44,15 +66,32 @@ def cache_folder() -> Path:
 
 
 def read_text(path: Path, what: str, remedy: str) -> str:
-    """A file's text.
+    """A file's text, as ``decoded`` reads it.
 
     Raises:
-        ConfigError: there is none, or it is not UTF-8; the message names ``what`` it should be, and the remedy.
+        ConfigError: there is none; the message names ``what`` it should be, and the remedy.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return decoded(path.read_bytes())
     except (OSError, ValueError) as error:  # no such text, or no such name
         raise ConfigError(f"cannot read {what} {str(path)!r}: {error}; {remedy}") from error
+
+
+def decoded(data: bytes) -> str:
+    """The text of bytes in UTF-8, or in what a byte order mark says, which is no part of it; lines end in ``\\n``.
+
+    Raises:
+        ValueError: it is no text; compressed files are named.
+    """
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+        if "\0" not in text:
+            return io.StringIO(text, newline=None).getvalue()
+        reason = "it holds bytes of zero, as binary files do, and UTF-16 without a byte order mark"
+    except UnicodeDecodeError as error:
+        reason = str(error)
+    raise ValueError(next((f"it is {kind}" for begin, kind in _PACKED.items() if data.startswith(begin)), reason))
 
 
 def parse_json(text: str | bytes) -> Any:

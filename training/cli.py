@@ -72,7 +72,7 @@ def show_sample(
 
     tokenizer = load_tokenizer(model)
     skips = Skips()
-    samples = list(read_samples(data, tokenizer, TextConfig(template=template), skips))
+    samples = list(read_samples(data, tokenizer, TextConfig(template=template, skip="any"), skips))
     if not 0 <= index < len(samples):
         raise ConfigError(f"index is {index}; the data holds {len(samples)} usable samples: {'; '.join(skips.lines())}")
     sample = samples[index]
@@ -101,6 +101,9 @@ def distill_data(
     ] = "auto",
     prompt_tokens: Annotated[int, typer.Option(help="Length of a text's pieces, each of which is a prompt.")] = 128,
     batch: Annotated[int, typer.Option(help="How many prompts are answered at once.")] = 8,
+    skip: Annotated[
+        str, typer.Option(help="How many conversations of a file may ask nothing: few (3, or 1 in 100), or any.")
+    ] = "few",
 ) -> None:
     """Let the target answer prompts, for a drafter to learn from; the same command continues what was interrupted.
 
@@ -109,9 +112,11 @@ def distill_data(
     from specdec.bench.questions import FORMATS
     from specdec.load import load_run
     from training.distill import SELF, distill, own_prompts, prompts_of
+    from training.skips import SKIPPING, Skips
 
-    config = resolve(RunConfig, given)
+    config, skips = resolve(RunConfig, given), Skips()
     check_choice("format", form, FORMATS)
+    skipping: Any = check_choice("skip", skip, SKIPPING)
     check_positive(prompts=prompts, prompt_tokens=prompt_tokens, batch=batch)
     engine = load_run(config)
     if SELF in sources and (len(sources) > 1 or prompts is None):
@@ -119,7 +124,11 @@ def distill_data(
     if sources == [SELF]:
         asked = own_prompts(prompts or 0)
     else:
-        asked = prompts_of(sources, engine.tokenizer, turns=turns, prompt_tokens=prompt_tokens)
+        asked = prompts_of(
+            sources, engine.tokenizer, turns=turns, prompt_tokens=prompt_tokens, skips=skips, skipping=skipping
+        )
+        for line in skips.lines():
+            typer.echo(line)
     if prompts is not None and prompts < len(asked):
         asked = [asked[number * len(asked) // prompts] for number in range(prompts)]
     made = distill(

@@ -1,25 +1,25 @@
 """Training texts: ShareGPT conversations as people have them, plain text, or the standard library.
 
-A sample is tokens and a mask of the *trained* ones: an assistant's words and the special token that ends them, found by
-character offsets; in plain text all but special tokens. What is left out is counted under its reason.
+A sample is tokens and a mask of the *trained* ones: an assistant's answers and the tokens that end them, see
+:mod:`training.spans`; in plain text all but special tokens. What is left out is told with its place and reason.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
 from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.conversations import is_text, read_records, turns_of
+from specdec.conversations import is_text, turns_of
 from specdec.errors import ConfigError, shown
-from specdec.files import read_text
+from specdec.formats import read_content
 from specdec.values import check_fields
+from training.skips import Skipping, Skips
 from training.spans import Message, answer_spans, chat_spans, plain, trained_tokens, vicuna_writer
 
 __all__ = ["Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
@@ -35,11 +35,13 @@ class TextConfig:
         length: tokens of a training window; longer samples are cut into windows.
         template: ``tokenizer`` (its chat template), ``vicuna`` (version 1.1), ``plain`` (turns end to end, for texts
             that a model continued), or ``auto``: the first if there is one, else the second.
+        skip: how many records of a file may be of no use: a ``few``, which is three or one in a hundred, or ``any``.
         held_out_one_in: samples kept for evaluation, by a hash of their text, where no evaluation data is given.
     """
 
     length: Annotated[int, Ge(8), Le(1 << 20), "an integer from 8 to 1048576"] = 512
     template: Literal["auto", "tokenizer", "vicuna", "plain"] = "auto"
+    skip: Skipping = "few"
     held_out_one_in: Annotated[int, Ge(2), "an integer >= 2"] = 50
 
     def __post_init__(self) -> None:
@@ -55,27 +57,12 @@ class Sample:
     held_out: bool
 
 
-@dataclass(slots=True)
-class Skips:
-    """What reading left out or mended: reason -> how often."""
-
-    skipped: Counter[str] = field(default_factory=Counter)
-    mended: Counter[str] = field(default_factory=Counter)
-
-    def lines(self) -> list[str]:
-        """One line per reason, the most frequent first."""
-        return [
-            f"{count} {what}: {reason}"
-            for what, reasons in (("skipped", self.skipped), ("mended", self.mended))
-            for reason, count in reasons.most_common()
-        ]
-
-
 def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, skips: Skips) -> Iterator[Sample]:
-    """Samples of all sources: ``stdlib``, or files ``.json``/``.jsonl`` of conversations, else plain text.
+    """Samples of all sources: ``stdlib``, or files of conversations or of text, see :mod:`specdec.formats`.
 
     Raises:
-        ConfigError: a file that cannot be read, or a tokenizer without offsets.
+        ConfigError: a file that is neither, or of which more than a few records are of no use (``config.skip``); or a
+            tokenizer without offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
@@ -87,17 +74,19 @@ def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, ski
             for held_out in (False, True):
                 for _, text in read_files(held_out=held_out):
                     yield _plain(text, tokenizer, held_out)
-        elif Path(source).suffix in (".json", ".jsonl"):
-            for record in read_records(Path(source), skips.skipped):
-                turns = _turns(record, skips)
-                sample = None if turns is None else _conversation(turns, tokenizer, config, skips)
-                if sample is not None:
-                    yield sample
-        else:
-            text = read_text(Path(source), "the data file", "check --data")
-            yield _plain(text, tokenizer, _held_out(text, config))
+            continue
+        content = read_content(Path(source), strict=False)
+        if isinstance(content, str):
+            yield _plain(content, tokenizer, _held_out(content, config))
+            continue
+        for record in skips.values(Path(source), content, config.skip, _REMEDY):
+            turns = _turns(record, skips)
+            sample = None if turns is None else _conversation(turns, tokenizer, config, skips)
+            if sample is not None:
+                yield sample
 
 
+_REMEDY = "set text.skip=any to go on without them"
 _FORM = '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, as ShareGPT has it'
 
 
@@ -149,12 +138,12 @@ def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
     """Messages of a ShareGPT record, alternating and ending with an answer; None where there is nothing to learn."""
     turns = turns_of(record)
     if turns is None:
-        skips.skipped["no list of conversations"] += 1
+        skips.skip("no list of conversations, or of messages")
         return None
     messages: list[dict[str, str]] = []
     for role, text in turns:
         if role not in _SPEAKERS:
-            skips.skipped[f"unknown speaker {shown(role)}"] += 1
+            skips.skip(f"unknown speaker {shown(role)}")
             return None
         if not isinstance(text, str) or not text.strip():
             # What follows an empty turn answers something that is not there.
@@ -177,7 +166,7 @@ def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
-        skips.skipped["no answer of an assistant"] += 1
+        skips.skip("no answer of an assistant")
         return None
     return messages
 
@@ -193,7 +182,7 @@ def _conversation(messages: list[Message], tokenizer: Any, config: TextConfig, s
             write = plain if config.template == "plain" else vicuna_writer(tokenizer.eos_token or "")
             text, spans = answer_spans(messages, write, ends)
     except ValueError as error:
-        skips.skipped[str(error)] += 1
+        skips.skip(str(error))
         return None
     # As at inference: a template writes its own begin token, plain text gets the tokenizer's.
     encoded = tokenizer(text, add_special_tokens=not own, return_offsets_mapping=True, verbose=False)

@@ -20,13 +20,15 @@ from tqdm import tqdm
 from drafters.stdlib_corpus import STDLIB, read_files
 from specdec.batch import Request, Scheduler
 from specdec.bench.questions import Question, build_prompt, read_questions
-from specdec.conversations import is_text, read_records, turns_of
+from specdec.conversations import is_text, turns_of
 from specdec.engine import Engine
 from specdec.errors import ConfigError, PromptError
-from specdec.files import read_text, unfinished, write_text
+from specdec.files import unfinished, write_text
+from specdec.formats import Record, read_content
 from specdec.results import Generation
 from specdec.sampling import SamplingParams
 from specdec.text import stop_strings
+from training.skips import Skipping, Skips
 
 __all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of", "talk"]
 
@@ -49,12 +51,20 @@ class Distilled:
 
 
 def prompts_of(
-    sources: Sequence[str], tokenizer: Any, *, turns: str = "first", prompt_tokens: int = 128
+    sources: Sequence[str],
+    tokenizer: Any,
+    *,
+    turns: str = "first",
+    prompt_tokens: int = 128,
+    skips: Skips | None = None,
+    skipping: Skipping = "few",
 ) -> list[Question]:
     """The prompts of all sources, numbered from 0.
 
     A source is ``stdlib`` (the training side of Python's own sources), a ShareGPT file (its human turns), a question
-    file (``.jsonl`` with turns, prompt or question), or text, of which every ``prompt_tokens`` tokens are a prompt.
+    file (JSON with turns, prompt or question), or text, of which every ``prompt_tokens`` tokens are a prompt; see
+    :mod:`specdec.formats` for what is which. ``skips`` is told of conversations that ask nothing, of which a file may
+    have as many as ``skipping`` says.
 
     Raises:
         ConfigError: a source that cannot be read, no prompt at all, or texts mixed with conversations.
@@ -66,12 +76,13 @@ def prompts_of(
         if source == STDLIB:
             for name, text in read_files(held_out=False):
                 found += [(f"stdlib/{name}", (part,), "plain") for part in _pieces(text, tokenizer, prompt_tokens)]
-        elif Path(source).suffix in (".json", ".jsonl"):
-            for asked, form in _conversations(Path(source)):
-                found.append((Path(source).name, asked[:1] if turns == "first" else asked, form))
+            continue
+        path, content = Path(source), read_content(Path(source))
+        if isinstance(content, str):
+            found += [(path.name, (part,), "plain") for part in _pieces(content, tokenizer, prompt_tokens)]
         else:
-            text = read_text(Path(source), "the data file", "give UTF-8 text or JSON")
-            found += [(Path(source).name, (part,), "plain") for part in _pieces(text, tokenizer, prompt_tokens)]
+            for asked, form in _asked(path, content, Skips() if skips is None else skips, skipping):
+                found.append((path.name, asked[:1] if turns == "first" else asked, form))
     if not found:
         raise ConfigError(f"{', '.join(sources) or 'no source'}: not one prompt; give conversations, questions or text")
     if len({form == "plain" for _, _, form in found}) > 1:
@@ -257,13 +268,22 @@ def _pieces(text: str, tokenizer: Any, size: int) -> Iterator[str]:
             first, before = number, end
 
 
-def _conversations(path: Path) -> Iterator[tuple[tuple[str, ...], str | None]]:
+def _asked(
+    path: Path, records: Sequence[Record], skips: Skips, skipping: Skipping
+) -> Iterator[tuple[tuple[str, ...], str | None]]:
     """The human turns of a ShareGPT file, or a question file's questions and how they want to be asked."""
-    records = [turns_of(record) for record in read_records(path)]
-    if all(turns is None for turns in records):
+    if all(turns_of(record.value) is None for record in records):
         for question in read_questions(path):
             yield question.turns, question.format
-    for turns in records:
+        return
+    for value in skips.values(path, records, skipping, "go on without them by --skip any"):
+        turns = turns_of(value)
         said = tuple(text for role, text in turns or () if role == "user")
-        if said and all(is_text(part) and part.strip() for part in said):
+        if turns is None:
+            skips.skip("no list of conversations, or of messages")
+        elif not said:
+            skips.skip("no turn of a user")
+        elif not all(is_text(part) and part.strip() for part in said):
+            skips.skip("a user's turn that is empty, or no text")
+        else:
             yield said, None

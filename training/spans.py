@@ -1,4 +1,4 @@
-"""Spans: which characters of a conversation that is written down are its answers, by how it is written, not by their words.
+"""Spans: which characters of a conversation, written down, are its answers: by how it is written, not by their words.
 
 An answer is what the model would write: it begins behind the prompt for it, which is the turns before it with the
 template's generation prompt, and ends with the token that ends its turn. Both places are found by writing the

@@ -292,7 +292,10 @@ def report(
     heads = MedusaHeads.from_pretrained(weights_folder(folder, engine.target, "medusa.heads"))
     check_fit(heads.config, engine.target, "medusa")
     heads.to(engine.target.head_device, engine.target.dtype)
-    samples = list(read_samples(data, engine.tokenizer, TextConfig(), Skips()))
+    skips = Skips()
+    samples = list(read_samples(data, engine.tokenizer, TextConfig(), skips))
+    for line in skips.lines():
+        console.print(line, markup=False)
     learnt, held = ([s for s in samples if s.held_out is side] for side in (False, True))
     if not learnt or not held:
         raise ConfigError(f"{', '.join(data)}: {len(learnt)} texts to calibrate, {len(held)} held out; give more text")

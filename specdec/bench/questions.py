@@ -13,7 +13,8 @@ from annotated_types import MinLen, Predicate
 
 from specdec.conversations import is_text, vicuna
 from specdec.errors import ConfigError, PromptError, check_choice, shown
-from specdec.files import cache_folder, parse_json, read_text
+from specdec.files import cache_folder
+from specdec.formats import Record, read_content
 from specdec.values import fitting
 
 __all__ = [
@@ -84,30 +85,28 @@ def find_questions(name: str) -> Path:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read a file: JSON lines of any of the known kinds, or text with prompts between lines of ``---``.
+    """Read a file: JSON of any of the known kinds, a list or lines, or text with prompts between lines of ``---``.
 
     Raises:
-        ConfigError: a malformed line, by number and reason, or a question number that occurs twice.
+        ConfigError: a malformed question, by number and reason, or a question number that occurs twice.
     """
-    text = read_text(path, "the questions", "give a file of JSON lines or text")
-    found = _json_lines(path, text) if path.suffix in (".jsonl", ".json") else _prompts(path, text)
+    content = read_content(path, "the questions")
+    found = _prompts(path, content) if isinstance(content, str) else _records(path, content)
     if not found:
         raise ConfigError(f"the question file {str(path)!r} holds no question; it must hold at least one")
     return found
 
 
-def _json_lines(path: Path, text: str) -> list[Question]:
+def _records(path: Path, records: Sequence[Record]) -> list[Question]:
     found: dict[QuestionId, Question] = {}
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
+    for record in records:
         try:
-            question = _question(parse_json(line), number)
+            question = _question(record.value, record.number)
             if question.id in found:
                 raise ValueError(f"question_id {shown(question.id)} occurs a second time")
         except ValueError as error:
             raise ConfigError(
-                f"{path.name}, line {number}: {error}; each line is a JSON object such as "
+                f"{path.name}, {record.place}: {error}; each is a JSON object such as "
                 '{"question_id": 1, "category": "qa", "turns": ["..."]}'
             ) from error
         found[question.id] = question
@@ -115,7 +114,7 @@ def _json_lines(path: Path, text: str) -> list[Question]:
 
 
 def _question(line: Any, number: int) -> Question:
-    """A line of any known kind; ValueError says what is wrong with it."""
+    """A record of any known kind; ValueError says what is wrong with it."""
     if not isinstance(line, dict):
         raise ValueError(f"it holds {type(line).__name__}, not an object")
 

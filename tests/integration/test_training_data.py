@@ -134,7 +134,30 @@ def test_json_lines_with_a_broken_line(tmp_path: Path, tokenizer: Any) -> None:
     line = json.dumps(talk(("human", "q"), ("bing", "a")))
     samples, skips = read(tmp_path, tokenizer, f"{line}\n{{broken\n\n{line}\n", name="data.jsonl")
     assert len(samples) == 2
-    assert skips.skipped == {"a line that is no JSON": 1}
+    assert skips.lines() == [
+        "1 skipped: a line that is no JSON: Expecting property name enclosed in double quotes (data.jsonl, line 2)"
+    ]
+
+
+@pytest.mark.parametrize("odd", ["{broken", '{"text": "x"}', "[]", json.dumps(talk(("human", "q")))])
+def test_more_than_a_few_records_of_no_use_stop_it(tmp_path: Path, tokenizer: Any, odd: str) -> None:
+    """Three or one in a hundred are few, whatever is wrong with them."""
+    line = json.dumps(talk(("human", "q"), ("gpt", "a")))
+    for good, bad, stops in ((1, 3, False), (9, 4, True), (396, 4, False), (395, 5, True)):
+        text = "\n".join([*[odd] * (bad - 1), *[line] * good, "{broken"])
+        if stops:
+            with pytest.raises(ConfigError, match=rf"{bad} of {good + bad} records .*line 1.* set text\.skip=any"):
+                read(tmp_path, tokenizer, text, name="data.jsonl")
+        assert len(read(tmp_path, tokenizer, text, name="data.jsonl", skip="any" if stops else "few")[0]) == good
+
+
+def test_what_is_left_out_is_named_by_its_place(tmp_path: Path, tokenizer: Any) -> None:
+    good, mute = talk(("human", "q"), ("gpt", "a")), talk(("human", "q"))
+    _, skips = read(tmp_path, tokenizer, [mute, good, *[mute] * 6, 7], skip="any")
+    assert skips.lines() == [
+        "7 skipped: no answer of an assistant (data.json, record 1, record 3, record 4, record 5, record 6; 2 more)",
+        "1 skipped: no list of conversations, or of messages (data.json, record 9)",
+    ]
 
 
 def test_plain_turns_stand_end_to_end(tmp_path: Path, tokenizer: Any) -> None:

@@ -86,7 +86,7 @@ def test_command(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_records_that_are_no_prompts(prompts: Path) -> None:
     prompts.write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"record 2 of .* is no prompt"):
+    with pytest.raises(ConfigError, match=r"line 2 of .* is no prompt"):
         read_prompts(prompts)
     prompts.write_text('{"prompt": "a"}\n\n{"prompt": \n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r", line 3 is no JSON: Expecting value; it must hold a list of records"):

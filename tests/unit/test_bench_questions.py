@@ -56,7 +56,7 @@ def test_human_eval_gsm8k_and_plain_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"question_id": 2, "category": "qa"', "line 2: Expecting"),
+        ('{"question_id": 2, "category": "qa"', "line 2 is no JSON: Expecting"),
         ("[1, 2]", "line 2: it holds list, not an object"),
         ('{"question_id": 2, "category": "qa"}', "line 2: it has none of the keys turns, prompt and question"),
         (

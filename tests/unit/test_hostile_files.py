@@ -19,9 +19,9 @@ from specdec import Engine
 from specdec.bench.questions import read_questions
 from specdec.bench.records import RunFolder
 from specdec.config import RunConfig, load_yaml, resolve
-from specdec.conversations import read_records
 from specdec.cost import CostCurve, roofline
 from specdec.errors import CheckpointError, ConfigError, SpecdecError
+from specdec.formats import read_content
 from specdec.options import Given
 from tests.models import greedy, prompt_of, random_adapter, random_heads, settings_of, target_of
 from tests.tiers import each_once
@@ -285,7 +285,7 @@ def test_yaml_of_a_stranger(text: str, tmp_path: Path) -> None:
 
 def test_a_name_that_no_file_has() -> None:
     for name in ("a\0b", "x" * 5000, "/dev/null/x"):
-        for read in (load_yaml, lambda name: read_records(Path(name)), lambda name: CostCurve.load(Path(name))):
+        for read in (load_yaml, lambda name: read_content(Path(name)), lambda name: CostCurve.load(Path(name))):
             with pytest.raises(ConfigError):
                 read(name)
         for drafter, option in (("rest", "datastore"), ("kangaroo", "adapter"), ("medusa", "heads")):
@@ -333,7 +333,15 @@ def test_prompts_that_are_no_text_are_left_out(tmp_path: Path, tiny_engine: Engi
     path = tmp_path / "talks.json"
     talks = [{"conversations": [{"from": "human", "value": value}]} for value in ("a", "\ud800", 5, None, ["b"], {})]
     path.write_text(json.dumps(talks))
-    assert [prompt.turns for prompt in prompts_of([str(path)], tiny_engine.tokenizer)] == [("a",)]
+    skips = Skips()
+    found = prompts_of([str(path)], tiny_engine.tokenizer, skips=skips, skipping="any")
+    assert [prompt.turns for prompt in found] == [("a",)]
+    [told] = skips.lines()
+    assert told.startswith(
+        "5 skipped: a user's turn that is empty, or no text (talks.json, record 2, record 3, record 4,"
+    )
+    with pytest.raises(ConfigError, match=r"5 of 6 records .* go on without them by --skip any"):
+        prompts_of([str(path)], tiny_engine.tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +365,7 @@ def test_questions_of_a_stranger_are_named(line: str, reason: str, tmp_path: Pat
     path = tmp_path / "questions.jsonl"
     path.write_text(line + "\n")
     told = refused("questions", tmp_path)
-    assert "line 1: " in told
+    assert "line 1: " in told or "line 1 is no JSON: " in told
     assert reason in told
     told.encode()
 

@@ -28,7 +28,8 @@ TEMPLATES = {
     # Llama 2: no generation prompt, spaces around the answer.
     "brackets": (
         "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content | trim }} [/INST]"
-        "{% elif m.role == 'assistant' %} {{ m.content | trim }} <|eot|>{% else %}<<{{ m.content }}>>{% endif %}{% endfor %}"
+        "{% elif m.role == 'assistant' %} {{ m.content | trim }} <|eot|>{% else %}<<{{ m.content }}>>{% endif %}"
+        "{% endfor %}"
     ),
     # The first Llama 3: a header for an answer behind every text, asked for or not.
     "always a header": (
@@ -37,9 +38,11 @@ TEMPLATES = {
     # Qwen 3: the last answer has a block for reasoning, earlier ones lose theirs.
     "reasoning": (
         "{% for m in messages %}{% set said = m.content %}{% if m.role == 'assistant' %}"
-        "{% set thought = '' %}{% if '</think>' in said %}{% set thought = said.split('</think>')[0].split('<think>')[-1] %}"
+        "{% set thought = '' %}{% if '</think>' in said %}"
+        "{% set thought = said.split('</think>')[0].split('<think>')[-1] %}"
         "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-        "<|assistant|>\n{% if loop.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{% endif %}{{ said }}<|eot|>\n"
+        "<|assistant|>\n{% if loop.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{% endif %}"
+        "{{ said }}<|eot|>\n"
         "{% else %}<|user|>\n{{ said }}<|eot|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     ),
@@ -56,11 +59,13 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
     ),
     "no end": (
-        "{% for m in messages %}{{ '<|user|>' if m.role != 'assistant' else '<|assistant|>' }}{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}"
+        "{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ),
     "marked": (
-        "{% for m in messages %}<|user|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot|>"
+        "{% for m in messages %}<|user|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot|>"
         "{% endgeneration %}{% else %}{{ m.content }}<|eot|>{% endif %}\n{% endfor %}"
         "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
     ),
@@ -226,7 +231,7 @@ def plains(messages: list[Message]) -> tuple[str, list[tuple[int, int]]]:
     return plain(messages, False), list(zip(ends[::2], ends[1::2], strict=True))
 
 
-PIECES = ["<|user|>", "assistant", "\n", " ", "S", "<|eot|>", "ASSISTANT:", "USER:", "</s>", "are", "😀", "\ue000", "\ue001"]
+PIECES = ["<|user|>", "assistant", "\n", " ", "S", "<|eot|>", "ASSISTANT:", "USER:", "</s>", "😀", "\ue000", "\ue001"]
 WORDS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join).filter(str.strip)
 
 

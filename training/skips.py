@@ -1,0 +1,83 @@
+"""What reading leaves out: every record by its place and reason, and not more than a few unless asked for."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
+
+from specdec.errors import ConfigError
+from specdec.formats import Record
+
+__all__ = ["SKIPPING", "Skipping", "Skips"]
+
+Skipping = Literal["few", "any"]
+"""How much of a file may be left out: at most three records, or one in a hundred; or all."""
+
+SKIPPING = ("few", "any")
+
+_NAMED = 5  # places that a line names
+
+
+@dataclass(slots=True)
+class Skips:
+    """What was left out or mended.
+
+    Attributes:
+        skipped, mended: reason -> how often.
+        place: the file that is read at the moment and the place in it, such as ``line 3``; None where it has none.
+        places: reason -> places of what was left out for it.
+    """
+
+    skipped: Counter[str] = field(default_factory=Counter)
+    mended: Counter[str] = field(default_factory=Counter)
+    place: tuple[str, str] | None = None
+    places: defaultdict[str, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+
+    def skip(self, reason: str) -> None:
+        """Leave out what is read at the moment."""
+        self.skipped[reason] += 1
+        if self.place is not None:
+            self.places[reason].append(self.place)
+
+    def lines(self) -> list[str]:
+        """One line per reason, the most frequent first, with the first places."""
+        return [
+            f"{count} {what}: {reason}{self._where(reason) if what == 'skipped' else ''}"
+            for what, reasons in (("skipped", self.skipped), ("mended", self.mended))
+            for reason, count in reasons.most_common()
+        ]
+
+    def values(self, path: Path, records: Sequence[Record], skipping: Skipping, remedy: str) -> Iterator[Any]:
+        """The values of a file's records, whose places are known while each is looked at.
+
+        Raises:
+            ConfigError: when all have been looked at, and more than a few were left out; ``remedy`` says how to go on.
+        """
+        before = self.skipped.total()
+        for record in records:
+            self.place = path.name, record.place
+            if record.error is None:
+                yield record.value
+            else:
+                self.skip(record.error)
+        self.place = None
+        left_out = self.skipped.total() - before
+        if skipping == "few" and left_out > max(3, len(records) // 100):
+            raise ConfigError(
+                f"{left_out} of {len(records)} records of {str(path)!r} are left out, which is more than a few: "
+                f"{'; '.join(self.lines())}; mend them, or {remedy}"
+            )
+
+    def _where(self, reason: str) -> str:
+        places = self.places[reason]
+        files = [
+            f"{file}, {', '.join(place for _, place in found)}"
+            for file, found in groupby(places[:_NAMED], key=itemgetter(0))
+        ]
+        more = [f"{len(places) - _NAMED} more"] if len(places) > _NAMED else []
+        return f" ({'; '.join([*files, *more])})" if places else ""
