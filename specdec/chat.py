@@ -49,6 +49,8 @@ def chat(
     from specdec.load import load_run
     from specdec.prefix import PrefixCache
 
+    if sys.stdin is None:
+        raise ConfigError("a talk is read from standard input, which is closed; use `specdec generate` for one prompt")
     config = resolve(ChatConfig, given)
     engine, kept = load_run(config), PrefixCache()
     opening: Messages = [{"role": "system", "content": system}] if system else []
@@ -106,7 +108,7 @@ def _lines(interactive: bool) -> Iterator[str]:
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to end a talk
     if not interactive:
-        yield from filter(None, map(str.strip, sys.stdin))
+        yield from filter(None, (line.lstrip("\ufeff").strip() for line in sys.stdin))  # a file's mark is no word
         return
     with suppress(ImportError):
         import readline  # noqa: F401  (gives input() a history and editing)

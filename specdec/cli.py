@@ -6,11 +6,13 @@ Importing torch and transformers takes seconds, so commands import what they nee
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -23,7 +25,7 @@ from specdec import show
 from specdec.chat import chat
 from specdec.config import ModelOptions, RunConfig, check_positive, resolve
 from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, shown
-from specdec.files import refuse_existing
+from specdec.files import decoded, refuse_existing
 from specdec.info import info
 from specdec.options import Given, with_options
 from specdec.pull import pull
@@ -34,26 +36,49 @@ __all__ = ["COMMANDS", "build", "main"]
 COMMANDS = "specdec.commands"
 """Entry point group of further commands."""
 
+# Every file that is written has an error of its own, so these are standard output's, or standard error's.
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
+
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line, ``sys.argv`` by default; returns its exit status.
 
-    An expected error is one line, and 2; a warning of ours is one line too, without the place in the source. Of several
-    processes that decode together, only rank 0 prints, and others where something that they met went wrong.
+    An expected error is one line, and 2, as is an output that takes no more; a warning of ours is one line too, without
+    the place in the source. Of several processes that decode together, only rank 0 prints, and others where something
+    that they met went wrong.
     """
     try:
         with warnings.catch_warnings(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             status: int | None = build()(arguments, standalone_mode=False, prog_name="specdec")
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, as an error at Python's end could not be told
         return status or 0
     except (SpecdecError, typer.TyperException) as error:
         if not (_follows() and isinstance(error, ConfigError | PromptError | typer.TyperException)):
-            show.print_error(error)
+            _tell(error)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _tell(SpecdecError(f"cannot write the output: {error}; make room, or send it elsewhere"))
+        return 2
+
+
+def _tell(error: Exception) -> None:
+    """Shows an error, and lets go of what could not be written, which Python would try once more at its end."""
+    with suppress(OSError):
+        show.print_error(error)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _follows() -> bool:
@@ -185,16 +210,22 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
         raise PromptError(f"a prompt and --prompt-file {shown(file)} were given; give one of them")
     if prompt is None and file is None:
         raise PromptError("no prompt was given; write one, or --prompt-file FILE (- is standard input)")
+    if file == "-" and sys.stdin is None:
+        raise PromptError("the prompt is to come from standard input, which is closed; give it, or a file of it")
     try:
         if file is not None:
-            prompt = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+            prompt = decoded(_standard_input() if file == "-" else Path(file).read_bytes())
         assert prompt is not None
         prompt.encode("utf-8")  # an argument's stray bytes come as surrogates, which no tokenizer takes
     except OSError as error:
         raise PromptError(f"cannot read the prompt file {shown(file)}: {error.strerror}") from error
-    except UnicodeError as error:
+    except ValueError as error:
         raise PromptError(f"the prompt is no UTF-8 text: {error}; convert it") from error
     return prompt
+
+
+def _standard_input() -> bytes:
+    return sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
 
 
 def drafters(

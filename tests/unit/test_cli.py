@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import json
@@ -567,6 +568,54 @@ def two() -> None:
         "error: command 'lost' is registered as 'lost:run', which does not import: OSError: two lines;"
     )
     assert lost.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "encode", [str.encode, lambda text: text.encode("utf-8-sig"), lambda text: text.encode("utf-16")]
+)
+def test_a_mark_and_the_lines_of_windows_are_no_part_of_a_prompt(
+    encode: Callable[[str], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encode("import ös\r\n")
+    (tmp_path / "prompt.txt").write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    for file in (str(tmp_path / "prompt.txt"), "-"):
+        assert cli._read_prompt(None, file) == "import ös\n"
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "--prompt-file", "-"]])
+def test_closed_input_is_told(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a shell's <&- leaves it."""
+    monkeypatch.setattr("specdec.load.load_run", lambda config: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(command) == 2
+    assert capsys.readouterr().err.partition("standard input, which is closed; ")[0].count(";") == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+@pytest.mark.parametrize(
+    "command",
+    [["--version"], ["--help"], ["drafters"], ["drafters", "--json"], ["generate", "x", "--max-new-tokens", "1"]],
+)
+def test_an_output_that_takes_no_more_is_told(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(command) == 2
+        full.flush()  # as Python does at its end
+    assert "error: cannot write the output: [Errno 28] No space left on device; make room" in capsys.readouterr().err
+
+
+def test_errors_of_files_are_not_the_output_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOENT, "No such file", "x")
+
+    monkeypatch.setattr(show, "drafter_list", fail)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["drafters"])
 
 
 def test_version_and_module(run: Run) -> None:
