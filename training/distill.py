@@ -23,11 +23,12 @@ from specdec.bench.questions import Question, build_prompt, read_questions
 from specdec.conversations import is_text, turns_of
 from specdec.engine import Engine
 from specdec.errors import ConfigError, PromptError
-from specdec.files import unfinished, write_text
+from specdec.files import write_text
 from specdec.formats import Record, read_content
 from specdec.results import Generation
 from specdec.sampling import SamplingParams
 from specdec.text import stop_strings
+from specdec.unfinished import unfinished
 from training.skips import Skipping, Skips
 
 __all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of", "talk"]
