@@ -45,10 +45,11 @@ from specdec.pretrained import (
     refuse_unfit,
 )
 from specdec.runners import EXECUTIONS
-from specdec.runners.known import version_of, why_special
+from specdec.runners.known import why_special
 from specdec.runners.linear import DenseLinear, HeadOf, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, choose_runner
 from specdec.runners.runner import LayerRunner
+from specdec.runners.snapshot import Outline, Snapshot
 from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
 from specdec.target import TargetOutput
@@ -148,6 +149,10 @@ class TransformersTarget:
         )
         self.runner, self.options["runner"] = self.plan.runner, self.plan.runner.name
         del self._reference
+        read: Any = (model, self.decoder, config, model.get_input_embeddings())
+        self._outline = Outline(*read)
+        self._rotary = Snapshot(maker.rotary.module.modules() if maker.rotary.fixed else (), root=model)
+        self._seen: tuple[Snapshot, object] | None = None
 
     @classmethod
     @checked
@@ -263,16 +268,19 @@ class TransformersTarget:
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed since its runner read it; called before every generation."""
-        changed = self.runner.changed()
+        around = self._outline.changed() or self._rotary.changed()  # which no runner follows
+        changed = around or self.runner.changed()
         if changed is not None:
             lenient = ", or use execution='transformers', which follows edits of weights and hooks"
             raise TargetError(
                 f"{self.name} was changed after its {self.runner.name} layers were made, which would not follow: "
-                f"{changed}; make a new engine of it{'' if self.runner.borrows else lenient}"
+                f"{changed}; make a new engine of it{'' if around or self.runner.borrows else lenient}"
             )
 
     def version(self) -> object:
-        return version_of(self.model)
+        if self._seen is None or self._seen[0].changed() is not None:
+            self._seen = Snapshot(self.model.modules(), root=self.model), object()
+        return self._seen[1]
 
     def plain_model(self) -> PreTrainedModel:
         """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""
