@@ -291,7 +291,7 @@ class TestOwnQuestions:
 
     def test_a_question_is_written_where_a_user_begins(self, tiny_engine: Engine) -> None:
         cold = SamplingParams(seed=7)
-        said = talk(tiny_engine, own_prompts(1)[0], "auto", 6, 8, cold, ["x"])
+        said = talk(tiny_engine, own_prompts(1)[0], "auto", 6, 8, cold, {"stop": ["x"]})
         first = next(said)
         assert tiny_engine.tokenizer.decode(first.prompt) == "# User: "
         assert first.options == {"sampling": SamplingParams(temperature=1.0, seed=8)}
