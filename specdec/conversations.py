@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.errors import ConfigError
-
 __all__ = ["MARK", "VICUNA", "Turn", "answer_end", "is_text", "turns_of", "vicuna", "writes_chats"]
 
 VICUNA = (

@@ -246,7 +246,8 @@ def _settings(config: Any) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(config).items()
-        if type(value) in (int, float, list, dict, type(None)) and not (key[0] == "_" or "token" in key or key in _ABOUT)
+        if type(value) in (int, float, list, dict, type(None))
+        and not (key[0] == "_" or "token" in key or key in _ABOUT)
     }
 
 

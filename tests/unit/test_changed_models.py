@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama as llama
 
 from specdec import Engine, PrefixCache, TransformersTarget
-from specdec.cache import KVCache, LayerSpec
 from specdec.errors import TargetError
 from specdec.native.library import library
-from specdec.runners.snapshot import Snapshot
 from tests import models
 from tests.tiers import each_once
 
@@ -228,7 +225,9 @@ def test_what_a_config_says_while_a_model_runs(edit: Callable[[Any], None], exec
     engine = Engine(TransformersTarget(model, execution=execution))
     engine.generate(PROMPT, 4)
     edit(model)
-    with pytest.raises(TargetError, match="(final_logit_softcapping|sliding_window|layer_types) of its Gemma2Config is"):
+    with pytest.raises(
+        TargetError, match="(final_logit_softcapping|sliding_window|layer_types) of its Gemma2Config is"
+    ):
         engine.generate(PROMPT, 4)
 
 
