@@ -217,7 +217,7 @@ def constants(heads: int, group: int, width: int, itemsize: int, *, windowed: bo
     small = wide * itemsize > 256  # with more, a block of a smaller GPU has no room for it
     groups = triton.next_power_of_2(group)
     return {
-        "GROUP": group, "HEADS": heads, "WIDTH": width, "WIDE": wide, "ROWS": max(16 if small else 64, groups),
+        "GROUP": group, "HEADS": heads, "WIDTH": width, "WIDE": wide, "ROWS": max(16 if small else 32, groups),
         "KEYS": 32 if small else 64, "JOINED": min(16, max(1, _JOINED // (groups * wide))), "WINDOWED": windowed,
     }  # fmt: skip
 
