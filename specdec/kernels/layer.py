@@ -31,8 +31,8 @@ def _add_norm(
     at = tl.arange(0, WIDE)
     inside = at < WIDTH
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    after_former(PDL)
     row = tl.program_id(0) * WIDTH + at
+    after_former(PDL)
     x = tl.load(residual + row, mask=inside, other=0.0)
     if PARTS > 0:
         added = tl.load(delta + row, mask=inside, other=0.0).to(tl.float32)
@@ -80,7 +80,6 @@ def _turn_and_store(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_former(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     sequence, own_row = row // each, row % each
     counts += 3 * sequence
@@ -90,6 +89,15 @@ def _turn_and_store(
     at = tl.arange(0, HALF)
     inside = at < WIDTH // 2
     own = heads + (row * (QUERIES + 2 * KEYS) + head) * WIDTH + at
+    slot = (tl.load(counts) + tl.load(counts + 1) + own_row) % slots
+    place = tl.load(places + row) * WIDTH + at
+    cos_x = tl.load(cosines + place, mask=inside, other=0.0).to(tl.float32)
+    cos_y = tl.load(cosines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+    sin_x = tl.load(sines + place, mask=inside, other=0.0).to(tl.float32)
+    sin_y = tl.load(sines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+    keys = tl.load(own_table).to(tl.pointer_type(query.dtype.element_ty))
+    values = tl.load(own_table + 1).to(tl.pointer_type(query.dtype.element_ty))
+    after_former(PDL)  # all that was read so far has been there since the step began
     low = tl.load(own, mask=inside, other=0.0)
     high = tl.load(own + WIDTH // 2, mask=inside, other=0.0)
     size = tl.num_programs(0) * (QUERIES + 2 * KEYS) * WIDTH
@@ -97,9 +105,7 @@ def _turn_and_store(
         low += tl.load(own + part * size, mask=inside, other=0.0)
         high += tl.load(own + part * size + WIDTH // 2, mask=inside, other=0.0)
     low, high = low.to(query.dtype.element_ty), high.to(query.dtype.element_ty)
-    slot = (tl.load(counts) + tl.load(counts + 1) + own_row) % slots
     if head >= QUERIES + KEYS:  # a value is stored as it is
-        values = tl.load(own_table + 1).to(tl.pointer_type(query.dtype.element_ty))
         there = values + ((head - QUERIES - KEYS) * slots + slot) * WIDTH + at
         tl.store(there, low, mask=inside & stored)
         tl.store(there + WIDTH // 2, high, mask=inside & stored)
@@ -115,17 +121,11 @@ def _turn_and_store(
                 x *= tl.load(key_weight + at, mask=inside, other=0.0).to(tl.float32)
                 y *= tl.load(key_weight + WIDTH // 2 + at, mask=inside, other=0.0).to(tl.float32)
             x, y = x.to(low.dtype).to(tl.float32), y.to(low.dtype).to(tl.float32)
-        place = tl.load(places + row) * WIDTH + at
-        cos_x = tl.load(cosines + place, mask=inside, other=0.0).to(tl.float32)
-        cos_y = tl.load(cosines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-        sin_x = tl.load(sines + place, mask=inside, other=0.0).to(tl.float32)
-        sin_y = tl.load(sines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
         turned_x = (x * cos_x - y * sin_x).to(low.dtype)
         turned_y = (y * cos_y + x * sin_y).to(low.dtype)
         if head < QUERIES:
             there = query + (row * QUERIES + head) * WIDTH + at
         else:
-            keys = tl.load(own_table).to(tl.pointer_type(query.dtype.element_ty))
             there = keys + ((head - QUERIES) * slots + slot) * WIDTH + at
             inside = inside & stored
         tl.store(there, turned_x, mask=inside)

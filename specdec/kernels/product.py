@@ -1,4 +1,4 @@
-"""Products of up to 128 rows with a weight, in which a row's bits do not depend on how many rows there are.
+"""Products with a weight in which a row's bits do not depend on how many rows there are.
 
 He et al. (2025, "Defeating Nondeterminism in LLM Inference") name what makes a library's products differ: how the sum
 over the inputs is cut changes with the number of rows. Here it is fixed by the weight's shape: the inputs are cut into
@@ -10,7 +10,7 @@ costs no time that memory does not take.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,12 +20,12 @@ import triton.language as tl
 
 from specdec.kernels.launch import after_former, early, on_device
 
-__all__ = ["BUCKETS", "Cut", "cut_of", "product"]
+__all__ = ["BUCKETS", "Cut", "cut_of", "product", "splits_of"]
 
-BUCKETS = (16, 32, 64, 128)
+BUCKETS = (16, 32, 64, 128, 256)
 """Rows of activations in one program; more than the last are several programs' affair."""
 
-_PROGRAMS = 396  # about three for each of an H100's 132 processors, so that all of them run at once
+_PROGRAMS = 330  # two to three for each of an H100's 132 processors, so that all of them run at once
 _AHEAD = 256  # inputs of a weight's row that are read into the cache before the kernel ahead has ended
 
 
@@ -107,13 +107,38 @@ def _product(
 
 
 @cache
-def cut_of(outputs: int, inputs: int, gated: bool) -> Cut:
-    """How a weight [outputs, inputs] is cut; one that is ``gated`` is of two such weights."""
-    step = 128 if inputs % 128 == 0 and not gated else 64
-    turns, tiles = triton.cdiv(inputs, step), triton.cdiv(outputs, 64)
+def splits_of(outputs: int, inputs: int, gated: bool) -> int:
+    """Ranges of inputs, all of one size, for a weight [outputs, inputs]; one that is ``gated`` is of two such weights."""
+    turns, tiles = triton.cdiv(inputs, _step(inputs)), triton.cdiv(outputs, 64)
     even = [splits for splits in range(1, min(turns, 16) + 1) if turns % splits == 0 and not (gated and splits > 1)]
-    splits = min(even, key=lambda one: max(tiles * one / _PROGRAMS, _PROGRAMS / (tiles * one)))
-    return Cut(64, step, splits, 4, 4)
+    return min(even, key=lambda one: max(tiles * one / _PROGRAMS, _PROGRAMS / (tiles * one)))
+
+
+def _step(inputs: int) -> int:
+    return 128 if inputs % 128 == 0 else 64
+
+
+@cache
+def cut_of(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 227 << 10) -> Cut:
+    """How such a weight is cut for a bucket of rows on a device whose programs have so many ``shared`` bytes.
+
+    Measured on an H100 with the products of a 7 B model, see docs/gpu.md; what reads 2.6 to 2.95 of 3.06 TB/s for few.
+    """
+    splits, step = splits_of(outputs, inputs, gated), _step(inputs)
+    tile, warps, stages = 64, 4, 4 if bucket <= 32 else 3
+    if bucket > 128:
+        tile, step, warps, stages = 64 if gated else 128, 64, 8, 4
+    elif step == 64:
+        stages = 6 if bucket <= 32 else 4
+    each = 2 * step * (tile * (2 if gated else 1) + bucket)
+    return Cut(tile, step, splits, warps, max(2, min(stages, (shared - 4096) // each)))
+
+
+@cache
+def _shared(device: torch.device) -> int:
+    """Bytes that a program may share on a device."""
+    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(known, "shared_memory_per_block_optin", 227 << 10))
 
 
 def product(
@@ -130,15 +155,15 @@ def product(
     Args:
         activations: float16 or bfloat16, contiguous.
         gated: the weight is of two, one above the other, and the result SiLU of the first product times the second.
-        cut: another one than :func:`cut_of` gives.
+        cut: another one than :func:`cut_of` gives; with as many splits it is the same product, bit for bit.
         whole: never in parts.
     """
     rows, inputs = activations.shape
     outputs = len(weight) // (2 if gated else 1)
-    cut = cut or cut_of(outputs, inputs, gated)
-    if whole and cut.splits > 1:
-        cut = Cut(cut.tile, cut.step, 1, cut.warps, cut.stages)
     bucket = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
+    cut = cut or cut_of(outputs, inputs, gated, bucket, _shared(activations.device))
+    if whole and cut.splits > 1:
+        cut = replace(cut, splits=1)
     shape = (rows, outputs) if cut.splits == 1 else (cut.splits, rows, outputs)
     dtype = activations.dtype if cut.splits == 1 else torch.float32
     output = torch.empty(shape, dtype=dtype, device=activations.device)

@@ -95,7 +95,6 @@ def _attend(
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, JOINED: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_former(PDL)
     EACH: tl.constexpr = ROWS // GROUP  # rows of a program that do not join
     head = tl.program_id(0)
     tiles = tl.where(joins != 0, bucket, tl.cdiv(bucket, EACH))
@@ -119,13 +118,16 @@ def _attend(
     wide = tl.arange(0, WIDE)
     inside = wide < WIDTH
     index = first_row + row
+    stand = tl.load(places + before + row, mask=live, other=0).to(tl.int32)
+    last = tl.load(places + before + lead, mask=lead < rows, other=-1).to(tl.int32)  # position of the row that joins
+    after_former(PDL)  # all that was read so far has been there since the step began
+    if (joins == 0) & (_start(tl.program_id(2)) >= length // KEYS * KEYS):
+        return
     q = tl.load(
         query + (index * HEADS + own)[:, None] * WIDTH + wide[None, :],
         mask=live[:, None] & inside[None, :],
         other=0.0,
     )
-    stand = tl.load(places + before + row, mask=live, other=0).to(tl.int32)
-    last = tl.load(places + before + lead, mask=lead < rows, other=-1).to(tl.int32)  # position of the row that joins
 
     low = length * 0
     if WINDOWED:

@@ -180,8 +180,8 @@ class CudaRunner(LayerByLayer):
                 where["paths"] = self._kernels.paths(where)
             elif isinstance(part, Block) and "paths" not in where:
                 where["places"] = part.positions[0]
-                chain = torch.arange(part.rows, dtype=torch.int32, device=where["places"].device)
-                where["paths"] = chain.expand(part.rows, -1).contiguous()
+                depths = torch.arange(part.rows, dtype=torch.int32, device=where["places"].device)
+                where["paths"] = depths.repeat(part.rows, 1)
 
 
 class _Norm:

@@ -16,22 +16,22 @@ products = pytest.importorskip("specdec.kernels.product")
 )
 def test_a_row_is_itself_beside_any_others(outputs: int, inputs: int, gated: bool, biased: bool) -> None:
     high = outputs * (2 if gated else 1)
-    rows, weight = torch.randn(130, inputs).half(), (torch.randn(high, inputs) / inputs**0.5).half()
+    rows, weight = torch.randn(128, inputs).half(), (torch.randn(high, inputs) / inputs**0.5).half()
     bias = torch.randn(high).half() if biased else None
     several = products.product(rows, weight, bias, gated=gated)
-    assert several.ndim == (3 if products.cut_of(outputs, inputs, gated).splits > 1 else 2)
+    assert several.ndim == (3 if products.splits_of(outputs, inputs, gated) > 1 else 2)
     expected = F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
     if gated:
         expected = F.silu(expected[:, :outputs]) * expected[:, outputs:]
     found = several if several.ndim == 2 else several.sum(0)
     assert (found.double() - expected).abs().max() < 1e-2
     for count in (1, 2, 16, 17, 33, 64, 65, 128):
-        first = 130 - count  # they stand elsewhere, too
+        first = 128 - count  # they stand elsewhere, too
         fewer = products.product(rows[first:], weight, bias, gated=gated)
         assert torch.equal(fewer, several[..., first:, :]), count
 
 
 def test_whole_sums_are_in_one_piece() -> None:
     rows, weight = torch.randn(3, 256).half(), torch.randn(64, 256).half()
-    assert products.cut_of(64, 256, False).splits == 2
+    assert products.splits_of(64, 256, False) == 2
     assert products.product(rows, weight, None, whole=True).shape == (3, 64)
