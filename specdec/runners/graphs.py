@@ -92,7 +92,10 @@ class StepInputs:
         hidden: [B, D].
         turns: cosines and sines [B, d] of the rows, and their numbers.
         windows: of each layer's attention.
+        backend: of attention: graphs have kernels of their own for it.
     """
+
+    backend = "auto"
 
     def __init__(self, hidden: torch.Tensor, block: Rows, turns: Turns) -> None:
         rows, width = block.shapes["closure"][..., 0].size, turns[0].shape[1]

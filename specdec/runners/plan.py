@@ -74,6 +74,7 @@ class RunnerMaker:
         self.rotary = Rotary(decoder.rotary_emb, config)
         self._holders = [model, decoder, layers]  # in which the layers, the embedding, the last norm and the head hang
         self._kinds = getattr(config, "layer_types", None) if self.rotary.by_kind else None
+        self._longest = int(getattr(config, "max_position_embeddings", None) or 1)
         arguments = inspect.signature(layers[0].forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in arguments else "past_key_values"
 
@@ -143,7 +144,8 @@ class RunnerMaker:
             known = [layer for layer in self._fusible if isinstance(layer, KnownLayer)]
             modules = [module for layer in known for module in layer.module.modules()]
             recorder = CudaRecorder(next(self.layers.parameters()).device)
-            return CudaRunner([CudaLayer(layer, files, kernels) for layer in known], recorder, **self._parts(modules))
+            cuda = [CudaLayer(layer, files, kernels) for layer in known]
+            return CudaRunner(cuda, recorder, kernels, self._longest, **self._parts(modules))
         if name == "fused":
             for layer in self._fusible:
                 if isinstance(layer, KnownLayer):

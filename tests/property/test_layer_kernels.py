@@ -19,7 +19,7 @@ CompilationError = pytest.importorskip("triton", reason="Triton is not installed
 kernels = pytest.importorskip("specdec.kernels.layer")
 
 # As little as shows every index at work: the interpreter takes its time for each program of each layer.
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 200}
 
 
 @pytest.mark.parametrize("width", [20, 64])
@@ -81,13 +81,7 @@ def test_kernels_are_tried_on_the_layers_that_they_are_for(monkeypatch: pytest.M
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of few processors: in 32 parts of a short list of keys all but one would be empty."""
-    monkeypatch.setattr("specdec.kernels.step._PROGRAMS", 16)
-
-
-@pytest.fixture
-def interpreted(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused runners are those of a CUDA device."""
     monkeypatch.setattr(plan.RunnerMaker, "_kernels", lambda maker: kernels)
 
@@ -118,7 +112,6 @@ def test_a_model_is_itself(family: str) -> None:
         assert texts[0] == texts[1]
 
 
-@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("replayed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of other lengths, so that the rows stand elsewhere in each; replayed, a fourth one has none."""

@@ -10,11 +10,53 @@ from hypothesis import given, settings
 
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
+from specdec.draft import Draft
 from tests.property.test_attention import GROUPS, HEADS, MOST, WIDTH, Case, World, cases
 from tests.tiers import each_once
 
 pytest.importorskip("triton", reason="Triton is not installed")
 step = pytest.importorskip("specdec.kernels.step")
+
+TREE = [-1, 0, 0, 1, 2, 4, 3, 5, 7, 8, 9]
+
+
+def test_a_drafted_row_is_the_same_token_decoded_plainly() -> None:
+    """Bit for bit: each path of a tree across the borders of keys and of segments, token by token; a window as well."""
+    generator = torch.Generator().manual_seed(0)
+    for length, parents, window in ((2030, TREE, None), (60, list(range(-1, 11)), None), (120, TREE, 70)):
+        depths = Draft([0] * len(parents), parents).depths
+        every = [torch.randn(1, heads, length + len(parents), WIDTH, generator=generator) for heads in (2, 2, 4)]
+        keys, values, query = (one.half() for one in every)
+        spec = LayerSpec(2, WIDTH, WIDTH, window, torch.device("cpu"), torch.float16)
+
+        def attend(block: Block, rows: list[int]) -> torch.Tensor:
+            block.store(keys[:, :, rows], values[:, :, rows], 0)  # noqa: B023
+            where = block.where()
+            where["paths"] = step.paths(where)
+            own = query.new_zeros(1, 4, len(where["closure"]), WIDTH)  # noqa: B023
+            own[:, :, : len(rows)] = query[:, :, rows]  # noqa: B023
+            return step.step_attention(
+                own.transpose(1, 2).contiguous().transpose(1, 2), where, 0, 2, window, 0.3, 20  # noqa: B023
+            )  # fmt: skip
+
+        def filled() -> KVCache:
+            cache = KVCache([spec], capacity=length + len(parents), rows=16)  # noqa: B023
+            for start in range(0, length, 16):  # noqa: B023
+                rows = list(range(start, min(start + 16, length)))  # noqa: B023
+                cache.write(0, keys[:, :, rows], values[:, :, rows], start)  # noqa: B023
+                cache.commit(range(len(rows)))
+            return cache
+
+        tree = Block(filled(), [0] * len(parents), parents=parents, depths=depths)
+        drafted = attend(tree, [length + row for row in range(len(parents))])
+        leaf = max(range(len(parents)), key=depths.__getitem__)
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        cache = filled()
+        for row in path:
+            assert torch.equal(attend(Block(cache, [0]), [length + row])[0], drafted[row]), (length, row)
+            cache.commit([0])
 
 
 def attended(world: World) -> torch.Tensor:
@@ -34,22 +76,16 @@ def attended(world: World) -> torch.Tensor:
         block = Block(cache, [0] * (last - first), first=first, **shape)
         block.store(*world.rows(case.length + first, case.length + last), 0)
         where = block.where()
+        where["paths"] = step.paths(where)
         padded = world.query.new_full((1, HEADS, len(where["closure"]), WIDTH), torch.nan)
         padded[:, :, : last - first] = world.query[:, :, first:last]
         query = padded.transpose(1, 2).contiguous().transpose(1, 2)  # as it comes, row by row
-        output = step.step_attention(query, where, 0, GROUPS, case.window, WIDTH**-0.5)
+        output = step.step_attention(query, where, 0, GROUPS, case.window, WIDTH**-0.5, step.segments_of(case.length + MOST + 64))
         assert not output[last - first :].any()
         outputs.append(output[: last - first].view(-1, HEADS, WIDTH).transpose(0, 1)[None])
     return torch.cat(outputs, 2)
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of few processors: in 32 parts of a short list of keys all but one would be empty."""
-    monkeypatch.setattr(step, "_PROGRAMS", 16)
-
-
-@pytest.mark.usefixtures("few")
 @given(case=cases())
 @settings(max_examples=8)
 def test_rows_see_their_ancestors_and_the_window(case: Case) -> None:
@@ -71,6 +107,3 @@ def test_more_rows_and_keys_than_one_program_takes(size: tuple[int, int], precis
     assert (got.double() - world.naive()).abs().max() < bound
 
 
-def test_keys_are_cut_into_few_parts_where_rows_are_many() -> None:
-    parts = [step.constants(1, rows, 8, 4, 128, 2, windowed=False)["PARTS"] for rows in (1, 4, 16, 64, 128)]
-    assert parts == [32, 32, 32, 8, 4]
