@@ -262,7 +262,9 @@ def step_bits(check: Check, target: TransformersTarget, shape: str, length: int)
                     launched_equal=torch.equal(logits[0], logits[1]),
                     finite=bool(logits[0].isfinite().all()),
                 )  # fmt: skip
-        blocks = [Block.of(Draft(text[:rows], tree_parents(rows, "binary")), filled(), check.device) for rows in (3, 9, 1)]
+        blocks = [
+            Block.of(Draft(text[:rows], tree_parents(rows, "binary")), filled(), check.device) for rows in (3, 9, 1)
+        ]
         alone = torch.cat([target.forward(block).hidden for block in blocks])
         together = target.forward(Batch(blocks)).hidden
         check.note(shape=shape, batch_equal=torch.equal(alone, together))
@@ -324,7 +326,9 @@ def profile(check: Check) -> None:
                 group.values.zero_()
             for rows in (1, 64):
                 draft = Draft([5] * rows, tree_parents(rows, "binary"))
-                profile_of(check, shape, rows, lambda d=draft, c=cache, t=target: t.forward(Block.of(d, c, check.device)))
+                profile_of(
+                    check, shape, rows, lambda d=draft, c=cache, t=target: t.forward(Block.of(d, c, check.device))
+                )
 
 
 def profile_of(check: Check, shape: str, rows: int, run: Callable[[], object]) -> None:
@@ -360,7 +364,9 @@ def products(check: Check) -> None:
             several = max(2, min(20, (1 << 30) // (high * inputs * 2)))
             weights = [torch.randn(high, inputs, dtype=check.dtype, device=check.device) for _ in range(several)]
             held = 2e-6 * high * inputs  # megabytes; over microseconds they are terabytes a second
-            activations = {rows: torch.randn(rows, inputs, dtype=check.dtype, device=check.device) for rows in (1, 64, 128)}
+            activations = {
+                rows: torch.randn(rows, inputs, dtype=check.dtype, device=check.device) for rows in (1, 64, 128)
+            }
             theirs = {
                 rows: held / device_us(lambda n, x=x: F.linear(x, weights[n % several]), check.device)
                 for rows, x in activations.items()
@@ -372,7 +378,8 @@ def products(check: Check) -> None:
                 try:
                     for rows, x in activations.items():
                         taken = device_us(
-                            lambda n, x=x, cut=cut: product(x, weights[n % several], None, gated=gated, cut=cut), check.device
+                            lambda n, x=x, cut=cut: product(x, weights[n % several], None, gated=gated, cut=cut),
+                            check.device,
                         )
                         speeds[rows] = held / taken
                 except Exception as error:  # too much of a processor's memory
@@ -482,7 +489,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gguf", help="a model's file, for real text")
     parser.add_argument("--pytest", nargs="*", default=[], help="more for pytest, such as -k bits")
     args = parser.parse_args(arguments)
-    limits = {name: float(seconds) for name, _, seconds in (part.partition("=") for part in args.limits.split(",") if part)}
+    limits = {
+        name: float(seconds) for name, _, seconds in (part.partition("=") for part in args.limits.split(",") if part)
+    }
     names = [name for name in args.sections.split(",") if name]
     if odd := [name for name in (*names, *limits) if name not in SECTIONS]:
         parser.error(f"{odd[0]!r} is none of {', '.join(SECTIONS)}")

@@ -58,7 +58,7 @@ def _start(segment):
 def segments_of(positions: int) -> int:
     """How many segments a text of so many tokens has at most."""
     first, number, size = next(level for level in reversed(_LEVELS) if level[0] < max(positions, 1))
-    return number + triton.cdiv(max(positions, 1) - first, size)
+    return number + -(-(max(positions, 1) - first) // size)
 
 
 @triton.jit(do_not_specialize=("bucket", "reach"))
@@ -166,7 +166,9 @@ def _attend(
             level = tl.where(higher == float("-inf"), 0.0, higher)
             share = tl.exp2((scores - level[:, None]) * factor)
             shrink = tl.exp2((top - level) * factor)
-            v = tl.load(values + slot[:, None] * WIDTH + wide[None, :], mask=known[:, None] & inside[None, :], other=0.0)
+            v = tl.load(
+                values + slot[:, None] * WIDTH + wide[None, :], mask=known[:, None] & inside[None, :], other=0.0
+            )
             mixed = tl.dot(share.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
             total = total * shrink + tl.sum(share, 1)
             top = higher

@@ -1,7 +1,7 @@
 """Snapshot: what was read of a model, so that a change made later is found.
 
-What is compared is held: an address, or an ``id()``, may soon be another object's. Weights are held weakly, and of their
-memory only its record, so that those that are replaced are freed; whatever a dead reference stood for has changed.
+What is compared is held: an address, or an ``id()``, may soon be another object's. Weights are held weakly, and of
+their memory only its record, so that those that are replaced are freed; whatever a dead reference stood for has changed.
 Edits in place are found by torch's version counters. What goes past those (``.data``, NumPy, another process; peft
 merges adapters so) is found by a few values of each weight, on a CPU, and only where it changed one of them.
 """
@@ -54,7 +54,7 @@ class Snapshot:
         self, modules: Iterable[nn.Module], *, holders: Sequence[nn.Module] = (), root: nn.Module | None = None
     ) -> None:
         self._modules, self._root = list(modules), root
-        self._classes = [*map(type, self._modules)]
+        self._classes: list[Any] = [*map(type, self._modules)]
         self._forwards = [(kind, kind.forward) for kind in dict.fromkeys(self._classes)]
         self._plain: list[Place] = []
         self._tensors: list[Place] = []
@@ -95,11 +95,11 @@ class Snapshot:
             weights = _found(self._tensors)
             same = (
                 [*map(type, self._modules)] == self._classes
-                and all([kind.forward is forward for kind, forward in self._forwards])
+                and all(kind.forward is forward for kind, forward in self._forwards)
                 and [*map(len, self._spaces)] == self._sizes
                 and bool(_found(self._plain) == self._values)
                 and all(map(is_, _found(self._objects), self._things))
-                and all([ref() is weight for ref, weight in zip(self._refs, weights, strict=True)])
+                and all(ref() is weight for ref, weight in zip(self._refs, weights, strict=True))
                 and self._memory.is_same(weights)
                 and ([*map(len, self._owns)] == self._own_sizes or not any(self._overrides()))
             )
@@ -124,9 +124,9 @@ class Snapshot:
         for kind, forward in self._forwards:
             if kind.forward is not forward:
                 yield f"the forward of the class {kind.__name__} is another one"
-        for (space, part, module), size in zip(self._sized, self._sizes, strict=True):
+        for (space, part, owner), size in zip(self._sized, self._sizes, strict=True):
             if len(space) != size:
-                name = "torch" if module is None else self._name(module)
+                name = "torch" if owner is None else self._name(owner)
                 yield f"{name} has other {'hooks' if 'hooks' in part else part.strip('_')} than before"
         for place, value in zip(self._plain, self._values, strict=True):
             if not _equal(now := _at(place), value):
@@ -135,7 +135,7 @@ class Snapshot:
             if _at(place) is not value:
                 yield f"the {place[1]} of {self._name(place[2])} is another one"
         for number, (place, ref) in enumerate(zip(self._tensors, self._refs, strict=True)):
-            weight = _at(place)
+            weight: Any = _at(place)
             told = "is another one" if weight is not ref() else self._memory.told(number, weight)
             if told is not None:
                 yield f"the {place[1]} of {self._name(place[2])} {told}"
@@ -158,7 +158,7 @@ class _Memory:
         self._dense = [number for number, tensor in enumerate(tensors) if type(tensor.data) is torch.Tensor]
         dense = [tensors[number] for number in self._dense]
         # A record that is held, weakly, keeps its address to itself, though the memory that it is of is freed.
-        self._held = [StorageWeakRef(tensor.untyped_storage()) for tensor in dense]
+        self._held = [StorageWeakRef(tensor.untyped_storage()) for tensor in dense]  # type: ignore[no-untyped-call]
         self._records = [held.cdata for held in self._held]
         self._addresses = [tensor.data_ptr() for tensor in dense]
         self._strides = [tensor.stride() for tensor in dense]

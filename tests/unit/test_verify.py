@@ -405,7 +405,7 @@ def test_a_q_that_is_no_distribution_is_named(place: int, value: float) -> None:
     q[place] = value
     p = {text: torch.ones(3, dtype=torch.float64) / 3 for text in [(), (1,)]}
     draft = Draft.chain([0, 1], q={0: q})
-    with pytest.raises(DraftError, match="the q of row 0 is no distribution: its sum is .*its smallest number"):
+    with pytest.raises(DraftError, match=r"the q of row 0 is no distribution: its sum is .*its smallest number"):
         list(every(lambda choices: reject(draft, SCORES, IdealSampler(p, choices))))  # type: ignore[arg-type]
 
 
