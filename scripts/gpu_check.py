@@ -236,7 +236,7 @@ def step_bits(check: Check, target: TransformersTarget, shape: str, length: int)
         return cache
 
     with target.active():
-        cache = filled()
+        cache, plain = filled(), filled()
         for rows in (2, 8, 16, 33, 64, 128):
             for kind in ("chain", "binary", "star"):
                 parents = tree_parents(rows, kind)
@@ -250,7 +250,6 @@ def step_bits(check: Check, target: TransformersTarget, shape: str, length: int)
                 while parents[path[0]] >= 0:
                     path.insert(0, parents[path[0]])
                 path = path[:12]
-                plain = filled() if rows == 2 else plain
                 plain.length = length
                 wrong = 0
                 for row in path:

@@ -340,8 +340,8 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     weight = next(chain(module.parameters(), module.buffers()), None)
     if weight is None:
         raise TargetError(
-            f"{type(module).__name__} stands in the place of an embedding or a head, and has no weights: specdec cannot "
-            "see on which device it computes"
+            f"{type(module).__name__} stands in the place of an embedding or a head, and has no weights: specdec "
+            "cannot see on which device it computes"
         )
     return weight
 

@@ -1,7 +1,7 @@
 """Snapshot: what was read of a model, so that a change made later is found.
 
 What is compared is held: an address, or an ``id()``, may soon be another object's. Weights are held weakly, and of
-their memory only its record, so that those that are replaced are freed; whatever a dead reference stood for has changed.
+their memory only its record, so that those that are replaced are freed; what a dead reference stood for has changed.
 Edits in place are found by torch's version counters. What goes past those (``.data``, NumPy, another process; peft
 merges adapters so) is found by a few values of each weight, on a CPU, and only where it changed one of them.
 """
@@ -135,10 +135,11 @@ class Snapshot:
             if _at(place) is not value:
                 yield f"the {place[1]} of {self._name(place[2])} is another one"
         for number, (place, ref) in enumerate(zip(self._tensors, self._refs, strict=True)):
-            weight: Any = _at(place)
-            told = "is another one" if weight is not ref() else self._memory.told(number, weight)
-            if told is not None:
-                yield f"the {place[1]} of {self._name(place[2])} {told}"
+            weight = _at(place)
+            same = isinstance(weight, torch.Tensor) and weight is ref()
+            change = self._memory.told(number, weight) if same else "is another one"  # type: ignore[arg-type]
+            if change is not None:
+                yield f"the {place[1]} of {self._name(place[2])} {change}"
 
     def _name(self, module: nn.Module | None) -> str:
         if module is None:
