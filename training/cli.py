@@ -17,6 +17,7 @@ from rich.text import Text
 
 from specdec.config import RunConfig, WeightsOptions, check_positive, resolve
 from specdec.errors import ConfigError, check_choice
+from specdec.files import check_place, refuse_existing
 from specdec.options import Given, with_options
 
 __all__ = ["convert", "distill_data", "show_sample", "train", "tree_search"]
@@ -54,6 +55,7 @@ def convert(
     from specdec.model import TransformersTarget
     from training.convert import convert as convert_kangaroo
 
+    check_place(out, "the adapter", folder=True)
     target = None if model is None else TransformersTarget.from_pretrained(model)
     adapter = convert_kangaroo(source, out, exit_layer=exit_layer, target=target)
     typer.echo(f"wrote {out}: {sum(p.numel() for p in adapter.parameters()):,} parameters, exit layer {exit_layer}")
@@ -118,6 +120,7 @@ def distill_data(
     check_choice("format", form, FORMATS)
     skipping: Any = check_choice("skip", skip, SKIPPING)
     check_positive(prompts=prompts, prompt_tokens=prompt_tokens, batch=batch)
+    refuse_existing(out)
     engine = load_run(config)
     if SELF in sources and (len(sources) > 1 or prompts is None):
         raise ConfigError(f"{SELF!r} stands alone, with --prompts, as the model writes as many questions as are wanted")
@@ -178,6 +181,9 @@ def tree_search(
     config = resolve(RunConfig, given)
     if config.drafter not in ("none", "medusa"):
         raise ConfigError(f"drafter is {config.drafter!r}; tree-search is for medusa, whose heads are given by --heads")
+    check_place(out, "the tree")
+    if chart is not None:
+        check_place(chart, "the plot", option="--plot")
     judged = EvalConfig(prompts=texts, prompt=prompt, new=config.max_new_tokens)
     report(
         load(config), heads, data or ["stdlib"], out, judged, config.sampling, most=max_nodes, nodes=nodes, chart=chart

@@ -23,12 +23,13 @@ from specdec.bench.questions import Question, build_prompt, form_of, read_questi
 from specdec.conversations import MARK, is_text, turns_of, writes_chats
 from specdec.engine import Engine
 from specdec.errors import ConfigError, PromptError
-from specdec.files import unfinished, write_text
+from specdec.files import write_text
 from specdec.formats import Record, read_content
 from specdec.prompt import token_ids
 from specdec.results import Generation
 from specdec.sampling import SamplingParams
 from specdec.text import as_content, stop_strings
+from specdec.unfinished import unfinished
 from training.skips import Skipping, Skips
 
 __all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of", "talk"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from accelerate import Accelerator
 from annotated_types import Ge
 from torch import nn
 
@@ -17,6 +19,7 @@ from drafters.weights import check_fit
 from specdec.config import WeightsOptions
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.files import check_place, held_folder
 from specdec.model import TransformersTarget
 from specdec.text import load_tokenizer
 from specdec.values import check_fields
@@ -158,7 +161,21 @@ def run_training(
     Raises:
         SpecdecError: whatever is wrong with config, data, model or disk; see the parts.
     """
+    out = Path(config.out)
+    check_place(out, "a training run", folder=True)
     accelerator = new_accelerator(config.loop)
+    with held_folder(out) if accelerator.is_main_process else nullcontext():
+        return _run(config, option, make, kind, accelerator, out)
+
+
+def _run(
+    config: TrainConfig,
+    option: str,
+    make: Callable[[TransformersTarget, torch.Tensor], Any],
+    kind: Any,
+    accelerator: Accelerator,
+    out: Path,
+) -> dict[str, float]:
     say = accelerator.print
     target, why = frozen_target(config, accelerator.device)
     say(f"{why}; the drafter's in {'bfloat16' if accelerator.mixed_precision == 'bf16' else 'float32'}")
@@ -175,8 +192,7 @@ def run_training(
         f"{windows.trained} trained; {text.about}"
     )
     drafter, _, weights = option.partition(".")
-    out, what = Path(config.out), identity(config, {weights: asdict(module.config)})
-    best = train(part, windows, config.loop, accelerator, out, run=what)
+    best = train(part, windows, config.loop, accelerator, out, run=identity(config, {weights: asdict(module.config)}))
     if accelerator.is_main_process:
         write_card(out / "best", model_card(text, config, windows, read_log(out / "log.jsonl")))
         say(

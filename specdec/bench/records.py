@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, make_dataclass
@@ -11,11 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Lt, MaxLen, MinLen, Predicate
-from filelock import FileLock, Timeout
 
 from specdec.bench.questions import QuestionId
 from specdec.errors import ConfigError
-from specdec.files import append_lines, drop_unfinished, read_lines, write_json, writing
+from specdec.files import append_lines, check_place, drop_unfinished, held_folder, read_lines, write_json, writing
 from specdec.values import read_json
 
 __all__ = ["Key", "Output", "Record", "RunFolder", "Turn", "repeats_of"]
@@ -118,10 +116,7 @@ class RunFolder:
 
     def check(self) -> None:
         """Raises ConfigError where no folder can be there; makes none."""
-        there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            why = "cannot be written to" if there.is_dir() else "is a file"
-            raise ConfigError(f"cannot write a run to {str(self.path)!r}: {str(there)!r} {why}; give another --out")
+        check_place(self.path, "a run", folder=True)
 
     def manifest(self) -> dict[str, Any]:
         """What the run is.
@@ -178,16 +173,7 @@ class RunFolder:
         Raises:
             ConfigError: another process holds it, or it is no folder that can be written to.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / ".lock").acquire(timeout=0)
-        except Timeout as error:  # which is an OSError
-            raise ConfigError(
-                f"another run is writing to {str(self.path)!r}; wait for it, stop it, or choose another --out"
-            ) from error
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise ConfigError(f"cannot write to {str(self.path)!r}: {error}; give another --out") from error
-        with lock:
+        with held_folder(self.path):
             with self.on_disk("the answers"):
                 drop_unfinished(self.answers)
             yield

@@ -15,15 +15,16 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecdecWarning
-from specdec.files import cache_folder, digest_of
+from specdec.errors import ConfigError, SpecdecWarning
+from specdec.files import cache_folder, digest_of, held
 
 __all__ = [
     "CODES",
@@ -70,6 +71,7 @@ _SOURCE = Path(__file__).with_name("layers.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 _INSTALLED = Path(__file__).with_name("installed")
 _NO_ROW = 2  # what specdec_run_layers returns where it has no embedding for a token
+_UNFINISHED = ".unfinished-"  # what the folder is called in which the compiler works
 _SECONDS = 120  # a compiler that takes longer is not going to come back
 
 
@@ -210,7 +212,7 @@ def library() -> Any:
             warnings.warn(f"native layers are compiled anew by every process: {error}", SpecdecWarning, stacklevel=2)
             with tempfile.TemporaryDirectory() as private:  # what is loaded stays so when its file is gone
                 return _load(_build(found, Path(private)))
-        return _kept(folder, note) or _load(_build(found, folder, note))
+        return _kept(folder, note) or _compiled(found, folder, note)
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(f"no native layers, so decoding is slower: {error}", SpecdecWarning, stacklevel=2)
         return None
@@ -247,7 +249,8 @@ def install() -> Path:
         raise OSError("there is no C compiler (cc, gcc or clang) on PATH")
     _INSTALLED.mkdir(exist_ok=True)
     note = _machine()
-    path = _build(found, _INSTALLED, note)
+    with _alone_in(_INSTALLED):
+        path = _build(found, _INSTALLED, note)
     for file in (path, _INSTALLED / note):
         file.chmod(0o644)  # other users of this package are to read it
     return path
@@ -328,6 +331,30 @@ def _kept(folder: Path, note: str) -> Any:
         return None
 
 
+def _compiled(compiler: str, folder: Path, note: str) -> Any:
+    """The library, compiled into the user's folder, by the process that does it at this moment if there is one."""
+    missing = not os.path.lexists(folder / note)
+    with _alone_in(folder):
+        return (_kept(folder, note) if missing else None) or _load(_build(compiler, folder, note))
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder to compile into, and clear away what processes that were killed left there half-made.
+
+    Raises:
+        OSError: another process holds it for longer than a compiler may take.
+    """
+    busy = f"another process has been compiling in {str(folder)!r} for {2 * _SECONDS} s; stop it"
+    try:
+        with held(folder / ".lock", busy, 2 * _SECONDS):
+            for left in folder.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            yield
+    except ConfigError as error:
+        raise OSError(str(error)) from error
+
+
 def _path(folder: Path, digest: str) -> Path:
     if not re.fullmatch("[0-9a-f]{64}", digest):
         raise OSError(f"a note in {str(folder)!r} is broken: {digest[:64]!r} is no hash")
@@ -384,11 +411,11 @@ def _build(compiler: str, folder: Path, note: str | None = None) -> Path:
         OSError: it cannot be written.
         subprocess.SubprocessError: the compiler fails.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        built = Path(made) / "layers.so"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as made:
+        built, environment = Path(made) / "layers.so", {**os.environ, "TMPDIR": made}  # the compiler's own files, too
         for threads in (["-fopenmp"], []):  # a compiler without OpenMP makes a library for one thread
             command = [compiler, *_FLAGS, *threads, str(_SOURCE), "-o", str(built), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
             if done.returncode == 0:
                 break
         done.check_returncode()

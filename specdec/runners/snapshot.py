@@ -137,7 +137,7 @@ class Snapshot:
         for number, (place, ref) in enumerate(zip(self._tensors, self._refs, strict=True)):
             weight = _at(place)
             same = isinstance(weight, torch.Tensor) and weight is ref()
-            change = self._memory.told(number, weight) if same else "is another one"  # type: ignore[arg-type]
+            change = self._memory.told(number, weight) if same else "is another one"
             if change is not None:
                 yield f"the {place[1]} of {self._name(place[2])} {change}"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,10 +163,36 @@ def test_an_answer_that_fails_is_told(tiny_engine: Engine, tmp_path: Path, monke
         made(tiny_engine, tmp_path / "out.json")
 
 
-def test_a_disk_that_refuses_is_named(tiny_engine: Engine, tmp_path: Path) -> None:
+def test_two_runs_into_one_file_are_refused(tiny_engine: Engine, tmp_path: Path) -> None:
+    """At once, and one behind the other; nothing is left but the file."""
+    out, refused = tmp_path / "out.json", list[str]()
+
+    class Noting(list[Any]):
+        """Prompts: while they are read, another run tries to answer them."""
+
+        def __getitem__(self, number: Any) -> Any:
+            with pytest.raises(ConfigError) as caught:
+                made(tiny_engine, out)
+            refused.append(str(caught.value))
+            return super().__getitem__(number)
+
+    made(tiny_engine, out, Noting(PROMPTS))
+    assert set(refused) == {f"another run is answering into {str(out)!r}; wait for it, stop it, or give another --out"}
+    assert os.listdir(tmp_path) == ["out.json"]
+    assert len(json.loads(out.read_text())) == len(TEXTS)
+
+
+def test_a_disk_that_refuses_is_named(tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write .*the same command goes on where it was"):
+    with pytest.raises(ConfigError, match=r"cannot write .*file' is a file; give another --out"):
         made(tiny_engine, tmp_path / "file" / "out.json")
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("specdec.unfinished.append_lines", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*the same command goes on where it was"):
+        made(tiny_engine, tmp_path / "out.json")
 
 
 def test_later_turns_follow_the_targets_answers(tiny_engine: Engine, tmp_path: Path) -> None:

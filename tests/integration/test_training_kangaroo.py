@@ -25,10 +25,11 @@ from drafters.fingerprint import fingerprint
 from drafters.kangaroo import Kangaroo, KangarooConfig
 from drafters.vocabulary import most_frequent, token_counts
 from specdec import Engine
-from specdec.cli import build
+from specdec.cli import build, main
 from specdec.config import WeightsOptions, parse
 from specdec.draft import Draft
 from specdec.errors import CheckpointError, ConfigError
+from specdec.files import held_folder
 from specdec.model import TransformersTarget
 from specdec.pretrained import embedded_model
 from specdec.text import load_tokenizer
@@ -320,6 +321,16 @@ def test_training_goes_on_from_a_given_adapter(target_of: Callable[..., Transfor
     assert all(weight.dtype == torch.float32 and weight.requires_grad for weight in adapter.parameters())
     with pytest.raises(CheckpointError, match="width is 32, the model's is"):
         started(Adapter, str(tmp_path / "own"), TransformersTarget.from_pretrained(embedded_model()), "kangaroo")
+
+
+def test_two_trainings_into_one_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a model is loaded: a log would have each step twice."""
+    monkeypatch.setattr("training.run.frozen_target", lambda *_: pytest.fail("loaded"))
+    with held_folder(tmp_path / "run"):
+        assert main(["train", "kangaroo", "--data", "stdlib", "--out", str(tmp_path / "run")]) == 2
+    assert "another run is writing to" in capsys.readouterr().err
 
 
 class TestBadInput:

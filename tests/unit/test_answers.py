@@ -12,6 +12,7 @@ from specdec import Engine, cli
 from specdec.answers import answer, read_prompts
 from specdec.config import RunConfig
 from specdec.errors import ConfigError, SpecdecWarning
+from specdec.files import held
 
 TEXTS = ["import re\nimport", "def add(a, b):\n", "class A:\n", "for x in", "while True"]
 RUN = RunConfig(max_new_tokens=6)
@@ -34,6 +35,12 @@ def test_answers_stand_in_order(tiny_engine: Engine, prompts: Path, tmp_path: Pa
     assert [line["index"] for line in lines(out)] == list(range(5))
     assert [line["text"] for line in lines(out)] == [tiny_engine.generate(text, 6).text for text in TEXTS]
     assert [path.name for path in tmp_path.iterdir() if path.name != prompts.name] == ["out.jsonl"]
+    busy = tmp_path / "busy.jsonl"
+    with (
+        held(tmp_path / ".busy.jsonl.lock", ""),
+        pytest.raises(ConfigError, match=r"another run is answering into .*busy"),
+    ):
+        answer(tiny_engine, read_prompts(prompts), busy, RUN, batch=2, progress=False)
     with pytest.raises(ConfigError, match="exists; delete it"):
         answer(tiny_engine, read_prompts(prompts), out, RUN, batch=2, progress=False)
 

@@ -11,7 +11,8 @@ import pytest
 
 from specdec import files
 from specdec.errors import ConfigError, SpecdecWarning
-from specdec.files import cache_folder, read_text, replacing, unfinished, write_json, write_text
+from specdec.files import cache_folder, check_place, held_folder, read_text, replacing, write_json, write_text
+from specdec.unfinished import unfinished
 
 
 def content(place: Path) -> dict[str, str]:
@@ -124,3 +125,57 @@ def test_a_broken_line_of_an_unfinished_run_is_named(tmp_path: Path, line: str) 
         assert left("tiny") == [0]
     with pytest.raises(ConfigError, match="is of a run with model 'tiny', this one has 'other'"):
         left("other")
+
+
+def test_a_place_that_can_be_written_is_known_before_it_is(tmp_path: Path) -> None:
+    """And nothing is left there by asking."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    good = [
+        ("new.json", False),
+        ("a/b/new.json", False),
+        ("file", False),
+        ("folder", True),
+        ("a/b", True),
+        ("é" * 100, False),
+    ]
+    for name, folder in good:
+        check_place(tmp_path / name, "it", folder=folder)
+    long, odd = "x" * 240, "a\0b"
+    bad = [
+        ("file/new", False),
+        ("file", True),
+        ("folder", False),
+        (long, False),
+        (long, True),
+        (odd, True),
+        ("é" * 120, False),
+    ]
+    for name, folder in bad:
+        with pytest.raises(ConfigError, match=r"cannot write it to .*; give another --plot"):
+            check_place(tmp_path / name, "it", folder=folder, option="--plot")
+    assert content(tmp_path) == {"file": "mine"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_the_longest_name_that_is_taken_can_be_replaced_and_gone_on_with(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 226 + ".json")
+    check_place(long, "it")
+    with unfinished(long, {}, ["a"], lambda line: None) as answers:
+        answers.add(0, {})
+        write_text(long, "[]")
+    assert [path.name for path in tmp_path.iterdir()] == [long.name]
+
+
+def test_a_lock_is_one_process_s(tmp_path: Path) -> None:
+    with (
+        held_folder(tmp_path / "run"),
+        pytest.raises(ConfigError, match=r"another run is writing to .*run'; wait for it"),
+        held_folder(tmp_path / "run"),
+    ):
+        pass
+    with held_folder(tmp_path / "run"):
+        pass
+    for place in ("/proc/no", "a\0b"):
+        with pytest.raises(ConfigError, match="cannot write to"), held_folder(Path(place)):
+            pass

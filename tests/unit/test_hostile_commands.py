@@ -103,6 +103,22 @@ GENERATE: list[tuple[list[str], str]] = [
     (["more"], "more"),
 ]
 
+# Commands that write, before anything that takes time is done; and places that cannot be.
+WRITING = [
+    ["generate", "--prompts", "/no/such", "--out"],
+    ["distill-data", "/no/such", "--model", "/no/such", "--out"],
+    ["train", "medusa", "--data", "/no/such", "--model", "/no/such", "--out"],
+    ["train", "kangaroo", "--data", "/no/such", "--model", "/no/such", "--out"],
+    ["convert", "kangaroo", "/no/such", "--exit-layer", "2", "--model", "/no/such", "--out"],
+    ["tree-search", "--model", "/no/such", "--out"],
+    ["tree-search", "--model", "/no/such", "--out", "tree.yaml", "--plot"],
+    ["tune", "--model", "/no/such", "--out"],
+    ["tune", "--model", "/no/such", "--plot"],
+    ["bench", "--model", "/no/such", "--out"],
+    ["datastore", "build", "/no/such", "--out"],
+]
+NO_PLACES = [("x" * 250, "File name too long"), (f"{__file__}/x", "is a file"), ("/proc/no/such", "/proc")]
+
 OTHERS: list[tuple[list[str], str]] = [
     (["nosuch"], "nosuch"),
     (["generate"], "no prompt was given"),
@@ -123,6 +139,7 @@ OTHERS: list[tuple[list[str], str]] = [
     (["drafters", "more"], "more"),
     (["train", "nosuch"], "nosuch"),
     (["--nosuch"], "--nosuch"),
+    *(([*command, place], message) for command in WRITING for place, message in NO_PLACES),
 ]
 
 FILES: dict[str, tuple[bytes, str]] = {

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from specdec import Engine, TransformersTarget
 from specdec.errors import ConfigError, SpecdecWarning
-from specdec.files import digest_of
+from specdec.files import digest_of, held
 from specdec.native import library as native
 from tests import models
 
@@ -106,10 +108,65 @@ def test_a_library_is_kept_for_the_user_alone(fresh: Path, compiled: list[str]) 
     note, library = kept(fresh)
     assert digest_of(library) == note.read_text()
     assert [path.stat().st_mode & 0o777 for path in (note.parent, note, library)] == [0o700, 0o600, 0o600]
-    assert len(list(note.parent.iterdir())) == 2
+    assert sorted(path.name for path in note.parent.iterdir()) == sorted([".lock", note.name, library.name])
     native.library.cache_clear()
     assert native.library() is not None
     assert len(compiled) == 1
+
+
+@needs_compiler
+def test_what_a_killed_compiler_left_is_cleared_away(
+    fresh: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """A kill, of which a folder for a while knows nothing."""
+
+    run, folder = subprocess.run, fresh / "native"
+    with monkeypatch.context() as patch:
+        patch.setattr(native.tempfile, "TemporaryDirectory", lambda **named: nullcontext(tempfile.mkdtemp(**named)))
+
+        def killed(command: list[str], **options: Any) -> Any:
+            if str(native._SOURCE) not in command:
+                return run(command, **options)
+            Path(options["env"]["TMPDIR"], "half.s").touch()
+            raise Killed
+
+        patch.setattr(subprocess, "run", killed)
+        with pytest.raises(Killed):
+            native.library()
+    assert len(list(folder.glob(".*/half.s"))) == 1
+    assert native.library() is not None
+    assert len(compiled) == 1
+    assert not [path for path in folder.iterdir() if path.is_dir()]
+
+
+@needs_compiler
+def test_one_process_compiles_and_another_waits_for_it(
+    fresh: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native.library() is not None
+    native.library.cache_clear()
+    note, _ = kept(fresh)
+    done = note.rename(fresh / "done")
+
+    @contextmanager
+    def waited(*given: Any) -> Iterator[None]:
+        with held(*given):
+            done.rename(note)  # by then the other one is done
+            yield
+
+    monkeypatch.setattr(native, "held", waited)
+    assert native.library() is not None
+    assert len(compiled) == 1
+
+
+@needs_compiler
+def test_a_process_that_compiles_for_ever_is_not_waited_for(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_SECONDS", 0.01)
+    monkeypatch.setattr(native, "_key", lambda compiler: "key")
+    native._own_folder(fresh / "native")
+    with held(fresh / "native" / ".lock", ""), pytest.warns(SpecdecWarning, match="another process has been compiling"):
+        assert native.library() is None
 
 
 WITHOUT_TILES = """

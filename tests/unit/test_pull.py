@@ -143,9 +143,10 @@ def test_stopped_on_the_way(
 
 
 def test_what_a_kill_left_is_cleared_away(small: NamedModel) -> None:
-    half = small.place.parent / ".small-1.123.new.0"
-    half.mkdir(parents=True)
-    (half / "model.safetensors").write_bytes(b"half")
+    wheel = downloaded(small)
+    for half in (small.place.parent / ".small-1.123.new.0", wheel.parent / f".{wheel.stem}.abc.new"):
+        half.mkdir(parents=True)
+        (half / "model.safetensors").write_bytes(b"half")
     pull_model(small)
     assert left() == []
 
