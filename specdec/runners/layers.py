@@ -157,7 +157,7 @@ class LayerByLayer(LayerRunner):
         fused = name == "fused" and is_known_norm(norm)
         self.embed, self.norm, self.head = embedding, FusedNorm(norm) if fused else norm, head
         read = [*modules, norm] if fused else modules
-        self._snapshot = Snapshot(read, holders=holders, root=next(iter(holders), None))
+        self._snapshot = Snapshot(read, holders=holders, root=next(iter(holders), None), everywhere=fused)
 
     def run(
         self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]

@@ -1,7 +1,7 @@
 """Snapshot: what was read of a model, so that a change made later is found.
 
-What is compared is held: an address, or an ``id()``, may soon be another object's. Weights are held weakly, and of their
-memory only its record, so that those that are replaced are freed; whatever a dead reference stood for has changed.
+What is compared is held: an address, or an ``id()``, may soon be another object's. Weights are held weakly, and of
+their memory only its record, so that those that are replaced are freed; what a dead reference stood for has changed.
 Edits in place are found by torch's version counters. What goes past those (``.data``, NumPy, another process; peft
 merges adapters so) is found by a few values of each weight, on a CPU, and only where it changed one of them.
 """
@@ -48,18 +48,25 @@ class Snapshot:
         modules: of which all was read.
         holders: of which the children were, such as the list of layers.
         root: what messages name modules by.
+        everywhere: hooks on all modules count, too.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], *, holders: Sequence[nn.Module] = (), root: nn.Module | None = None
+        self,
+        modules: Iterable[nn.Module],
+        *,
+        holders: Sequence[nn.Module] = (),
+        root: nn.Module | None = None,
+        everywhere: bool = True,
     ) -> None:
         self._modules, self._root = list(modules), root
         self._classes = [*map(type, self._modules)]
-        self._forwards = [(kind, kind.forward) for kind in dict.fromkeys(self._classes)]
+        self._kinds: list[Any] = [*dict.fromkeys(self._classes)]
+        self._forwards = [kind.forward for kind in self._kinds]
         self._plain: list[Place] = []
         self._tensors: list[Place] = []
-        self._objects = [place for _, forward in self._forwards for place in _functions_of(forward)]
-        self._sized: list[Place] = [(vars(torch_modules)[name], name, None) for name in _GLOBAL]
+        self._objects = [place for forward in self._forwards for place in _functions_of(forward)]
+        self._sized: list[Place] = [(vars(torch_modules)[name], name, None) for name in _GLOBAL if everywhere]
         for module in self._modules:
             self._read(module, _PARTS)
             self._note(vars(module), vars(module).keys() - _BASE, module)
@@ -95,11 +102,11 @@ class Snapshot:
             weights = _found(self._tensors)
             same = (
                 [*map(type, self._modules)] == self._classes
-                and all([kind.forward is forward for kind, forward in self._forwards])
+                and [kind.forward for kind in self._kinds] == self._forwards
                 and [*map(len, self._spaces)] == self._sizes
                 and bool(_found(self._plain) == self._values)
                 and all(map(is_, _found(self._objects), self._things))
-                and all([ref() is weight for ref, weight in zip(self._refs, weights, strict=True)])
+                and all(map(is_, weights, [ref() for ref in self._refs]))
                 and self._memory.is_same(weights)
                 and ([*map(len, self._owns)] == self._own_sizes or not any(self._overrides()))
             )
@@ -121,12 +128,12 @@ class Snapshot:
                 yield f"{self._name(module)} was a {kind.__name__}"
         for module, key in self._overrides():
             yield f"{self._name(module)} {why_special(module) or f'has a {key} of its own'}"
-        for kind, forward in self._forwards:
+        for kind, forward in zip(self._kinds, self._forwards, strict=True):
             if kind.forward is not forward:
                 yield f"the forward of the class {kind.__name__} is another one"
-        for (space, part, module), size in zip(self._sized, self._sizes, strict=True):
+        for (space, part, owner), size in zip(self._sized, self._sizes, strict=True):
             if len(space) != size:
-                name = "torch" if module is None else self._name(module)
+                name = "torch" if owner is None else self._name(owner)
                 yield f"{name} has other {'hooks' if 'hooks' in part else part.strip('_')} than before"
         for place, value in zip(self._plain, self._values, strict=True):
             if not _equal(now := _at(place), value):
@@ -136,7 +143,8 @@ class Snapshot:
                 yield f"the {place[1]} of {self._name(place[2])} is another one"
         for number, (place, ref) in enumerate(zip(self._tensors, self._refs, strict=True)):
             weight = _at(place)
-            told = "is another one" if weight is not ref() else self._memory.told(number, weight)
+            other = weight is not ref()
+            told = "is another one" if other else self._memory.told(number, weight)
             if told is not None:
                 yield f"the {place[1]} of {self._name(place[2])} {told}"
 
@@ -158,7 +166,7 @@ class _Memory:
         self._dense = [number for number, tensor in enumerate(tensors) if type(tensor.data) is torch.Tensor]
         dense = [tensors[number] for number in self._dense]
         # A record that is held, weakly, keeps its address to itself, though the memory that it is of is freed.
-        self._held = [StorageWeakRef(tensor.untyped_storage()) for tensor in dense]
+        self._held = [StorageWeakRef(tensor.untyped_storage()) for tensor in dense]  # type: ignore[no-untyped-call]
         self._records = [held.cdata for held in self._held]
         self._addresses = [tensor.data_ptr() for tensor in dense]
         self._strides = [tensor.stride() for tensor in dense]
@@ -211,26 +219,24 @@ class Outline:
     def __init__(self, model: nn.Module, decoder: nn.Module, config: Any, embedding: nn.Module) -> None:
         self._modules, self._config, self._embedding = (model, decoder), config, embedding
         self._was = self._now()
-        self._was[_config_name(config)] = copy.deepcopy(_settings(config))
+        self._was[-1] = copy.deepcopy(self._was[-1])
 
     def changed(self) -> str | None:
         """What was changed, or None."""
         now = self._now()
         if now == self._was:
             return None
-        for name, values in now.items():
-            was = self._was[name]
-            for key in sorted(values.keys() | was.keys()):
-                if values.get(key) != was.get(key):
-                    return f"the {key} of its {name} is {shown(values.get(key))}, and was {shown(was.get(key))}"
+        names = [*(type(module).__name__ for module in self._modules), "embedding", type(self._config).__name__]
+        for name, values, was in zip(names, now, self._was, strict=True):
+            for key, value in was.items():  # what is new is asked for by nothing
+                if values.get(key) != value:
+                    return f"the {key} of its {name} is {shown(values.get(key))}, and was {shown(value)}"
         return None
 
-    def _now(self) -> dict[str, dict[str, Any]]:
-        found = {type(module).__name__: _around(module) for module in self._modules}
+    def _now(self) -> list[dict[str, Any]]:
         weight = next(self._embedding.parameters(), None)
-        found["embedding"] = {} if weight is None else {"dtype": weight.dtype, "device": weight.device}
-        found[_config_name(self._config)] = _settings(self._config)
-        return found
+        embedding = {} if weight is None else {"dtype": weight.dtype, "device": weight.device}
+        return [*map(_around, self._modules), embedding, _settings(self._config)]
 
 
 def _around(module: nn.Module) -> dict[str, Any]:
@@ -246,12 +252,9 @@ def _settings(config: Any) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(config).items()
-        if type(value) in (int, float, list, dict, type(None)) and not (key[0] == "_" or "token" in key or key in _ABOUT)
+        if type(value) in (int, float, list, dict, type(None))
+        and not (key.startswith("_") or "token" in key or key in _ABOUT)
     }
-
-
-def _config_name(config: Any) -> str:
-    return type(config).__name__
 
 
 _RECORD, _VALUE = attrgetter("_cdata"), attrgetter("value")
