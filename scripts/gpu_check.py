@@ -12,6 +12,7 @@ the next one goes on.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -183,7 +184,7 @@ def bandwidth(check: Check) -> None:
 
 def bits(check: Check) -> None:
     """A row's bits beside any others: products, whole steps of chains and trees, recorded and launched, and batches."""
-    for shape in (check.small, check.big):
+    for shape in (check.big, check.small):
         for dtype in (torch.bfloat16, torch.float16) if shape == check.small else (check.dtype,):
             if check.device.type == "cuda":
                 product_bits(check, shape, dtype)
@@ -262,7 +263,9 @@ def step_bits(check: Check, target: TransformersTarget, shape: str, length: int)
                     launched_equal=torch.equal(logits[0], logits[1]),
                     finite=bool(logits[0].isfinite().all()),
                 )  # fmt: skip
-        blocks = [Block.of(Draft(text[:rows], tree_parents(rows, "binary")), filled(), check.device) for rows in (3, 9, 1)]
+        blocks = [
+            Block.of(Draft(text[:rows], tree_parents(rows, "binary")), filled(), check.device) for rows in (3, 9, 1)
+        ]
         alone = torch.cat([target.forward(block).hidden for block in blocks])
         together = target.forward(Batch(blocks)).hidden
         check.note(shape=shape, batch_equal=torch.equal(alone, together))
@@ -301,7 +304,7 @@ def launched_late(target: Any) -> Iterator[None]:
 
     former, graphs = product.early, target.runner._graphs
     for module in (layer, product, step):
-        module.early = lambda device: {"PDL": False}
+        module.early = lambda device: {"PDL": 0}
     target.runner._graphs = type(graphs)(target.runner._recorder, target.runner._launch)
     try:
         yield
@@ -324,7 +327,9 @@ def profile(check: Check) -> None:
                 group.values.zero_()
             for rows in (1, 64):
                 draft = Draft([5] * rows, tree_parents(rows, "binary"))
-                profile_of(check, shape, rows, lambda d=draft, c=cache, t=target: t.forward(Block.of(d, c, check.device)))
+                profile_of(
+                    check, shape, rows, lambda d=draft, c=cache, t=target: t.forward(Block.of(d, c, check.device))
+                )
 
 
 def profile_of(check: Check, shape: str, rows: int, run: Callable[[], object]) -> None:
@@ -350,6 +355,96 @@ def profile_of(check: Check, shape: str, rows: int, run: Callable[[], object]) -
     check.note(shape=shape, rows=rows, ms=1e3 * seconds, kernels=told)
 
 
+def settings(check: Check) -> None:
+    """One setting of the kernels after the other: it is kept where steps of 1 and 64 rows take less time with it.
+
+    Bits differ between settings of attention, not between those of launches.
+    """
+    from specdec.kernels import layer, product, step
+
+    target: Any = check.target(check.big)
+
+    def taken() -> dict[int, float]:
+        target.runner._graphs = type(target.runner._graphs)(target.runner._recorder, target.runner._launch)
+        found = {}
+        for rows in (1, 64):
+            draft = Draft([5] * rows, tree_parents(rows, "binary"))
+            run = lambda d=draft: target.forward(Block.of(d, cache, check.device))  # noqa: E731
+            for _ in range(3):
+                run()
+            found[rows] = sorted(1e3 * seconds_of(run, check.device, time.perf_counter) for _ in range(15))[7]
+        return found
+
+    def set_early(options: dict[str, Any]) -> Callable[[], None]:
+        def put() -> None:
+            for module in (layer, product, step):
+                module.early = lambda device: options if device.type == "cuda" else {"PDL": 0}
+
+        return put
+
+    def set_constants(**over: Any) -> Callable[[], None]:
+        own = step.constants
+
+        def put() -> None:
+            step.constants = lambda *args, **kwargs: {**own(*args, **kwargs), **over}
+
+        return put
+
+    def set_cut(over: dict[Any, Any]) -> Callable[[], None]:
+        own = product.cut_of
+
+        def put() -> None:
+            def cut(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 0) -> Any:
+                known = own(outputs, inputs, gated, bucket, shared or 227 << 10)
+                return dataclasses.replace(known, **over.get((gated, bucket), {}))
+
+            product.cut_of = cut
+
+        return put
+
+    def put(module: Any, name: str, value: Any) -> Callable[[], None]:
+        return lambda: setattr(module, name, value)
+
+    changes = {
+        "next launched before the wait": set_early({"PDL": 2, "launch_pdl": True}),
+        "no weights read ahead by attention": put(step, "_EXTRA", 0),
+        "512 inputs read ahead": put(product, "_AHEAD", 512),
+        "attention 16 rows": set_constants(ROWS=16),
+        "attention 16 rows, 2 warps": set_constants(ROWS=16, num_warps=2),
+        "attention 8 warps": set_constants(num_warps=8),
+        "attention 3 stages": set_constants(num_stages=3),
+        "attention 128 keys": set_constants(KEYS=128),
+        "gate_up 64 rows: 64 inputs, 5 stages": set_cut({(True, 64): {"step": 64, "stages": 5}}),
+        "other 64 rows: 64 inputs, 6 stages": set_cut({(False, 64): {"step": 64, "stages": 6}}),
+        "other 16 rows: 5 stages": set_cut({(False, 16): {"stages": 5}}),
+    }
+    with target.active():
+        cache = target.new_cache(capacity=2000, rows=128)
+        cache.length = min(1024, target.context_length // 2)
+        cache.reserve(1300)
+        for group in cache.groups:
+            group.keys.zero_()
+            group.values.zero_()
+        best = taken()
+        check.note(as_it_is=best)
+        for name, change in changes.items():
+            former = [(m, dict(vars(m))) for m in (layer, product, step)]
+            change()
+            try:
+                found = taken()
+                better = 3 * found[1] + found[64] < 3 * best[1] + best[64]
+            except Exception as error:  # too much of a processor's memory
+                found, better = {1: str(error)[:100]}, False
+            check.note(setting=name, ms=found, kept=better)
+            if better:
+                best = found
+            else:
+                for module, values in former:
+                    vars(module).update(values)
+        check.note(best=best)
+        target.runner._graphs = type(target.runner._graphs)(target.runner._recorder, target.runner._launch)
+
+
 def products(check: Check) -> None:
     """Every way to cut each product beside cuBLAS's: weights in turn, so that no cache holds them."""
     from specdec.kernels.product import Cut, cut_of, product
@@ -360,7 +455,9 @@ def products(check: Check) -> None:
             several = max(2, min(20, (1 << 30) // (high * inputs * 2)))
             weights = [torch.randn(high, inputs, dtype=check.dtype, device=check.device) for _ in range(several)]
             held = 2e-6 * high * inputs  # megabytes; over microseconds they are terabytes a second
-            activations = {rows: torch.randn(rows, inputs, dtype=check.dtype, device=check.device) for rows in (1, 64, 128)}
+            activations = {
+                rows: torch.randn(rows, inputs, dtype=check.dtype, device=check.device) for rows in (1, 64, 128)
+            }
             theirs = {
                 rows: held / device_us(lambda n, x=x: F.linear(x, weights[n % several]), check.device)
                 for rows, x in activations.items()
@@ -372,7 +469,8 @@ def products(check: Check) -> None:
                 try:
                     for rows, x in activations.items():
                         taken = device_us(
-                            lambda n, x=x, cut=cut: product(x, weights[n % several], None, gated=gated, cut=cut), check.device
+                            lambda n, x=x, cut=cut: product(x, weights[n % several], None, gated=gated, cut=cut),
+                            check.device,
                         )
                         speeds[rows] = held / taken
                 except Exception as error:  # too much of a processor's memory
@@ -407,7 +505,7 @@ def texts(check: Check) -> None:
     for path in paths:
         engine = Engine.from_pretrained(path, "none", dtype=check.args.dtype, device=check.args.device, policy="off")
         check.note(path=path, alike=engine.target.alike, told=engine.target.describe()["execution"]["runner"])
-        for temperature in (0.0, 1.0):
+        for temperature in map(float, check.args.temperatures.split(",")):
             sampling = SamplingParams(temperature=temperature, seed=3, acceptance="match")
             plain: list[list[int]] = []
             for drafter in ("none", *DRAFTERS):
@@ -461,6 +559,7 @@ SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "bits": (bits, 120),
     "step": (step, 90),
     "profile": (profile, 40),
+    "settings": (settings, 120),
     "products": (products, 120),
     "texts": (texts, 120),
     "batches": (batches, 60),
@@ -479,10 +578,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--big", default=BIG, choices=SHAPES)
     parser.add_argument("--small", default=SMALL, choices=SHAPES)
     parser.add_argument("--new", type=int, default=96, help="tokens of a text")
+    parser.add_argument("--temperatures", default="0,1", help="of the texts")
     parser.add_argument("--gguf", help="a model's file, for real text")
     parser.add_argument("--pytest", nargs="*", default=[], help="more for pytest, such as -k bits")
     args = parser.parse_args(arguments)
-    limits = {name: float(seconds) for name, _, seconds in (part.partition("=") for part in args.limits.split(",") if part)}
+    limits = {
+        name: float(seconds) for name, _, seconds in (part.partition("=") for part in args.limits.split(",") if part)
+    }
     names = [name for name in args.sections.split(",") if name]
     if odd := [name for name in (*names, *limits) if name not in SECTIONS]:
         parser.error(f"{odd[0]!r} is none of {', '.join(SECTIONS)}")

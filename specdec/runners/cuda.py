@@ -107,7 +107,7 @@ class CudaLayer:
         if own or isinstance(block, StepInputs):
             window = block.windows[number] if isinstance(block, StepInputs) else block.cache.group_of[number].window
             mixed: torch.Tensor = self._kernels.step_attention(
-                query, where, number, self._shape[1], window, self._scale, segments
+                query, where, number, self._shape[1], window, self._scale, segments, self._products[1].weight
             )
             return mixed
         return attend(query, block, number, self._scale).transpose(1, 2).reshape(block.rows, -1)
@@ -123,7 +123,12 @@ class CudaRunner(LayerByLayer):
         self, layers: Sequence[CudaLayer], recorder: Recorder, kernels: ModuleType, longest: int, **parts: Any
     ) -> None:
         norm, head = parts["norm"], parts["head"]
-        known = is_known_norm(norm) and type(head) is nn.Linear and why_special(head) is None and head.weight.is_contiguous()
+        known = (
+            is_known_norm(norm)
+            and type(head) is nn.Linear
+            and why_special(head) is None
+            and head.weight.is_contiguous()
+        )
         alike = known and all(layer.alike for layer in layers)
         super().__init__("fused", [], **{**parts, "modules": [*parts["modules"], *([head] if alike else [])]})
         self._known, self._kernels, self._recorder, self._longest = tuple(layers), kernels, recorder, longest

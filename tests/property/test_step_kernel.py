@@ -80,7 +80,9 @@ def attended(world: World) -> torch.Tensor:
         padded = world.query.new_full((1, HEADS, len(where["closure"]), WIDTH), torch.nan)
         padded[:, :, : last - first] = world.query[:, :, first:last]
         query = padded.transpose(1, 2).contiguous().transpose(1, 2)  # as it comes, row by row
-        output = step.step_attention(query, where, 0, GROUPS, case.window, WIDTH**-0.5, step.segments_of(case.length + MOST + 64))
+        output = step.step_attention(
+            query, where, 0, GROUPS, case.window, WIDTH**-0.5, step.segments_of(case.length + MOST + 64)
+        )
         assert not output[last - first :].any()
         outputs.append(output[: last - first].view(-1, HEADS, WIDTH).transpose(0, 1)[None])
     return torch.cat(outputs, 2)
@@ -105,5 +107,3 @@ def test_more_rows_and_keys_than_one_program_takes(size: tuple[int, int], precis
     got = attended(world)
     assert got.dtype == dtype
     assert (got.double() - world.naive()).abs().max() < bound
-
-
