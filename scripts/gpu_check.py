@@ -237,7 +237,7 @@ def step_bits(check: Check, target: TransformersTarget, shape: str, length: int)
         return cache
 
     with target.active():
-        cache = filled()
+        cache, plain = filled(), filled()
         for rows in (2, 8, 16, 33, 64, 128):
             for kind in ("chain", "binary", "star"):
                 parents = tree_parents(rows, kind)
@@ -251,7 +251,6 @@ def step_bits(check: Check, target: TransformersTarget, shape: str, length: int)
                 while parents[path[0]] >= 0:
                     path.insert(0, parents[path[0]])
                 path = path[:12]
-                plain = filled() if rows == 2 else plain
                 plain.length = length
                 wrong = 0
                 for row in path:
@@ -305,11 +304,11 @@ def launched_late(target: Any) -> Iterator[None]:
     former, graphs = product.early, target.runner._graphs
     for module in (layer, product, step):
         module.early = lambda device: {"PDL": 0}
-    target.runner._graphs = type(graphs)(target.runner._recorder, target.runner._launch)
+    graphs.kind += 1
     try:
         yield
     finally:
-        target.runner._graphs = graphs
+        graphs.kind -= 1
         for module in (layer, product, step):
             module.early = former
 
@@ -365,7 +364,7 @@ def settings(check: Check) -> None:
     target: Any = check.target(check.big)
 
     def taken() -> dict[int, float]:
-        target.runner._graphs = type(target.runner._graphs)(target.runner._recorder, target.runner._launch)
+        target.runner._graphs.kind += 1  # recorded anew
         found = {}
         for rows in (1, 64):
             draft = Draft([5] * rows, tree_parents(rows, "binary"))
@@ -383,17 +382,16 @@ def settings(check: Check) -> None:
         return put
 
     def set_constants(**over: Any) -> Callable[[], None]:
-        own = step.constants
-
         def put() -> None:
+            own = step.constants
             step.constants = lambda *args, **kwargs: {**own(*args, **kwargs), **over}
 
         return put
 
     def set_cut(over: dict[Any, Any]) -> Callable[[], None]:
-        own = product.cut_of
-
         def put() -> None:
+            own = product.cut_of
+
             def cut(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 0) -> Any:
                 known = own(outputs, inputs, gated, bucket, shared or 227 << 10)
                 return dataclasses.replace(known, **over.get((gated, bucket), {}))
@@ -416,6 +414,8 @@ def settings(check: Check) -> None:
         "attention 128 keys": set_constants(KEYS=128),
         "gate_up 64 rows: 64 inputs, 5 stages": set_cut({(True, 64): {"step": 64, "stages": 5}}),
         "other 64 rows: 64 inputs, 6 stages": set_cut({(False, 64): {"step": 64, "stages": 6}}),
+        "gate_up 16 rows: 3 stages": set_cut({(True, 16): {"stages": 3}}),
+        "other 64 rows: 4 stages": set_cut({(False, 64): {"stages": 4}}),
         "other 16 rows: 5 stages": set_cut({(False, 16): {"stages": 5}}),
     }
     with target.active():
@@ -442,7 +442,7 @@ def settings(check: Check) -> None:
                 for module, values in former:
                     vars(module).update(values)
         check.note(best=best)
-        target.runner._graphs = type(target.runner._graphs)(target.runner._recorder, target.runner._launch)
+        target.runner._graphs.kind += 1
 
 
 def products(check: Check) -> None:

@@ -131,7 +131,7 @@ class CudaRunner(LayerByLayer):
         )
         alike = known and all(layer.alike for layer in layers)
         super().__init__("fused", [], **{**parts, "modules": [*parts["modules"], *([head] if alike else [])]})
-        self._known, self._kernels, self._recorder, self._longest = tuple(layers), kernels, recorder, longest
+        self._known, self._kernels, self._longest = tuple(layers), kernels, longest
         self._graphs = StepGraphs(recorder, self._launch)
         self.alike = alike
         if alike:
@@ -143,8 +143,7 @@ class CudaRunner(LayerByLayer):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         assert hidden is not None
         if block.end > self._longest:
-            self._longest = 2 * block.end
-            self._graphs = StepGraphs(self._recorder, self._launch)
+            self._longest = self._graphs.kind = 2 * block.end
         turns = self._rotary.turns(block, hidden)
         if self._graphs.takes(block):
             outcome = self._graphs.run(hidden, block, first, last, taps, turns)

@@ -144,6 +144,7 @@ class StepGraphs:
 
     Attributes:
         failed: why they are not used any more, if so.
+        kind: what else they are recorded for; those of another kind are kept, as the recorder's memory is theirs, too.
     """
 
     def __init__(self, recorder: Recorder, layers: Callable[..., Outcome]) -> None:
@@ -152,6 +153,7 @@ class StepGraphs:
         self._graphs: dict[Any, tuple[Outcome, Callable[[], None]]] = {}
         self._lock = threading.Lock()  # threads that share a target share its inputs
         self.failed: str | None = None
+        self.kind = 0
 
     def takes(self, block: Rows) -> bool:
         """Whether such rows are run by a graph: they come again and again, with attention by no named kernel."""
@@ -169,7 +171,7 @@ class StepGraphs:
         with self._lock:
             if sizes not in self._inputs:
                 self._inputs[sizes] = StepInputs(hidden, block, turns)
-            inputs, key = self._inputs[sizes], (sizes, first, last, wanted)
+            inputs, key = self._inputs[sizes], (sizes, first, last, wanted, self.kind)
             inputs.fill(hidden, block, turns)
             if key not in self._graphs:
                 try:

@@ -135,3 +135,23 @@ def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch
     assert recorder.made[made:] == ([16] if replayed else [])
     assert torch.allclose(*found, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(found[0][:4], found[0][5:], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_text_beyond_the_model_s_length_has_its_graphs_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was recorded for shorter texts has no room for it."""
+    recorder = launch(monkeypatch)
+    target = TransformersTarget(new_model("llama", torch.float32, **SMALL), execution="fused", owned=True)
+    made = []
+    for length in (3, 400, 410):
+        cache = target.new_cache(capacity=500, rows=8)
+        cache.length = length
+        cache.reserve(500)
+        for group in cache.groups:
+            group.keys.zero_()
+            group.values.zero_()
+        with target.active():
+            target.forward(Block(cache, [5], device=target.device))
+        made.append(len(recorder.made))
+    assert made[1] == made[0] + 1
+    assert made[2] == made[1]
