@@ -55,11 +55,13 @@ class LiveCosts:
         self._sums = np.zeros(len(_COUNTS))
         self._bent = np.zeros(len(_COUNTS))  # logarithm of what forwards take by what the curve says
 
-    def seconds(self, rows: float, length: int) -> float:
-        """What a forward of so many rows on average takes now after about ``length`` tokens."""
-        below = int(rows)
-        seconds = self.now.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, below + 1).seconds
-        return seconds[below] + (rows - below) * (seconds[below + 1] - seconds[below])
+    def seconds(self, rows: int, length: int) -> float:
+        """What a forward of so many rows takes now after about ``length`` tokens."""
+        return _read(self.now, rows, length)
+
+    def measured_seconds(self, rows: int, length: int) -> float:
+        """What it took when the curve was measured."""
+        return _read(self.measured, rows, length)
 
     def note(self, rows: int, length: int, seconds: float) -> None:
         """Take note of a forward of so many rows after ``length`` tokens."""
@@ -91,3 +93,7 @@ class LiveCosts:
             times = self.measured.at(bucket * _BUCKET + _BUCKET // 2, _MOST)
             due = self._due[bucket] = [0.0, *map(math.log, times[1:])]
         return due
+
+
+def _read(curve: CostCurve, rows: int, length: int) -> float:
+    return curve.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, rows).seconds[rows]
