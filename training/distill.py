@@ -17,17 +17,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.batch import Request, Scheduler
-from specdec.bench.questions import Question, build_prompt, read_questions
-from specdec.conversations import is_text, turns_of
-from specdec.engine import Engine
+from drafters.rest.stdlib_corpus import STDLIB, read_files
+from specdec.engine.conversations import is_text, turns_of
+from specdec.engine.engine import Engine
+from specdec.engine.questions import Question, build_prompt, read_questions
+from specdec.engine.requests import Request
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.text_stream import stop_strings
 from specdec.errors import ConfigError, PromptError
-from specdec.files import unfinished, write_text
-from specdec.formats import Record, read_content
 from specdec.results import Generation
-from specdec.sampling import SamplingParams
-from specdec.text import stop_strings
+from specdec.settings.files import unfinished, write_text
+from specdec.settings.formats import Record, read_content
+from specdec.settings.sampling_params import SamplingParams
 from training.skips import Skipping, Skips
 
 __all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of", "talk"]
@@ -63,8 +64,8 @@ def prompts_of(
 
     A source is ``stdlib`` (the training side of Python's own sources), a ShareGPT file (its human turns), a question
     file (JSON with turns, prompt or question), or text, of which every ``prompt_tokens`` tokens are a prompt; see
-    :mod:`specdec.formats` for what is which. ``skips`` is told of conversations that ask nothing, of which a file may
-    have as many as ``skipping`` says.
+    :mod:`specdec.settings.formats` for what is which. ``skips`` is told of conversations that ask nothing, of which a
+    file may have as many as ``skipping`` says.
 
     Raises:
         ConfigError: a source that cannot be read, no prompt at all, or texts mixed with conversations.
@@ -122,9 +123,9 @@ def distill(
         sampling: a draw's noise is keyed by seed + number of the prompt; ``match`` stands in for ``auto``, so that the
             answers are the same under every drafter.
         stop: strings that end an answer; it is cut before them.
-        form: how turns become a prompt, see :func:`specdec.bench.questions.build_prompt`.
-        batch: how many are answered at once; it changes the speed, and the answers only where :mod:`specdec.batch` says
-            that numbers round otherwise.
+        form: how turns become a prompt, see :func:`specdec.engine.questions.build_prompt`.
+        batch: how many are answered at once; it changes the speed, and the answers only where
+            :mod:`specdec.engine.scheduler` says that numbers round otherwise.
         run: JSON values that say what this run is; the unfinished file of another is refused.
 
     Raises:

@@ -11,15 +11,15 @@ import torch
 from annotated_types import Ge
 from torch import nn
 
-from drafters.fingerprint import fingerprint
-from drafters.vocabulary import token_counts
-from drafters.weights import check_fit
-from specdec.config import WeightsOptions
-from specdec.engine import Engine
+from drafters.shared.fingerprint import fingerprint
+from drafters.shared.vocabulary import token_counts
+from drafters.shared.weights import check_fit
+from specdec.engine.config import WeightsOptions
+from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
-from specdec.model import TransformersTarget
-from specdec.text import load_tokenizer
-from specdec.values import check_fields
+from specdec.models.tokenizer import load_tokenizer
+from specdec.models.transformers_target import TransformersTarget
+from specdec.settings.validation import check_fields
 from training.acceptance import EvalConfig, Written, continued_texts
 from training.card import identity, model_card, write_card
 from training.data import TextConfig, load_samples

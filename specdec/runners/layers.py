@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specdec.attention import update_and_attend
-from specdec.block import Rows
-from specdec.pages import FilePages
-from specdec.rotary import Angles, Rotary, rotate
-from specdec.runners.known import KnownLayer, Snapshot, is_known_norm, stacked
+from specdec.runners.attention import update_and_attend
+from specdec.runners.known_layers import KnownLayer, Snapshot, is_known_norm, stacked
 from specdec.runners.linear import DenseLinear
+from specdec.runners.memory_pages import FilePages
+from specdec.runners.rotary import Angles, Rotary, rotate
 from specdec.runners.runner import Layer, LayerRunner
+from specdec.step.block import Rows
 
 __all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer", "stack_linears"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from specdec.block import Rows
-from specdec.joints import Joints
-from specdec.rotary import Angles
-from specdec.sampling import Peaks
+from specdec.runners.boundary_ops import Joints
+from specdec.runners.rotary import Angles
+from specdec.sampling.scores import Peaks
+from specdec.step.block import Rows
 
 __all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
 

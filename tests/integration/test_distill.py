@@ -12,12 +12,13 @@ from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
 from specdec import Engine, SamplingParams
-from specdec.bench.questions import Question
-from specdec.cli import build, main
+from specdec.cli.main import build, main
+from specdec.engine.questions import Question
 from specdec.errors import CheckpointError, ConfigError, NumericalError
 from specdec.results import Generation, Statistics
-from training.data import Skips, TextConfig, read_samples
+from training.data import TextConfig, read_samples
 from training.distill import SELF, Distilled, distill, own_prompts, prompts_of, talk
+from training.skips import Skips
 
 TEXTS = ("import os\n", "def f(x):\n", "class A:\n", "for i in ")
 PROMPTS = [Question(id=n, category="code", turns=(text,), format="plain") for n, text in enumerate(TEXTS)]

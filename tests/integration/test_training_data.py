@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from specdec.config import override
-from specdec.conversations import vicuna
+from specdec.engine.config import override
+from specdec.engine.conversations import vicuna
 from specdec.errors import ConfigError
-from specdec.pretrained import embedded_model
-from training.data import Sample, Skips, TextConfig, read_samples
+from specdec.models.loading import embedded_model
+from training.data import Sample, TextConfig, read_samples
 from training.packing import pack
 from training.run import TrainConfig
+from training.skips import Skips
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,142 @@
+"""GGUF files: the very weights and the right tokens, and a clear word where a file is not what it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Engine
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, SpecdecWarning
+from specdec.models.gguf import GgufFile
+from specdec.models.loading import load_model
+from specdec.models.tokenizer import load_tokenizer
+from tests.gguf_files import BOS, EOS, TOKENS, new_llama, write_gguf
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf", new_llama())
+
+
+def load(file: Path, dtype: str = "auto") -> Any:
+    return load_model(file, dtype=dtype, device=None, device_map=None, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(("dtype", "loaded"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_weights_are_those_of_the_file(file: Path, dtype: str, loaded: torch.dtype) -> None:
+    model, own = load(file, dtype), new_llama().state_dict()
+    assert {name: weight.dtype for name, weight in model.state_dict().items()} == dict.fromkeys(own, loaded)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight.float(), own[name]), name
+    assert model.generation_config.eos_token_id == EOS
+    assert getattr(model.config, "quantization_config", None) is None
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q5_1"])
+def test_quantised_weights_are_held_in_bfloat16(tmp_path: Path, kind: str) -> None:
+    """Those of a file; transformers itself knows no Q5, the package gguf does."""
+    import gguf
+
+    blocks, stored = gguf.GGMLQuantizationType[kind], dict[str, Any]()
+
+    def pack(writer: Any) -> None:
+        add = writer.add_tensor
+
+        def packed(name: str, values: Any) -> None:
+            if values.ndim == 1:
+                return add(name, values)
+            stored[name] = gguf.quants.quantize(values, blocks)
+            return add(name, stored[name], raw_dtype=blocks)
+
+        writer.add_tensor = packed
+
+    file = write_gguf(tmp_path / "small.gguf", new_llama(), change=pack)
+    assert GgufFile.read(file).dtype == torch.bfloat16
+    model = load(file)
+    assert model.name_or_path == str(file)
+    weight = torch.from_numpy(gguf.quants.dequantize(stored["blk.0.ffn_up.weight"], blocks))
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, weight.bfloat16())
+    assert torch.equal(load(file, "float32").model.layers[0].mlp.up_proj.weight, weight)
+    assert load_tokenizer(file).tokenize("\n\n12") == ["ĊĊ", "1", "2"]
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"cut\.gguf'.*get it again"):
+        load(cut)
+
+
+def test_an_engine_of_a_file_says_what_the_model_says(file: Path) -> None:
+    engine = Engine.from_pretrained(file, dtype="float64")
+    model: Any = new_llama().double()
+    prompt = torch.tensor([[BOS, 5, 9]])
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    assert engine.generate(prompt, 8).token_ids == expected[0, 3:].tolist()
+    assert Engine.from_pretrained(str(file), dtype="float64").encode("\n\n1") == engine.encode("\n\n1")
+
+
+@pytest.mark.parametrize(("split", "tokens"), [("smollm", ["ĊĊ", "1", "2"]), ("gpt-2", ["Ċ", "Ċ", "12"])])
+def test_texts_are_split_as_the_file_says(tmp_path: Path, split: str, tokens: list[str]) -> None:
+    """With digits alone, line breaks before one are a piece of their own, and merge."""
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "small.gguf", new_llama(), split=split))
+    assert tokenizer.tokenize("\n\n12") == tokens
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], return_dict=True)
+    assert list(asked["input_ids"]) == [BOS, TOKENS.index("a"), EOS]
+
+
+def test_an_unknown_split_is_named(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "small.gguf", new_llama(), split="sundry")
+    with pytest.warns(SpecdecWarning, match="splits texts by the rule 'sundry', which is not known here"):
+        load_tokenizer(file)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 3000, -1])
+def test_a_file_cut_short(file: Path, tmp_path: Path, keep: int) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"cut\.gguf'.*it is broken or was not fetched whole; get it again"):
+        Engine.from_pretrained(cut)
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    other = tmp_path / "page.gguf"
+    other.write_text("<html>" * 1000)
+    with pytest.raises(CheckpointError, match="does not start with the GGUF magic bytes"):
+        load(other)
+    with pytest.raises(CheckpointError, match=r"cannot load a model from 'no\.gguf': there is no such file"):
+        Engine.from_pretrained("no.gguf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [("rwkv6", "architecture rwkv6 is not supported"), ("mamba", "Mamba has layers that specdec cannot roll back")],
+)
+def test_an_architecture_that_cannot_be_driven(tmp_path: Path, architecture: str, message: str) -> None:
+    with pytest.raises(SpecdecError, match=message):
+        load(write_gguf(tmp_path / "other.gguf", new_llama(), architecture=architecture))
+
+
+def test_scaled_frequencies_are_refused(tmp_path: Path) -> None:
+    file = write_gguf(
+        tmp_path / "a.gguf", new_llama(), change=lambda writer: writer.add_string("llama.rope.scaling.type", "linear")
+    )
+    with pytest.raises(CheckpointError, match="scales its rotary frequencies, which transformers does not read"):
+        load(file)
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    model = new_llama()
+    model.resize_token_embeddings(100)
+    model.save_pretrained(tmp_path)
+    load_tokenizer("tiny").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has 4096 tokens, and LlamaForCausalLM knows 100: it is another"):
+        Engine.from_pretrained(tmp_path)
+
+
+def test_without_the_package(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.models.gguf.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"read by the package gguf, which is not installed: pip install '\.\[gguf\]'"
+    ):
+        load(file)
