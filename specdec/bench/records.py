@@ -18,7 +18,7 @@ from specdec.errors import ConfigError
 from specdec.settings.files import append_lines, drop_unfinished, read_lines, write_json, writing
 from specdec.settings.validation import read_json
 
-__all__ = ["Key", "Output", "Record", "RunFolder", "Turn", "repeats_of"]
+__all__ = ["AnsweredTurn", "Key", "Output", "Record", "RunFolder", "repeats_of"]
 
 Key = tuple[QuestionId, str, int]
 Seconds = Annotated[float, Ge(0), Lt(1e9)]
@@ -51,7 +51,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn(Output):
+class AnsweredTurn(Output):
     """An answer as it is kept.
 
     Attributes:
@@ -82,7 +82,7 @@ class Record:
     category: str
     system: str
     repeat: int
-    turns: list[Turn]
+    turns: list[AnsweredTurn]
     error: str | None = None
     time: float = 0.0
 

@@ -24,7 +24,7 @@ _LOSES, _WINS = 0.98, 1.15  # times the yield of plain steps: with less they res
 _PROBE = 16  # steps of which one is plain where it is in doubt
 
 
-class _Company:
+class _BatchSize:
     """What is known of sequences that decode together, and whether they rest."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Fallback:
 
     def __init__(self, live: LiveCosts) -> None:
         self._live = live
-        self._companies: dict[tuple[int, bool], _Company] = {}
+        self._by_batch_size: dict[tuple[int, bool], _BatchSize] = {}
 
     def rests(self, sequences: int, drawn: bool) -> bool:
         """Whether the next step of so many sequences is a plain one; ``drawn``: one of them samples."""
@@ -129,10 +129,10 @@ class Fallback:
         """
         self._of(sequences, drawn).note(self._live, length, sequences, tokens, drafting, rows, seconds)
 
-    def _of(self, sequences: int, drawn: bool) -> _Company:
+    def _of(self, sequences: int, drawn: bool) -> _BatchSize:
         """The company of about so many sequences, as far as companies are alike."""
         kind = sequences.bit_length(), drawn
-        company = self._companies.get(kind)
-        if company is None:
-            company = self._companies[kind] = _Company()
-        return company
+        found = self._by_batch_size.get(kind)
+        if found is None:
+            found = self._by_batch_size[kind] = _BatchSize()
+        return found

@@ -24,7 +24,7 @@ from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.prompt import Prompt, token_ids
 from specdec.engine.requests import Request, make_requests
 from specdec.engine.scheduler import Event, Scheduler
-from specdec.engine.sequence import Decoding
+from specdec.engine.sequence import SequenceState
 from specdec.engine.text_stream import TextStream, stop_strings
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
 from specdec.models.inspection import unused_generation_options
@@ -39,7 +39,7 @@ from specdec.settings.arguments import checked
 from specdec.settings.sampling_params import SamplingParams
 from specdec.target import Target
 
-__all__ = ["Decoding", "Engine", "Prompt"]
+__all__ = ["Engine", "Prompt", "SequenceState"]
 
 DrafterSpec = str | Mapping[str, Any] | Drafter
 
@@ -96,7 +96,9 @@ class Engine:
         live: LiveCosts | None = None
         if costs is None and self._weighs:
             costs = cost_curve(target, policy if self._by_file else None, progress=progress)
-            if target.alike and not isinstance(target, ParallelTarget):  # no text depends on the steps that it took
+            if target.batch_invariant and not isinstance(
+                target, ParallelTarget
+            ):  # no text depends on the steps that it took
                 live = LiveCosts(costs)
         self._follow(live)
         self._known_costs = costs
@@ -423,7 +425,7 @@ class Engine:
         eos_ids: frozenset[int] | None = None,
         stream: bool = False,
         logprobs: int | None = None,
-    ) -> Decoding:
+    ) -> SequenceState:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
         ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says.
@@ -438,7 +440,7 @@ class Engine:
         stops = stop_strings(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
-        decoding = Decoding(
+        decoding = SequenceState(
             self,
             self.encode(prompt),
             max_new_tokens,

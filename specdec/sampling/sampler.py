@@ -132,7 +132,7 @@ class Sampler:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
         if not self.processors and not self.sample:
             return scores.argmax(row)
-        own = scores.own(row)
+        own = scores.target_token(row)
         if own is not None:
             return own
         if self.sample:
