@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specdec.attention import update_and_attend
+from specdec.attention import ATTENTION, update_and_attend
 from specdec.block import Rows
+from specdec.errors import TargetError
 from specdec.pages import FilePages
+from specdec.replicas import Evaluated, Replicas, outline_of
 from specdec.rotary import Angles, Rotary, rotate
 from specdec.runners.known import KnownLayer, Snapshot, is_known_norm, stacked
 from specdec.runners.linear import DenseLinear
@@ -30,7 +32,7 @@ __all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer", "stack_line
 
 
 class ModuleLayer:
-    """A layer's own module.
+    """A layer's own module, called as a replica that is told specdec's attention function.
 
     Args:
         layer: of the decoder.
@@ -38,9 +40,17 @@ class ModuleLayer:
         arguments: what it gets beside hidden states and positions.
     """
 
+    _attention: ClassVar[str] = ATTENTION
+    _dtype: ClassVar[torch.dtype | None] = None
+
     def __init__(self, layer: Any, kind: str | None, cache_argument: str, **arguments: Any) -> None:
         self._layer, self._kind, self._cache_argument = layer, kind, cache_argument
         self._arguments = {"attention_mask": None, "use_cache": True, **arguments}
+        self.look()
+
+    def look(self) -> None:
+        """See which of its modules need replicas, which takes a third of making these."""
+        self._outline = outline_of(self._layer, attends=True, whole=self._dtype is not None)
 
     def __call__(self, hidden: torch.Tensor, block: Rows, angles: Angles) -> torch.Tensor:
         cos, sin = angles.of_kind(self._kind)
@@ -50,7 +60,19 @@ class ModuleLayer:
         return output[0]
 
     def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
-        return self._layer(hidden, **given)
+        block: Rows = given["block"]
+        before = block.attended
+        outline = None if self._layer.training else self._outline  # it trains since
+        whole = self._dtype is not None
+        layer = Replicas(self._layer, outline, attention=self._attention, whole=whole, dtype=self._dtype)
+        output = layer.call(hidden, **given)
+        if block.attended == before:
+            raise TargetError(
+                f"a {type(self._layer).__name__} did not hand specdec's rows to its attention: a function that was put "
+                "in place of a forward calls the module by a global name, or through an object; bind it to the module "
+                "(types.MethodType), or use plain generate"
+            )
+        return output
 
 
 class FusedNorm:
@@ -154,7 +176,8 @@ class LayerByLayer(LayerRunner):
         self.name, self._layers, self._rotary = name, tuple(layers), rotary
         self.borrows = any(isinstance(layer, ModuleLayer) for layer in layers)
         fused = name == "fused" and is_known_norm(norm)
-        self.embed, self.norm, self.head = embedding, FusedNorm(norm) if fused else norm, head
+        self.embed, self.head = Evaluated(embedding), Evaluated(head)
+        self.norm = FusedNorm(norm) if fused else Evaluated(norm)
         self._snapshot = Snapshot(holders, [*modules, norm] if fused else modules)
 
     def run(
@@ -167,6 +190,11 @@ class LayerByLayer(LayerRunner):
                 found[number] = hidden
             hidden = self._layers[number](hidden, block, angles)
         return hidden, found
+
+    def look(self) -> None:
+        for layer in self._layers:
+            if isinstance(layer, ModuleLayer):
+                layer.look()
 
     def changed(self) -> str | None:
         return self._snapshot.changed()

@@ -33,7 +33,7 @@ class LayerRunner(ABC):
 
     Attributes:
         name: as in ``execution=``.
-        borrows: whether it calls the model's own attention modules, which then have to be lent specdec's attention.
+        borrows: whether it calls the model's own attention modules.
         alike: whether a row's numbers are the same, bit for bit, whatever rows are beside it.
         looks_up: whether ``run`` and ``finish`` take None for hidden states, and embed the block's tokens themselves.
         embed: [1, T] tokens to [1, T, D].
@@ -90,6 +90,9 @@ class LayerRunner(ABC):
     def graphs(self, backend: str) -> str:
         """How steps are replayed as CUDA graphs with such attention, or why they are not."""
         return f"not used: {self.name} layers are not all Llama-like layers that Triton's kernels run on one device"
+
+    def look(self) -> None:  # noqa: B027  nothing to see, for those that call none
+        """See anew what is in the model's own modules, if it calls them: before a generation, or a few forwards."""
 
     def changed(self) -> str | None:
         """What was changed in the model since the runner read it and would not be followed; None if nothing was."""
