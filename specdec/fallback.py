@@ -8,7 +8,7 @@ as it takes to know better.
 A yield is tokens by time. Tokens depend on the text, and are known from many steps only. Time depends on who else uses
 the machine, changes within seconds, and is known from few steps, of both kinds: so some steps are plain ones even where
 drafting wins, the more the nearer the two are and whenever the machine seems to be another one. Steps are timed whole,
-and against each other: by how many times what the curve says the median one takes, which a moment of another process
+and against each other: by how many times what the curve says the middle ones take, which a moment of another process
 does not change.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from statistics import median
+from statistics import fmean
 from typing import NamedTuple
 
 from specdec.live import LiveCosts
@@ -38,6 +38,7 @@ _LOSES = 0.98  # of the yield of plain steps: with less they rest
 _PRIOR, _PRIOR_STEPS = 1.15, 8  # yield, of that of plain steps, before there was any; and the steps that it counts as
 _SHARE = 0.01  # of all time that tries in vain, and plain steps where drafting wins, may cost
 _MOVED = math.log(1.08)  # a machine whose steps take so much longer or shorter is another one
+_TICK = 1e-9  # seconds that a step takes where the clock does not see them
 
 
 class _Brought(NamedTuple):
@@ -57,8 +58,13 @@ class _Took(NamedTuple):
 
 
 def _slower(steps: Iterable[_Took], seconds: Callable[[int, int], float]) -> float:
-    """How many times the ``seconds`` of a forward of so many rows after so many tokens steps take, the median one."""
-    return median(step.seconds / seconds(step.rows, step.length) for step in steps)
+    """How many times the ``seconds`` of a forward of so many rows after so many tokens steps take.
+
+    The mean of the middle half: what happens to one step in four counts for nothing, and what happens to every other
+    one for half.
+    """
+    each = sorted(step.seconds / seconds(step.rows, step.length) for step in steps)
+    return fmean(each[len(each) // 4 : len(each) - len(each) // 4])
 
 
 class _Company:
@@ -124,7 +130,7 @@ class _Company:
         each = tokens / sequences  # tokens of a sequence's step
         if ahead < _LOSES:
             lost = (1 / ahead - 1) * each * len(self._drafted)  # in plain steps
-            self._resting, self._rested, self._enough = True, 0, lost / (2 * _SHARE)
+            self._resting, self._rested, self._pace, self._enough = True, 0, None, lost / (2 * _SHARE)
             self._left = round(max(self._wait, lost / _SHARE))
             return
         moved = self._look(self._drafted, live)
@@ -147,7 +153,7 @@ class _Company:
         over = self._left <= 0
         if self._rested == _SETTLE:
             if self._compare(live, length) > 1:  # it was the machine, and plain steps take longer now, too
-                self._resting, self._left, self._every = False, _TRY, _OFTEN
+                self._resting, self._pace, self._left, self._every = False, None, _TRY, _OFTEN
                 return
             self._look(self._plain, live)
             self._wait = min(2 * self._wait, _MOST)
@@ -194,8 +200,8 @@ class Fallback:
         it, as drafts with an entry do not; the step took so many ``seconds``, of which ``drafting`` for proposing and
         observing.
         """
-        plain = seconds - drafting if whole and rows == sequences else None
-        self._of(sequences, drawn).note(self._live, length, sequences, tokens, plain, rows, seconds)
+        plain = max(seconds - drafting, _TICK) if whole and rows == sequences else None
+        self._of(sequences, drawn).note(self._live, length, sequences, tokens, plain, rows, max(seconds, _TICK))
 
     def _of(self, sequences: int, drawn: bool) -> _Company:
         """The company of about so many sequences, as far as companies are alike."""
