@@ -303,7 +303,7 @@ def launched_late(target: Any) -> Iterator[None]:
 
     former, graphs = product.early, target.runner._graphs
     for module in (layer, product, step):
-        module.early = lambda device: {"PDL": 0}
+        module.early = lambda device: {"PDL": False}
     graphs.kind += 1
     try:
         yield
@@ -377,7 +377,7 @@ def settings(check: Check) -> None:
     def set_early(options: dict[str, Any]) -> Callable[[], None]:
         def put() -> None:
             for module in (layer, product, step):
-                module.early = lambda device: options if device.type == "cuda" else {"PDL": 0}
+                module.early = lambda device: options if device.type == "cuda" else {"PDL": False}
 
         return put
 
@@ -404,8 +404,7 @@ def settings(check: Check) -> None:
         return lambda: setattr(module, name, value)
 
     changes = {
-        "next launched before the wait": set_early({"PDL": 2, "launch_pdl": True}),
-        "no weights read ahead by attention": put(step, "_EXTRA", 0),
+        "next launched when the one ahead has ended": set_early({"PDL": False}),
         "512 inputs read ahead": put(product, "_AHEAD", 512),
         "attention 16 rows": set_constants(ROWS=16),
         "attention 16 rows, 2 warps": set_constants(ROWS=16, num_warps=2),
@@ -549,7 +548,7 @@ def tests(check: Check) -> None:
     """The GPU's own tests, but for what the other sections do at length."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu", *check.args.pytest],
-        cwd=ROOT, capture_output=True, text=True,
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
     check.note(status=done.returncode, told=done.stdout[-1500:])
 

@@ -66,7 +66,7 @@ class Kernels:
 
     def step_attention(
         self, query: Any, where: Mapping[str, Any], layer: int, key_heads: int, window: int | None, scale: float,
-        segments: int, ahead: torch.Tensor,
+        segments: int,
     ) -> torch.Tensor:  # fmt: skip
         parts = query.split(where["closure"].shape[-2], 2)
         both = zip(parts, _sequences(where), strict=True)

@@ -21,13 +21,13 @@ __all__ = ["after_former", "early", "on_device"]
 
 @triton.jit
 def after_former(PDL: tl.constexpr):
-    """Wait for the kernels ahead, whose numbers are there then, and let the next one be launched: 1 then, 2 before."""
-    if PDL == 2:
+    """Let the next kernel be launched, and wait for those ahead, whose numbers are there then.
+
+    Before it a kernel reads what no kernel of a step writes: weights, and what the step was sent.
+    """
+    if PDL:
         gdc_launch_dependents()
-    if PDL > 0:
         gdc_wait()
-    if PDL == 1:
-        gdc_launch_dependents()
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -39,5 +39,5 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 def early(device: torch.device) -> dict[str, Any]:
     """Options of a launch that may come before the kernel ahead has ended, where the device can do that."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"PDL": 0}
-    return {"PDL": 1, "launch_pdl": True}
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}

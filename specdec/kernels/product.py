@@ -59,7 +59,7 @@ def _product(
     # Outputs beyond the last are computed from the first ones, and not stored: no mask in the way of wide reads.
     weights = weight + (own % OUTPUTS).to(tl.int64) * INPUTS
     first = split * PER
-    if PDL > 0 and AHEAD > 0:
+    if PDL and AHEAD > 0:
         ahead = weights + tl.minimum(first, INPUTS - AHEAD)
         tl.inline_asm_elementwise(
             "{ cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0; }", "=r,l", [ahead],

@@ -34,7 +34,6 @@ from specdec.kernels.launch import after_former, early, on_device
 __all__ = ["constants", "paths", "segments_of", "step_attention"]
 
 _BLOCK = 128  # rows of a tree that are looked at together
-_EXTRA = 16  # programs for each head of keys that read the next weight ahead
 _JOINED = 4096  # numbers of several segments that are joined together
 _LEVELS = ((0, 0, 128), (2048, 16, 512), (8192, 28, 2048), (32768, 40, 8192))
 """Where segments of a size begin, the number of the first of them, and the size; multiples of what is summed at once."""
@@ -89,12 +88,12 @@ def paths(where: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return output
 
 
-@triton.jit(do_not_specialize=("joins", "layer", "layers", "bucket", "reach", "segments", "size", "scale", "window"))
+@triton.jit(do_not_specialize=("joins", "layer", "layers", "bucket", "reach", "segments", "scale", "window"))
 def _attend(
-    query, counts, table, places, paths, tops, totals, mixes, output, ahead,
-    joins, layer, layers, bucket, reach, segments, size, scale, window,
+    query, counts, table, places, paths, tops, totals, mixes, output,
+    joins, layer, layers, bucket, reach, segments, scale, window,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, JOINED: tl.constexpr, WINDOWED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, JOINED: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     EACH: tl.constexpr = ROWS // GROUP  # rows of a program that do not join
     head = tl.program_id(0)
@@ -121,15 +120,6 @@ def _attend(
     index = first_row + row
     stand = tl.load(places + before + row, mask=live, other=0).to(tl.int32)
     last = tl.load(places + before + lead, mask=lead < rows, other=-1).to(tl.int32)  # position of the row that joins
-    if PDL > 0 and AHEAD > 0:
-        extra = (joins == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) >= segments)
-        turn = head * AHEAD + tl.program_id(2) - segments
-        for begin in range(turn * 131072, tl.where(extra, size, 0), tl.num_programs(0) * AHEAD * 131072):
-            wanted = begin + tl.arange(0, 128) * 1024
-            tl.inline_asm_elementwise(
-                "{ cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0; }", "=r,l",
-                [ahead + tl.where(wanted + 1024 <= size, wanted, 0)], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
     after_former(PDL)  # all that was read so far has been there since the step began
     if (joins == 0) & (_start(tl.program_id(2)) >= length // KEYS * KEYS):
         return
@@ -232,7 +222,8 @@ def constants(heads: int, group: int, width: int, itemsize: int, *, windowed: bo
     groups = triton.next_power_of_2(group)
     return {
         "GROUP": group, "HEADS": heads, "WIDTH": width, "WIDE": wide, "ROWS": max(16 if small else 32, groups),
-        "KEYS": 32 if small else 64, "JOINED": min(16, max(1, _JOINED // (groups * wide))), "WINDOWED": windowed, "num_warps": 4, "num_stages": 2,
+        "KEYS": 32 if small else 64, "JOINED": min(16, max(1, _JOINED // (groups * wide))), "WINDOWED": windowed,
+        "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
 
 
@@ -244,16 +235,14 @@ def step_attention(
     window: int | None,
     scale: float,
     segments: int,
-    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, Hq d] in the query's dtype; zeros for rows that only fill a bucket.
 
     Args:
         query: [1, Hq, T, d] as :func:`specdec.kernels.layer.turn_and_store` gives it, T a bucket.
-        where: of the rows, see :class:`specdec.block.Block` and ``Batch``, and ``paths`` of it; they are in their slots.
+        where: of the rows, see :class:`specdec.block.Block` and ``Batch``, with ``paths`` of it; they are in their slots.
         layer, key_heads, window: of whose keys and values there are.
         segments: that a text has at most, see :func:`segments_of`.
-        ahead: the weight of the product that follows: read into the device's cache meanwhile, as little else is read.
     """
     _, heads, rows, width = query.shape
     sequences, group = where["counts"].numel() // 3, heads // key_heads
@@ -264,14 +253,12 @@ def step_attention(
     mixes = torch.empty(rows, segments, heads, width, dtype=torch.float32, device=device)
     output = torch.empty(rows, heads * width, dtype=query.dtype, device=device)
     tiles = sequences * triton.cdiv(each, fixed["ROWS"] // group)
-    options = early(device)
-    extra = _EXTRA if ahead is not None and options["PDL"] and ahead.numel() >= 1024 else 0
     with on_device(query):
-        for joins, grid in ((0, (key_heads, tiles, segments + extra)), (1, (key_heads, rows, 1))):
+        for joins, grid in ((0, (key_heads, tiles, segments)), (1, (key_heads, rows, 1))):
             launch: Any = _attend[grid]
             launch(
                 query, where["counts"], where["table"], where["places"], where["paths"], tops, totals, mixes, output,
-                query if ahead is None else ahead, joins, layer, where["table"].shape[-2], each, reach, segments,
-                0 if ahead is None else ahead.numel(), scale, window or 0, **fixed, AHEAD=extra, **options,
+                joins, layer, where["table"].shape[-2], each, reach, segments, scale, window or 0,
+                **fixed, **early(device),
             )  # fmt: skip
     return output

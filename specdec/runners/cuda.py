@@ -64,7 +64,7 @@ class CudaLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Residual [T, D] and what is to be added to it, to the same after the layer.
 
-        ``turns``: cosines and sines [positions, d], and each row's place in them. ``segments``: that a text has at most.
+        ``turns``: cosines and sines [positions, d], and each row's place in them; ``segments``: of a text, at most.
         """
         qkv, out, gate_up, down = self._products
         kernels, (cos, sin, at), own = self._kernels, turns, self.alike and block.backend == "auto"
@@ -107,7 +107,7 @@ class CudaLayer:
         if own or isinstance(block, StepInputs):
             window = block.windows[number] if isinstance(block, StepInputs) else block.cache.group_of[number].window
             mixed: torch.Tensor = self._kernels.step_attention(
-                query, where, number, self._shape[1], window, self._scale, segments, self._products[1].weight
+                query, where, number, self._shape[1], window, self._scale, segments
             )
             return mixed
         return attend(query, block, number, self._scale).transpose(1, 2).reshape(block.rows, -1)

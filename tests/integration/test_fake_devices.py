@@ -139,9 +139,9 @@ def _turned(heads: Any, cos: Any, sin: Any, at: Any, norms: Any, where: Any, lay
 
 
 def _attended(
-    query: Any, where: Any, layer: int, key_heads: int, window: int | None, scale: float, segments: int, ahead: Any
+    query: Any, where: Any, layer: int, key_heads: int, window: int | None, scale: float, segments: int
 ) -> Any:
-    same(query, ahead, *where.values())
+    same(query, *where.values())
     assert (query.shape[2], where["places"].shape[-1]) == where["paths"].shape
     return query.new_empty(query.shape[2], query.shape[1] * query.shape[3])
 

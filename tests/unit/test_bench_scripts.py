@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,114 +201,77 @@ def test_a_c_file_that_is_none_is_told_of(
     assert words in f"{ended.value.code} {capsys.readouterr().err}"
 
 
-# -- The GPU's benchmark, on a CPU -------------------------------------------------------------------------------------
+# -- What a GPU is asked in a short loan, on a CPU -----------------------------------------------------------------------
 
-SIZES = {"shapes": "toy", "contexts": "32,64", "rows": "1,4", "repeats": 1, "prompt-tokens": 16, "max-new-tokens": 12}
-QUICK = [*(f"--{name}={value}" for name, value in SIZES.items()), "--device=cpu", "--dtype=float32"]
-
-
-@pytest.fixture
-def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    script = load("gpu_bench")
-    monkeypatch.setattr(script, "GOAL_CONTEXT", 64)
-    monkeypatch.setattr(script, "GOAL_ROWS", 4)
-    return script
+QUICK = ["--device=cpu", "--dtype=float32", "--big=toy", "--small=toy", "--new=4"]
 
 
-def run_quick(script: ModuleType, tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run it to its end, or to the key that ends it; returns what it wrote."""
-    out = tmp_path / "new" / "report"
-    try:
-        script.main([*QUICK, "--out", str(out), *arguments])
-    finally:
-        written = json.loads(out.with_suffix(".json").read_text()), out.with_suffix(".md").read_text()
-        assert sorted(file.name for file in out.parent.iterdir()) == ["report.json", "report.md"]
-    return written
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_gpu_benchmark_runs_every_part(gpu_bench: ModuleType, tmp_path: Path) -> None:
-    values, page = run_quick(gpu_bench, tmp_path)
-    found = values["shapes"]["toy"]
-    shapes = [f"{backend}, {shape}" for backend in ("auto", "sdpa", "split") for shape in ("chain", "tree")]
-    rows = [f"rows, {context} tokens, {shape}" for context in (32, 64) for shape in shapes]
-    assert list(found) == ["model", "warm up", "plain", *rows, "oracle", "head to head, T=0", "head to head, T=0.8"]
-    assert not [name for name, part in found.items() if "error" in part]
-    assert values["complete"]
-    assert "not finished" not in page
-    assert all(f"| {goal} |" in page for goal in gpu_bench.GOALS)
-    for label in ("none", "prompt_lookup", "lookahead", "kangaroo", "kangaroo, eta 0", "medusa"):
-        assert all(found[f"head to head, T={t}"][label]["same"] for t in ("0", "0.8")), label
-        assert page.count(f"\n| {label} | ") == 2
-    assert found["head to head, T=0"]["transformers_lookup"]["same"]
-    assert page.count("\n| 64 |") == 6
-    assert values["command"].startswith("python scripts/gpu_bench.py --shapes=toy")
-
-
-def test_gpu_benchmark_outlives_a_part_that_fails(
-    gpu_bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_gpu_check_keeps_every_figure_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measure = gpu_bench.measure
+    """A section that fails is told of and run again, one that has no time left too; one that ended is not."""
+    script, out, broken = load("gpu_check"), tmp_path / "new" / "check", [True]
+    asked: list[str] = []
 
-    def sometimes(target: Any, **options: Any) -> Any:
-        if target.backend == "split":
+    def weak(check: Any) -> None:
+        asked.append("bits")
+        check.note(first=1.5)
+        if broken.pop():
             raise RuntimeError("no kernel\nfor this")
-        return measure(target, **options)
 
-    monkeypatch.setattr(gpu_bench, "measure", sometimes)
-    values, page = run_quick(gpu_bench, tmp_path)
-    assert values["shapes"]["toy"]["rows, 32 tokens, split, tree"] == {"error": "RuntimeError: no kernel for this"}
-    assert "- rows, 32 tokens, split, tree failed: RuntimeError: no kernel for this" in page
-    assert "speedup" in values["shapes"]["toy"]["head to head, T=0"]["lookahead"]
-    assert values["complete"]
+    def endless(check: Any) -> None:
+        asked.append("step")
+        while True:
+            pass
+
+    monkeypatch.setitem(script.SECTIONS, "bits", (weak, 5.0))
+    monkeypatch.setitem(script.SECTIONS, "step", (endless, 0.1))
+    for _ in range(2):
+        script.main([*QUICK, "--out", str(out), "--sections=bandwidth,bits,step"])
+        broken.append(False)
+    kept = lines_of(out)
+    assert [line for line in kept if line["section"] == "bandwidth"][0]["read"] > 0
+    assert {"section": "bits", "failed": "RuntimeError: no kernel for this"} in kept
+    assert {"section": "step", "failed": "OutOfTime: after 0.1 s"} in kept
+    assert asked == ["bits", "step"] * 2
+    printed = capsys.readouterr().out
+    assert "bandwidth: done already" in printed
+    assert "bits: first 1.5" in printed
 
 
-def test_gpu_benchmark_that_is_cut_short_keeps_what_it_has(
-    gpu_bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu_bench, "oracle", cut)
-    with pytest.raises(KeyboardInterrupt):
-        run_quick(gpu_bench, tmp_path)
-    values = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert "ratio" in values["shapes"]["toy"]["rows, 64 tokens, split, tree"]
-    assert "oracle" not in values["shapes"]["toy"]
-    assert "This run is not finished." in (tmp_path / "new" / "report.md").read_text()
+def test_gpu_check_finds_rows_that_depend_on_each_other(tmp_path: Path) -> None:
+    """Torch's products on a CPU are none of those that round alike; what is recorded is what is launched."""
+    script = load("gpu_check")
+    args = SimpleNamespace(device="cpu", dtype="float32", big="toy", small="toy", out=tmp_path / "x", execution="fused")
+    check = script.Check(args)
+    script.step_bits(check, check.target("toy"), "toy", 20)
+    found = [line for line in lines_of(args.out) if "rows" in line]
+    assert len(found) == 18
+    assert all(line["launched_equal"] and line["finite"] for line in found)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shapes", "toy,tiny"], "'tiny' is none of toy"),
-        (["--backends", "fast"], "'fast' is none of auto"),
-        (["--dtype", "half"], "'half' is none of float64"),
-        (["--device", "cuda"], "no CUDA device here; try the parts with --device cpu"),
+        (["--sections", "bits,speed"], "'speed' is none of bandwidth"),
+        (["--limits", "speed=3"], "'speed' is none of bandwidth"),
+        (["--big", "tiny"], "invalid choice: 'tiny'"),
+        (["--device", "cuda"], "no CUDA device here; try --device cpu"),
     ],
 )
-def test_gpu_benchmark_refuses_before_it_starts(
-    gpu_bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+def test_gpu_check_refuses_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit):
-        gpu_bench.main([*QUICK, "--out", str(tmp_path / "report"), *arguments])
+        load("gpu_check").main([*QUICK, "--out", str(tmp_path / "report"), *arguments])
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_goals_are_read_off_the_figures(gpu_bench: ModuleType) -> None:
-    found = {
-        "plain": {"bandwidth_share": 0.9},
-        "rows, 64 tokens, a": {"context": 64, "seconds": {1: 1.0, 4: 1.4}, "ratio": {}},
-        "rows, 64 tokens, b": {"context": 64, "seconds": {1: 1.2, 4: 1.3}, "ratio": {}},
-        "rows, 32 tokens, a": {"context": 32, "seconds": {1: 1.0, 4: 1.0}, "ratio": {}},
-        "oracle": {"points": [{"kept": 0.95}, {"kept": 0.91}]},
-    }
-    values = gpu_bench.goals(found)
-    assert list(values.values()) == [0.9, 1.3, 0.91]
-    assert [gpu_bench.good(values[goal], *gpu_bench.GOALS[goal]) for goal in values] == [True, False, True]
-    assert gpu_bench.goals({"plain": {"error": "x"}, "oracle": {"error": "x"}}) == {}
 
 
 def test_weights_that_a_step_reads() -> None:
