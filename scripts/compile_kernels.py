@@ -39,7 +39,6 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 
 Variant = tuple[str, Any, dict[str, str], dict[str, Any]]  # name, kernel, types of arguments, constants
 
 
-
 def tree_variants(sample: bool, arch: int) -> Iterator[Variant]:
     """Tree attention: dtypes x head widths x group sizes x (masked, indexed, continued)."""
     shapes = [(128, 4)] if sample else [*product_of(WIDTHS, (4,)), (128, 1), (128, 7)]
@@ -88,19 +87,39 @@ def step_variants(sample: bool, arch: int) -> Iterator[Variant]:
                  "totals": "fp32", "mixes": "fp32", "output": dtype}  # fmt: skip
         for group, windowed in kinds:
             constants = step.constants(8 * group, group, width, 4 if dtype == "fp32" else 2, windowed=windowed)
-            yield f"step {dtype} width {width} group {group}{' windowed' if windowed else ''}", step._attend, types, constants
+            yield (
+                f"step {dtype} width {width} group {group}{' windowed' if windowed else ''}",
+                step._attend,
+                types,
+                constants,
+            )
     types = {"counts": "i64", "places": "i64", "closure": "i1", "output": "i32"}
     yield "paths", step._paths, types, {"BLOCK": 128, "num_warps": 1}
 
 
 def product_variants(sample: bool, arch: int) -> Iterator[Variant]:
     """Products of a 7 B model's and of a small one's shapes: dtypes x buckets of rows."""
-    shapes = [(6144, 4096, False), (14336, 4096, True), (4096, 14336, False), (960, 576, False), (1536, 576, True), (100, 72, False)]
-    for dtype, bucket in product_of(DTYPES[:1] if sample else DTYPES[:2], product.BUCKETS[::4] if sample else product.BUCKETS):
+    shapes = [
+        (6144, 4096, False),
+        (14336, 4096, True),
+        (4096, 14336, False),
+        (960, 576, False),
+        (1536, 576, True),
+        (100, 72, False),
+    ]
+    for dtype, bucket in product_of(
+        DTYPES[:1] if sample else DTYPES[:2], product.BUCKETS[::4] if sample else product.BUCKETS
+    ):
         for outputs, inputs, gated in shapes[:2] if sample else shapes:
             cut = product.cut_of(outputs, inputs, gated, bucket, SHARED[arch])
-            types = {"activations": dtype, "weight": dtype, "bias": dtype, "output": "fp32" if cut.splits > 1 else dtype}
-            yield f"product {dtype} {outputs} of {inputs}{' gated' if gated else ''} bucket {bucket}", product._product, types, {
+            types = {
+                "activations": dtype,
+                "weight": dtype,
+                "bias": dtype,
+                "output": "fp32" if cut.splits > 1 else dtype,
+            }
+            name = f"product {dtype} {outputs} of {inputs} bucket {bucket}{' gated' if gated else ''}"
+            yield name, product._product, types, {
                 "OUTPUTS": outputs, "INPUTS": inputs, "TILE": cut.tile, "STEP": cut.step, "BUCKET": bucket,
                 "SPLITS": cut.splits, "GATED": gated, "BIASED": True, "AHEAD": 256 if inputs >= 256 else 0,
                 "num_warps": cut.warps, "num_stages": cut.stages,

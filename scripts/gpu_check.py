@@ -4,7 +4,7 @@
     python scripts/gpu_check.py --sections bits,step --limits step=60      # some of them, one with another time limit
     python scripts/gpu_check.py --gguf SmolLM2.gguf                        # real text, with a file that lies beside it
 
-Nothing is fetched. Every figure is printed as it comes and kept in OUT.jsonl; a section whose end is in there is not run
+Nothing is fetched. Every figure is printed as it comes and kept in OUT.jsonl; a section that ended there is not run
 again, so that a run that was cut short goes on where it was. A section that fails or has no time left is recorded, and
 the next one goes on.
 """
@@ -53,7 +53,8 @@ SHAPES.setdefault(
 )  # fmt: skip
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 DRAFTERS: tuple[Any, ...] = (
-    "prompt_lookup", "suffix_automaton", "token_recycling", "lookahead", "jacobi", "auto", "medusa", "kangaroo", "draft_model",
+    "prompt_lookup", "suffix_automaton", "token_recycling", "lookahead", "jacobi", "auto", "medusa", "kangaroo",
+    "draft_model",
 )  # fmt: skip
 
 
@@ -453,12 +454,12 @@ def products(check: Check) -> None:
             high = outputs * (2 if gated else 1)
             several = max(2, min(20, (1 << 30) // (high * inputs * 2)))
             weights = [torch.randn(high, inputs, dtype=check.dtype, device=check.device) for _ in range(several)]
-            held = 2e-6 * high * inputs  # megabytes; over microseconds they are terabytes a second
+            size = 2e-6 * high * inputs  # megabytes; over microseconds they are terabytes a second
             activations = {
                 rows: torch.randn(rows, inputs, dtype=check.dtype, device=check.device) for rows in (1, 64, 128)
             }
             theirs = {
-                rows: held / device_us(lambda n, x=x: F.linear(x, weights[n % several]), check.device)
+                rows: size / device_us(lambda n, x=x, held=weights: F.linear(x, held[n % len(held)]), check.device)
                 for rows, x in activations.items()
             }
             check.note(shape=shape, product=name, cublas=theirs)
@@ -468,10 +469,12 @@ def products(check: Check) -> None:
                 try:
                     for rows, x in activations.items():
                         taken = device_us(
-                            lambda n, x=x, cut=cut: product(x, weights[n % several], None, gated=gated, cut=cut),
+                            lambda n, x=x, cut=cut, held=weights, two=gated: product(
+                                x, held[n % len(held)], None, gated=two, cut=cut
+                            ),
                             check.device,
                         )
-                        speeds[rows] = held / taken
+                        speeds[rows] = size / taken
                 except Exception as error:  # too much of a processor's memory
                     speeds["failed"] = str(error)[:60]
                 key = f"{cut.tile}x{cut.step}/{cut.splits} w{cut.warps} s{cut.stages}"
@@ -481,7 +484,8 @@ def products(check: Check) -> None:
 def cuts(cut: Any, own: Any, inputs: int, whole: bool) -> Iterator[Any]:
     """Other ways."""
     for tile, step, warps, stages in (
-        (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 6),
+        (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4),
+        (128, 64, 8, 6),
     ):  # fmt: skip
         turns = -(-inputs // step)
         for splits in {1} if whole else {own.splits, own.splits * 2, max(1, own.splits // 2)}:
@@ -495,11 +499,12 @@ def tiny_drafters() -> dict[Any, Any]:
 
 
 def texts(check: Check) -> None:
-    """Every drafter's texts against plain decoding's: embedded model, and a GGUF file; T = 0 and 1, one and eight at once."""
+    """Every drafter's texts against plain decoding's: embedded model, and a GGUF file; one and eight at once."""
     paths = ["tiny", *([check.args.gguf] if check.args.gguf else [])]
     questions = [
-        "Once upon a time there was a little", "The dog and the cat went to", "Tom had a red ball. He", "One day, Lily found",
-        "The sun was warm and the", "Mum said that it was time to", "In the garden there lived", "A big bear came out of",
+        "Once upon a time there was a little", "The dog and the cat went to", "Tom had a red ball. He",
+        "One day, Lily found", "The sun was warm and the", "Mum said that it was time to", "In the garden there lived",
+        "A big bear came out of",
     ]  # fmt: skip
     for path in paths:
         engine = Engine.from_pretrained(path, "none", dtype=check.args.dtype, device=check.args.device, policy="off")
@@ -546,10 +551,9 @@ def batches(check: Check) -> None:
 
 def tests(check: Check) -> None:
     """The GPU's own tests, but for what the other sections do at length."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu", *check.args.pytest],
-        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
+    known = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the checkout's entry points
+    done = subprocess.run([*command, *check.args.pytest], cwd=ROOT, capture_output=True, text=True, env=known)
     check.note(status=done.returncode, told=done.stdout[-1500:])
 
 

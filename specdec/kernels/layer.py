@@ -62,7 +62,8 @@ def add_norm(
     with on_device(residual):
         launch(
             residual, residual if delta is None else delta.contiguous(), weight, total, normed, epsilon,
-            WIDTH=width, WIDE=wide, PARTS=_parts(delta), num_warps=min(16, max(1, wide // 256)), **early(residual.device),
+            WIDTH=width, WIDE=wide, PARTS=_parts(delta), num_warps=min(16, max(1, wide // 256)),
+            **early(residual.device),
         )  # fmt: skip
     return total, normed
 

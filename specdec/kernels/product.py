@@ -93,7 +93,7 @@ def _product(
             second = tl.dot(w, x, second)
     element = activations.dtype.element_ty
     fits = (own < OUTPUTS)[:, None] & live[None, :]
-    if BIASED:
+    if BIASED:  # noqa: SIM102 - one is known when it is compiled
         if split == 0:
             total += tl.load(bias + own % OUTPUTS).to(tl.float32)[:, None]
             if GATED:
@@ -108,7 +108,7 @@ def _product(
 
 @cache
 def splits_of(outputs: int, inputs: int, gated: bool) -> int:
-    """Ranges of inputs, all of one size, for a weight [outputs, inputs]; one that is ``gated`` is of two such weights."""
+    """Ranges of inputs, all of one size, for a weight [outputs, inputs]; a ``gated`` one is of two such weights."""
     turns, tiles = triton.cdiv(inputs, _step(inputs)), triton.cdiv(outputs, 64)
     even = [splits for splits in range(1, min(turns, 16) + 1) if turns % splits == 0 and not (gated and splits > 1)]
     return min(even, key=lambda one: max(tiles * one / _PROGRAMS, _PROGRAMS / (tiles * one)))

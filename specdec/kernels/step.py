@@ -36,7 +36,7 @@ __all__ = ["constants", "paths", "segments_of", "step_attention"]
 _BLOCK = 128  # rows of a tree that are looked at together
 _JOINED = 4096  # numbers of several segments that are joined together
 _LEVELS = ((0, 0, 128), (2048, 16, 512), (8192, 28, 2048), (32768, 40, 8192))
-"""Where segments of a size begin, the number of the first of them, and the size; multiples of what is summed at once."""
+"""Where segments of a size begin, the first one's number, and the size: multiples of what is summed at once."""
 
 
 @triton.jit
@@ -240,7 +240,7 @@ def step_attention(
 
     Args:
         query: [1, Hq, T, d] as :func:`specdec.kernels.layer.turn_and_store` gives it, T a bucket.
-        where: of the rows, see :class:`specdec.block.Block` and ``Batch``, with ``paths`` of it; they are in their slots.
+        where: of the rows, see :class:`specdec.block.Block` and ``Batch``, with its ``paths``; they are in their slots.
         layer, key_heads, window: of whose keys and values there are.
         segments: that a text has at most, see :func:`segments_of`.
     """

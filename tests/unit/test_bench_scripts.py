@@ -201,7 +201,7 @@ def test_a_c_file_that_is_none_is_told_of(
     assert words in f"{ended.value.code} {capsys.readouterr().err}"
 
 
-# -- What a GPU is asked in a short loan, on a CPU -----------------------------------------------------------------------
+# -- What a GPU is asked in a short loan, on a CPU ---------------------------------------------------------------------
 
 QUICK = ["--device=cpu", "--dtype=float32", "--big=toy", "--small=toy", "--new=4"]
 
@@ -234,7 +234,7 @@ def test_gpu_check_keeps_every_figure_and_goes_on_where_it_was(
         script.main([*QUICK, "--out", str(out), "--sections=bandwidth,bits,step"])
         broken.append(False)
     kept = lines_of(out)
-    assert [line for line in kept if line["section"] == "bandwidth"][0]["read"] > 0
+    assert next(line for line in kept if line["section"] == "bandwidth")["read"] > 0
     assert {"section": "bits", "failed": "RuntimeError: no kernel for this"} in kept
     assert {"section": "step", "failed": "OutOfTime: after 0.1 s"} in kept
     assert asked == ["bits", "step"] * 2
