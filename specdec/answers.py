@@ -54,6 +54,8 @@ def answer(engine: Engine, prompts: list[Prompt], out: Path, run: RunConfig, *, 
         CheckpointError: the disk refuses.
     """
     options = {name: getattr(run, name) for name in ("model", "dtype", "drafter", "max_new_tokens", "stop")}
+    if run.stop_token_ids:
+        options["stop_token_ids"] = run.stop_token_ids
     with unfinished(out, {**options, **asdict(run.sampling)}, prompts, _check_line) as answers:
         left = answers.left
         engine.generate_batch(
@@ -61,6 +63,7 @@ def answer(engine: Engine, prompts: list[Prompt], out: Path, run: RunConfig, *, 
             run.max_new_tokens,
             run.sampling,
             stop=run.stop,
+            stop_token_ids=run.stop_token_ids,
             batch=batch,
             progress=progress,
             on_done=lambda place, generation: answers.add(left[place], to_json(generation, engine.drafter.name)),

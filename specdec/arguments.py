@@ -92,6 +92,10 @@ ARGUMENTS: Mapping[str, Any] = {
         _Text | list[_Text] | tuple[_Text, ...] | set[_Text] | frozenset[_Text],
         "non-empty text, or a list of such; leave it out for none",
     ],
+    "stop_token_ids": Annotated[
+        int | list[int] | tuple[int, ...] | set[int] | frozenset[int],
+        "a token id, or a list of such; leave it out for none",
+    ],
     "logits_processor": Annotated[
         list[_Processor] | tuple[_Processor, ...],
         "a list of functions (ids, scores) -> scores; leave it out for none",

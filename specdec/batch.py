@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import perf_counter
@@ -42,6 +42,10 @@ class Host(Setup, Protocol):
         """Token ids of a prompt."""
 
     @property
+    def warn_of_chat_end(self) -> Callable[..., None]:
+        """Says where an answer may not end as the chat template ends it."""
+
+    @property
     def start(self) -> Callable[..., Decoding]:
         """Makes a generation that is to be driven turn by turn."""
 
@@ -62,12 +66,13 @@ def make_requests(
     *,
     seed: int | Sequence[int] | None,
     stop: str | Sequence[str] | Sequence[Sequence[str]],
+    stop_token_ids: int | Collection[int] | Sequence[Collection[int]],
     logits_processor: Sequence[Any],
     **others: Any,
 ) -> list[Request]:
     """One request per prompt, of parameters that are for all, or one for each; ``others`` are for all.
 
-    Stop strings and processors are lists already, so that one for each is a list of lists.
+    Stop strings, stop tokens and processors are lists already, so that one for each is a list of lists.
 
     Raises:
         ConfigError: the prompts are one text, or a parameter has another number of values.
@@ -86,7 +91,8 @@ def make_requests(
         return list(value)
 
     def of_lists(value: Any) -> bool:
-        return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, list | tuple) for one in value)
+        kinds = (list, tuple, set, frozenset)
+        return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, kinds) for one in value)
 
     budgets = each("max_new_tokens", max_new_tokens, isinstance(max_new_tokens, Sequence))
     params = each("sampling", sampling, isinstance(sampling, Sequence))
@@ -94,10 +100,15 @@ def make_requests(
         seeds = each("seed", seed, isinstance(seed, Sequence))
         params = [replace(one or SamplingParams(), seed=own) for one, own in zip(params, seeds, strict=True)]
     stops = each("stop", stop, of_lists(stop))
+    stop_tokens = each("stop_token_ids", stop_token_ids, of_lists(stop_token_ids))
     chains = each("logits_processor", logits_processor, of_lists(logits_processor))
     return [
-        Request(prompt, budget, {"sampling": own, "stop": ends, "logits_processor": chain, **others})
-        for prompt, budget, own, ends, chain in zip(prompts, budgets, params, stops, chains, strict=True)
+        Request(
+            prompt, budget, {"sampling": own, "stop": ends, "stop_token_ids": last, "logits_processor": chain, **others}
+        )
+        for prompt, budget, own, ends, last, chain in zip(
+            prompts, budgets, params, stops, stop_tokens, chains, strict=True
+        )
     ]
 
 
@@ -285,6 +296,8 @@ class Scheduler:
                 break
             self._next, request = None, waiting.request
             try:
+                stops = {name: request.options[name] for name in ("stop", "stop_token_ids") if name in request.options}
+                self._engine.warn_of_chat_end(request.prompt, **stops)
                 decoding = self._engine.start(waiting.tokens, request.max_new_tokens, **request.options)
             except Exception as error:
                 failed.append(Event(waiting.index, None, None, error))

@@ -78,9 +78,17 @@ def chat(
 
 
 def _answer(engine: Engine, config: ChatConfig, prompt: Messages, kept: PrefixCache, interactive: bool) -> str:
-    """Stream an answer, which Ctrl-C ends if somebody sits there; returns what was shown of it."""
+    """Stream an answer, which Ctrl-C ends if somebody sits there; what was shown of it, as the content of a message."""
+    from specdec.text import as_content
+
     decoding = engine.start(
-        prompt, config.max_new_tokens, config.sampling, stop=config.stop, prefix_cache=kept, stream=True
+        prompt,
+        config.max_new_tokens,
+        config.sampling,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
+        prefix_cache=kept,
+        stream=True,
     )
     painter, parts = show.StepPainter(Console()), list[str]()
     try:
@@ -92,7 +100,7 @@ def _answer(engine: Engine, config: ChatConfig, prompt: Messages, kept: PrefixCa
             raise
     typer.echo()
     Console(stderr=True).print(_costs(decoding.result(), engine.drafter.name), soft_wrap=True, style="dim")
-    return "".join(parts)
+    return as_content("".join(parts), engine.tokenizer, decoding.result().token_ids)
 
 
 def _costs(generation: Generation, drafter: str) -> str:

@@ -177,7 +177,14 @@ def generate(
     engine = load_run(config)
     painter = show.StepPainter(Console())
     live = stream and not as_json
-    decoding = engine.start(text, config.max_new_tokens, config.sampling, stop=config.stop, stream=True)
+    decoding = engine.start(
+        text,
+        config.max_new_tokens,
+        config.sampling,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
+        stream=True,
+    )
     for chunk in decoding.chunks():
         if live:
             painter(chunk)

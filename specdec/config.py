@@ -127,6 +127,9 @@ class RunConfig(EngineOptions):
     drafter: str | dict[str, Any] = option("none", "Who drafts; see `specdec drafters`.", metavar="NAME")
     max_new_tokens: AtLeast1 = option(128, "Most new tokens.")
     stop: str | list[str] = option(list, "Text that ends the answer; repeatable.")
+    stop_token_ids: list[int] = option(
+        list, "Tokens that end the answer, beside the model's own.", metavar="ID,ID,...", commas=True
+    )
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Conversations: ShareGPT records as people have them, and Vicuna's way of writing them down.
+"""Conversations: ShareGPT records as people have them, Vicuna's way to write them, and what tokenizers know of them.
 
 A record is ``{"conversations": [{"from": "human", "value": ...}, ...]}``, or has ``messages`` with ``role`` and
 ``content``.
@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["VICUNA", "Turn", "is_text", "turns_of", "vicuna"]
+__all__ = ["MARK", "VICUNA", "Turn", "answer_end", "is_text", "turns_of", "vicuna", "writes_chats"]
 
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
 """The opening that the Vicuna models were tuned with."""
+
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""A message's content that is found again in what a chat template writes."""
 
 Turn = tuple[Any, Any]
 """Who speaks (``user``, ``assistant``, ``system``, or what stands in the file) and what, as it stands there."""
@@ -41,6 +44,34 @@ def turns_of(record: Any) -> list[Turn] | None:
     speakers = [turn.get("from", turn.get("role")) for turn in named]
     texts = [turn.get("value", turn.get("content")) for turn in named]
     return [(_ROLES.get(str(who).lower(), who), text) for who, text in zip(speakers, texts, strict=True)]
+
+
+def writes_chats(tokenizer: Any) -> bool:
+    """Whether a tokenizer turns messages into a prompt: by a chat template, or in a way of its own, as Mistral's do."""
+    if getattr(tokenizer, "chat_template", None):
+        return True
+    render = getattr(tokenizer, "apply_chat_template", None)
+    if render is None:
+        return False
+    try:
+        return bool(render([{"role": "user", "content": "a"}], add_generation_prompt=True, return_dict=True))
+    except Exception:  # transformers' own has no template to go by
+        return False
+
+
+def answer_end(tokenizer: Any) -> int | None:
+    """The special or added token that a chat template writes behind an assistant's answer; None where there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
+    try:
+        text: str = tokenizer.apply_chat_template(talk, tokenize=False)
+        behind = list(tokenizer(text.rpartition(MARK)[2], add_special_tokens=False)["input_ids"])
+        added = set(tokenizer.get_added_vocab().values())
+        first = next((token for token in behind if token in added or tokenizer.decode([token]).strip()), None)
+    except Exception:  # a template is code of others: it may raise anything, and take no such talk
+        return None
+    return first if MARK in text and first in added else None
 
 
 def vicuna(messages: Sequence[Mapping[str, str]], eos: str) -> str:

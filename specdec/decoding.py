@@ -52,7 +52,6 @@ class Setup(Protocol):
     """What a decoding needs of an engine, see :class:`specdec.engine.Engine`."""
 
     target: Target
-    tokenizer: Any
     drafter: Drafter
     max_rows: int
     costs: CostCurve
@@ -113,13 +112,14 @@ class Decoding:
         stop_when: Callable[[Sequence[int]], bool] | None,
         sample: bool | None,
         eos_ids: frozenset[int],
+        stop_token_ids: frozenset[int],
         text: TextStream | None,
         logprobs: int | None,
         prefix_cache: PrefixCache | None,
     ) -> None:
         target = engine.target
         target.check_unchanged()
-        self._target, self._tokenizer, self._drafter = target, engine.tokenizer, engine.drafter
+        self._target, self._drafter = target, engine.drafter
         self.tokens = list(prompt)
         self.sampler = Sampler(sampling, self.tokens, target.vocab_size, target.head_device, processors, sample)
         # Where the text at a seed depends on the rows that are proposed, as under ``reject``, it must depend neither on
@@ -133,6 +133,7 @@ class Decoding:
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
         self._likeliest = likeliest_of(engine.drafter)
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
+        self._stop_token_ids, self._ends = stop_token_ids, eos_ids | stop_token_ids
         self._end, rows = cache_sizes(engine, len(prompt), max_new_tokens)
         self._end_reason = "length" if self._end == len(prompt) + max_new_tokens else "context"
         self._chunk = engine.chunk_rows
@@ -391,11 +392,7 @@ class Decoding:
     def result(self) -> Generation:
         """The generation as it stands."""
         new = self.tokens[self.stats.prompt_tokens :]
-        if self._text is not None:
-            self._text.finish()
-            text = self._text.text
-        else:
-            text = "" if self._tokenizer is None else self._tokenizer.decode(new, skip_special_tokens=True)
+        text = "" if self._text is None else self._text.text
         logprobs = None if self._top is None else self._logprobs
         return Generation(text, new, self.finish_reason or "unfinished", self.stats, self.steps, logprobs)
 
@@ -434,11 +431,14 @@ class Decoding:
 
     def _cut(self, tokens: Sequence[int]) -> int:
         """How many of the accepted tokens plain decoding would have emitted; sets the finish reason."""
-        watched = self._text is not None or self._stop_when is not None or not self._eos_ids.isdisjoint(tokens)
-        if not watched and len(self.tokens) + len(tokens) < self._end:
+        text = self._text
+        watched = self._stop_when is not None or (text is not None and text.watches)
+        if not watched and self._ends.isdisjoint(tokens) and len(self.tokens) + len(tokens) < self._end:
+            if text is not None:
+                text.extend(tokens)
             return len(tokens)
         for count, token in enumerate(tokens, 1):
-            stopped = self._text is not None and self._text.push(token)
+            stopped = (text is not None and text.push(token)) or token in self._stop_token_ids
             if token in self._eos_ids:
                 self.finish_reason = "eos"
             elif stopped or (self._stop_when is not None and self._stop_when([*self.tokens, *tokens[:count]])):

@@ -16,8 +16,10 @@ from specdec.engine import Engine, Prompt
 from specdec.errors import CheckpointError
 from specdec.named import named_models
 from specdec.prefix import PrefixCache
+from specdec.prompt import is_chat
 from specdec.results import Chunk, Generation
 from specdec.sampling import SamplingParams
+from specdec.text import as_content
 
 __all__ = ["Race", "Result", "model_at_hand", "question_for"]
 
@@ -103,7 +105,9 @@ class Race:
                 on_chunk(name, chunk)
         for name, decoding in self._under_way.items():
             self.results[name].generations.append(decoding.result())
-        return self.results["none"].generations[-1].text
+        plain = self.results["none"].generations[-1]
+        tokenizer = self.engines["none"].tokenizer
+        return as_content(plain.text, tokenizer, plain.token_ids) if is_chat(prompt) else plain.text
 
     def speed(self, name: str) -> float:
         """Tokens per second of an answer under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from specdec.arguments import checked
 from specdec.batch import Event, Request, Scheduler, make_requests
+from specdec.conversations import answer_end
 from specdec.cost import CostCurve, cost_curve, describe, kept_curve, roofline, source_of
 from specdec.decoding import Decoding
 from specdec.drafter import Drafter
@@ -29,7 +30,7 @@ from specdec.parallel.target import ParallelTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
 from specdec.prefix import PrefixCache
 from specdec.pretrained import unused_generation_options
-from specdec.prompt import Prompt, token_ids
+from specdec.prompt import Prompt, is_chat, token_ids
 from specdec.registry import make_drafter, parse_drafter
 from specdec.results import Chunk, Generation, Step
 from specdec.sampling import SamplingParams
@@ -104,6 +105,7 @@ class Engine:
             )
         self._by_clock = by_clock
         self._cost_policy: CostPolicy | None = None
+        self._answer_end: tuple[Any, int | None] | None = None  # the chat template, and what it ends an answer with
 
     @property
     def chunk_rows(self) -> int:
@@ -240,6 +242,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
+        stop_token_ids: int | Collection[int] = (),
         logits_processor: Sequence[Any] = (),
         logprobs: int | None = None,
         prefix_cache: PrefixCache | None = None,
@@ -251,7 +254,8 @@ class Engine:
             prompt: text, token ids, or ``[{"role": ..., "content": ...}]`` for the tokenizer's chat template.
             max_new_tokens: budget; the model's context length is one too.
             sampling: greedy if None, whatever the checkpoint's generation config says (a SpecdecWarning names it).
-            stop: strings that end the text; the result's text is cut before them.
+            stop: strings that end the text, special tokens' own among them; the result's text is cut before them.
+            stop_token_ids: tokens that end the text, beside the model's own end tokens.
             logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
                 prefix, so they act as in plain decoding. A :class:`specdec.grammar.Grammar` has a state instead.
             logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
@@ -268,6 +272,7 @@ class Engine:
             max_new_tokens,
             sampling,
             stop=stop,
+            stop_token_ids=stop_token_ids,
             logits_processor=logits_processor,
             logprobs=logprobs,
             prefix_cache=prefix_cache,
@@ -288,6 +293,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
+        stop_token_ids: int | Collection[int] = (),
         logits_processor: Sequence[Any] = (),
         prefix_cache: PrefixCache | None = None,
     ) -> Iterator[Chunk]:
@@ -300,6 +306,7 @@ class Engine:
             max_new_tokens,
             sampling,
             stop=stop,
+            stop_token_ids=stop_token_ids,
             logits_processor=logits_processor,
             prefix_cache=prefix_cache,
             stream=True,
@@ -315,6 +322,7 @@ class Engine:
         batch: int = 8,
         seed: int | Sequence[int] | None = None,
         stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
+        stop_token_ids: int | Collection[int] | Sequence[Collection[int]] = (),
         logits_processor: Sequence[Any] = (),
         logprobs: int | None = None,
         step_rows: int | None = None,
@@ -347,6 +355,7 @@ class Engine:
             sampling,
             seed=seed,
             stop=stop,
+            stop_token_ids=stop_token_ids,
             logits_processor=logits_processor,
             logprobs=logprobs,
         )
@@ -376,6 +385,7 @@ class Engine:
         batch: int = 8,
         seed: int | Sequence[int] | None = None,
         stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
+        stop_token_ids: int | Collection[int] | Sequence[Collection[int]] = (),
         logits_processor: Sequence[Any] = (),
         step_rows: int | None = None,
         cache_bytes: int | None = None,
@@ -384,7 +394,14 @@ class Engine:
         if self.tokenizer is None:
             raise ConfigError("streams need a tokenizer; the engine has none")
         requests = make_requests(
-            prompts, max_new_tokens, sampling, seed=seed, stop=stop, logits_processor=logits_processor, stream=True
+            prompts,
+            max_new_tokens,
+            sampling,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            logits_processor=logits_processor,
+            stream=True,
         )
         return self._chunks(self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run())
 
@@ -411,6 +428,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
+        stop_token_ids: int | Collection[int] = (),
         logits_processor: Sequence[Any] = (),
         prefix_cache: PrefixCache | None = None,
         stop_when: Callable[[Sequence[int]], bool] | None = None,
@@ -421,7 +439,8 @@ class Engine:
     ) -> Decoding:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
-        ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says.
+        ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says,
+        and ``eos_ids`` which tokens are the model's end tokens.
         """
         began = perf_counter()
         if eos_ids is None:  # a caller with its own has read the generation config
@@ -433,16 +452,25 @@ class Engine:
         stops = stop_strings(stop)
         if (stops or stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
+        stop_tokens = frozenset([stop_token_ids] if isinstance(stop_token_ids, int) else stop_token_ids)
+        if unknown := [token for token in stop_tokens if not 0 <= token < self.target.vocab_size]:
+            raise ConfigError(
+                f"stop_token_ids holds {shown(unknown[0])}, which is outside the vocabulary "
+                f"[0, {self.target.vocab_size}) and so never comes; give tokens of this model"
+            )
+        self.warn_of_chat_end(prompt, stop=stop, stop_token_ids=stop_token_ids)
+        tokens = self.encode(prompt)
         decoding = Decoding(
             self,
-            self.encode(prompt),
+            tokens,
             max_new_tokens,
             sampling or SamplingParams(),
             processors=logits_processor,
             stop_when=stop_when,
             sample=sample,
             eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
-            text=TextStream(self.tokenizer, stops) if stops or stream else None,
+            stop_token_ids=stop_tokens,
+            text=None if self.tokenizer is None else TextStream(self.tokenizer, stops, tokens),
             logprobs=logprobs,
             prefix_cache=prefix_cache,
         )
@@ -460,6 +488,35 @@ class Engine:
                 "use model.generate(custom_generate=specdec.custom_generate)",
                 SpecdecWarning,
                 stacklevel=6,  # two for each checked function
+            )
+
+    @checked
+    def warn_of_chat_end(
+        self, prompt: Prompt, *, stop: str | Sequence[str] = (), stop_token_ids: int | Collection[int] = ()
+    ) -> None:
+        """Say, in a SpecdecWarning, that an answer may not end where the chat template ends it.
+
+        So it is for messages where neither the model's end tokens nor these stops are what the template writes behind
+        an answer. The model goes on then, as it does in transformers' ``generate``.
+        """
+        if not is_chat(prompt):
+            return
+        template = getattr(self.tokenizer, "chat_template", None)
+        if self._answer_end is None or self._answer_end[0] != template:
+            self._answer_end = template, answer_end(self.tokenizer)
+        end = self._answer_end[1]
+        stop_tokens = {stop_token_ids} if isinstance(stop_token_ids, int) else set(stop_token_ids)
+        if end is None or end in self.target.eos_ids | stop_tokens:
+            return
+        text = self.tokenizer.decode([end])
+        if not any(one in text for one in stop_strings(stop)):
+            warnings.warn(
+                f"the chat template ends an answer with {text!r} (token {end}), which does not end a text of "
+                f"{self.target.name}, whose end tokens are {sorted(self.target.eos_ids)}: an answer goes on behind it. "
+                f"Give stop_token_ids=[{end}] (--stop-token-ids {end}), or add it to the generation config's "
+                "eos_token_id",
+                SpecdecWarning,
+                stacklevel=7,  # two for each checked function
             )
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.conversations import writes_chats
 from specdec.errors import PromptError, first_line, shown
 
-__all__ = ["Prompt", "token_ids"]
+__all__ = ["Prompt", "is_chat", "token_ids"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | torch.Tensor
 
@@ -28,9 +29,14 @@ def token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
         _check_text("the prompt", prompt)
         return list(_needed(tokenizer)(prompt)["input_ids"])
     items = _items(prompt)
-    if items and isinstance(items[0], Mapping):
+    if is_chat(items):
         return _of_messages(items, _needed(tokenizer))
     return items if all(type(item) is int for item in items) else [_token(*place) for place in enumerate(items)]
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is chat messages."""
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _needed(tokenizer: Any) -> Any:
@@ -72,7 +78,7 @@ def _no_item(place: int, item: Any) -> PromptError:
 
 
 def _of_messages(messages: Sequence[Any], tokenizer: Any) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
+    if not writes_chats(tokenizer):
         raise PromptError("the tokenizer has no chat template; give text, or set tokenizer.chat_template")
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):

@@ -141,6 +141,7 @@ def distill_data(
         max_new_tokens=config.max_new_tokens,
         sampling=config.sampling,
         stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
         form=form,
         batch=batch,
         run={"model": config.model, "dtype": config.dtype},
@@ -151,7 +152,7 @@ def distill_data(
     typer.echo(f"wrote {out}: {made.records} conversations; train with --data {out}{plain}")
 
 
-@with_options(RunConfig, without=["parallel", "policy", "stop"], **_EXAMPLES)
+@with_options(RunConfig, without=["parallel", "policy", "stop", "stop_token_ids"], **_EXAMPLES)
 def tree_search(
     given: Given,
     out: Annotated[Path, typer.Option(help="YAML to write, for --config or medusa.tree.")],
@@ -191,11 +192,14 @@ def tree_search(
 
 def coloured(tokens: list[int], trained: list[bool], tokenizer: Any) -> Text:
     """The tokens' text; runs of one kind are decoded together, so that no character is cut."""
+    from specdec.text import continuation
+
     text = Text()
     begin = 0
     for end in range(1, len(tokens) + 1):
         if end == len(tokens) or trained[end] != trained[begin]:
             style = "bold green" if trained[begin] else "dim"
-            text.append(tokenizer.decode(tokens[begin:end], clean_up_tokenization_spaces=False), style=style)
+            part = continuation(tokenizer, tokens[:begin], tokens[begin:end], skip_special_tokens=False)
+            text.append(part, style=style)
             begin = end
     return text

@@ -11,7 +11,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ from tqdm import tqdm
 
 from drafters.stdlib_corpus import STDLIB, read_files
 from specdec.batch import Request, Scheduler
-from specdec.bench.questions import Question, build_prompt, read_questions
-from specdec.conversations import is_text, turns_of
+from specdec.bench.questions import Question, build_prompt, form_of, read_questions
+from specdec.conversations import MARK, is_text, turns_of, writes_chats
 from specdec.engine import Engine
 from specdec.errors import ConfigError, PromptError
 from specdec.files import write_text
 from specdec.formats import Record, read_content
+from specdec.prompt import token_ids
 from specdec.results import Generation
 from specdec.sampling import SamplingParams
-from specdec.text import stop_strings
+from specdec.text import as_content, stop_strings
 from specdec.unfinished import unfinished
 from training.skips import Skipping, Skips
 
@@ -39,7 +40,6 @@ SELF = "self"
 "Magpie", arXiv 2406.08464): they are of the kind that it was trained to answer, and no data set is needed."""
 
 _QUESTION = 100  # tokens, at most, of a question that the target writes
-_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ def distill(
     max_new_tokens: int,
     sampling: SamplingParams,
     stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
     form: str = "auto",
     batch: int = 8,
     run: Mapping[str, Any],
@@ -123,6 +124,7 @@ def distill(
         sampling: a draw's noise is keyed by seed + number of the prompt; ``match`` stands in for ``auto``, so that the
             answers are the same under every drafter.
         stop: strings that end an answer; it is cut before them.
+        stop_token_ids: tokens that end an answer, beside the target's own end tokens.
         form: how turns become a prompt, see :func:`specdec.bench.questions.build_prompt`.
         batch: how many are answered at once; it changes the speed, and the answers only where :mod:`specdec.batch` says
             that numbers round otherwise.
@@ -135,12 +137,13 @@ def distill(
     """
     if sampling.acceptance == "auto":
         sampling = replace(sampling, acceptance="match")
-    stop = stop_strings(stop)
-    header = {**run, "new": max_new_tokens, "form": form, **asdict(sampling), **({"stop": stop} if stop else {})}
+    stops = {"stop": stop_strings(stop), "stop_token_ids": list(stop_token_ids)}
+    header = {**run, "new": max_new_tokens, "form": form, **asdict(sampling)}
+    header |= {name: values for name, values in stops.items() if values}
     tokens = 0
     with unfinished(out, header, [prompt.turns for prompt in prompts], _check_line) as answers:
         talks = _Talks(
-            (number, talk(engine, prompts[number], form, max_new_tokens, sampling.seed + number, sampling, stop))
+            (number, talk(engine, prompts[number], form, max_new_tokens, sampling.seed + number, sampling, stops))
             for number in answers.left
         )
         bar = tqdm(initial=len(answers.done), total=len(prompts), unit="prompt", mininterval=1.0, desc=out.name)
@@ -203,7 +206,7 @@ def talk(
     max_new_tokens: int,
     seed: int,
     sampling: SamplingParams,
-    stop: Sequence[str],
+    stops: Mapping[str, Any],
 ) -> Talk:
     """One prompt's turns, where a later one follows the target's own answers."""
     turns: list[dict[str, str]] = []
@@ -216,7 +219,7 @@ def talk(
         if own.finish_reason != "eos" or len(own.text.split()) < 2:
             return {"record": None, "skipped": "a question that does not end, or is none"}
         prompt = replace(prompt, turns=(own.text.strip(),))
-    options = {"sampling": replace(sampling, seed=seed), "stop": stop}
+    options = {"sampling": replace(sampling, seed=seed), **stops}
     for said in prompt.turns:
         found = yield Request(build_prompt(prompt, answers, form, engine.tokenizer), max_new_tokens, options)
         if isinstance(found.error, PromptError):
@@ -225,13 +228,21 @@ def talk(
         if not found.text.strip():
             reason = "empty answer"
             break
-        answers.append(found.text)
-        turns += [{"from": "human", "value": said}, {"from": "gpt", "value": found.text}]
+        answer = _answer(found, form_of(prompt, form, engine.tokenizer), engine.tokenizer)
+        answers.append(answer)
+        turns += [{"from": "human", "value": said}, {"from": "gpt", "value": answer}]
         if found.finish_reason not in ("eos", "stop"):
             break  # cut off in mid-answer: nothing should follow
     if not turns:
         return {"record": None, "skipped": reason}
     return {"record": {"id": str(prompt.id), "source": prompt.category, "conversations": turns}}
+
+
+def _answer(found: Generation, form: str, tokenizer: Any) -> str:
+    """The answer as it stands in a record: where a turn is written down, the space before it is written too."""
+    if form == "plain":
+        return found.text
+    return found.text.removeprefix(" ") if form == "vicuna" else as_content(found.text, tokenizer, found.token_ids)
 
 
 def _users_place(tokenizer: Any) -> list[int]:
@@ -240,12 +251,17 @@ def _users_place(tokenizer: Any) -> list[int]:
     Raises:
         ConfigError: the tokenizer has no chat template in which a user's words stand as they are.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    messages = [{"role": "user", "content": _MARK}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if template else ""
-    before, found, _ = text.partition(_MARK)
+    needs = ConfigError(f"the source {SELF!r} needs a chat template; give a chat model, or prompts of your own")
+    if not writes_chats(tokenizer):
+        raise needs
+    if not getattr(tokenizer, "chat_template", None):  # one that writes tokens, and text only to be looked at
+        talks = [token_ids([{"role": "user", "content": content}], tokenizer) for content in (MARK, "a")]
+        return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*talks, strict=False))]
+    messages = [{"role": "user", "content": MARK}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    before, found, _ = text.partition(MARK)
     if not found:
-        raise ConfigError(f"the source {SELF!r} needs a chat template; give a chat model, or prompts of your own")
+        raise needs
     return list(tokenizer(before, add_special_tokens=False)["input_ids"])
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from annotated_types import MinLen, Predicate
 
-from specdec.conversations import is_text, vicuna
+from specdec.conversations import is_text, vicuna, writes_chats
 from specdec.errors import ConfigError, PromptError, check_choice, shown
 from specdec.files import cache_folder
 from specdec.formats import Record, read_content
@@ -24,6 +24,7 @@ __all__ = [
     "QuestionId",
     "build_prompt",
     "find_questions",
+    "form_of",
     "group_of",
     "read_questions",
     "select",
@@ -160,23 +161,28 @@ def select(questions: Sequence[Question], categories: Sequence[str], limit: int 
     return [chosen[place] for place in sorted(place for _, place in sorted(ranks)[:limit])]
 
 
+def form_of(question: Question, form: str, tokenizer: Any) -> str:
+    """How a question's turns become a prompt, where ``form`` may be ``auto``, see ``build_prompt``."""
+    if form == "auto":
+        form = question.format or "auto"
+    if form == "auto":
+        form = "chat" if writes_chats(tokenizer) else "vicuna"
+    return form
+
+
 def build_prompt(question: Question, answers: Sequence[str], form: str, tokenizer: Any) -> str | list[dict[str, str]]:
     """The prompt of turn ``len(answers)``: text, or messages for the tokenizer's chat template.
 
     Args:
         question: its turns.
         answers: the system's own answers to the earlier turns.
-        form: ``auto`` takes what the question says, else the chat template where the tokenizer has one, else Vicuna's.
+        form: ``auto`` takes what the question says, else the tokenizer's chats where it writes such, else Vicuna's.
         tokenizer: transformers'.
 
     Raises:
         PromptError: ``chat`` without a chat template.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    if form == "auto":
-        form = question.format or "auto"
-    if form == "auto":
-        form = "chat" if template else "vicuna"
+    form = form_of(question, form, tokenizer)
     turns = question.turns[: len(answers) + 1]
     if form == "plain":
         said = [part for pair in zip(turns, answers, strict=False) for part in pair]
@@ -188,6 +194,6 @@ def build_prompt(question: Question, answers: Sequence[str], form: str, tokenize
             messages.append({"role": "assistant", "content": answers[place]})
     if form == "vicuna":
         return vicuna(messages, getattr(tokenizer, "eos_token", None) or "</s>") + "ASSISTANT:"
-    if not template:
+    if not writes_chats(tokenizer):
         raise PromptError("the tokenizer has no chat template; use --format vicuna or --format plain")
     return messages

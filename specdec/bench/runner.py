@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from specdec.files import check_same_run, digest_of
 from specdec.load import load
 from specdec.model import TransformersTarget
 from specdec.parallel.target import ParallelTarget
+from specdec.text import TextStream, continuation
 
 __all__ = ["Runner", "answer_prompts"]
 
@@ -222,7 +224,7 @@ class Runner:
 
     def _turn(self, prompt: list[int], output: Output, memory: int | None, *, trace: bool) -> Turn:
         tokenizer: Any = self.engine.tokenizer
-        text = tokenizer.decode(output.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = continuation(tokenizer, prompt, output.token_ids)
         times = [round(seconds, 6) for seconds in output.times]
         return Turn(
             **asdict(replace(output, times=times)),
@@ -230,7 +232,7 @@ class Runner:
             text=text,
             retokenized=len(tokenizer(text.strip())["input_ids"]),
             peak_memory=memory,
-            pieces=_pieces(tokenizer, output) if trace else [],
+            pieces=_pieces(tokenizer, prompt, output) if trace else [],
         )
 
     def _cost(self) -> dict[str, Any]:
@@ -296,19 +298,14 @@ def _failing(errors: dict[QuestionId, str], *questions: QuestionId) -> Iterator[
         errors |= dict.fromkeys(questions, told)
 
 
-def _pieces(tokenizer: Any, output: Output) -> list[str]:
-    """Text of each step; half a character waits for the step that completes it."""
+def _pieces(tokenizer: Any, prompt: list[int], output: Output) -> list[str]:
+    """Text of each step, special tokens and all; half a character waits for the step that completes it."""
+    stream, tokens = TextStream(tokenizer, prompt=prompt, skip_special_tokens=False), iter(output.token_ids)
     pieces: list[str] = []
-    end, known = 0, ""
     for count in output.accept_lengths:
-        end += count
-        text = tokenizer.decode(output.token_ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(output.token_ids):
-            pieces.append("")
-            continue
-        pieces.append(text[len(known) :])
-        known = text
-    return pieces
+        stream.extend(list(islice(tokens, count)))
+        pieces.append(stream.take())
+    return [*pieces[:-1], pieces[-1] + stream.finish()] if pieces else []
 
 
 def _about(system: System) -> dict[str, Any]:

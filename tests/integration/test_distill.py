@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -18,6 +19,9 @@ from specdec.bench.questions import Question
 from specdec.cli import build, main
 from specdec.errors import CheckpointError, ConfigError, NumericalError
 from specdec.results import Generation, Statistics
+from specdec.text import continuation
+from tests.fakes import Reciter
+from tests.tokenizers import ids_of, tokenizer_of
 from training.data import Skips, TextConfig, read_samples
 from training.distill import SELF, Distilled, distill, own_prompts, prompts_of, talk
 
@@ -314,12 +318,43 @@ def test_training_takes_what_the_command_wrote(tmp_path: Path) -> None:
     assert "best at step 1" in said.output
 
 
+@pytest.mark.parametrize(
+    ("kind", "form", "written"),
+    [
+        ("byte fallback", "vicuna", "b c"),
+        ("byte fallback", "chat", "b c"),
+        ("byte fallback", "plain", " b c"),
+        ("byte-level BPE", "vicuna", "b c"),
+        ("byte-level BPE", "chat", " b c"),  # the model's own, as the template writes none
+        ("byte-level BPE", "plain", " b c"),
+    ],
+)
+def test_the_space_before_an_answer_is_written_once(kind: str, form: str, written: str) -> None:
+    """A record and the next turn's prompt hold an answer as the model goes on: plain texts with the space that joins
+    them, turns without, where Vicuna's way or SentencePiece's writes one.
+    """
+    tokenizer = copy.deepcopy(tokenizer_of(kind))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    engine = Engine(Reciter(lambda text: 0, vocab_size=len(tokenizer)), tokenizer)
+    tokens = ids_of(kind, "b c") if kind == "byte fallback" else ids_of(kind, " b c")
+    said = talk(engine, Question(id=0, category="x", turns=("a", "d")), form, 6, 0, SAMPLED, {})
+    first = next(said)
+    assert continuation(tokenizer, engine.encode(first.prompt), tokens) == " b c"
+    second = said.send(Generation(" b c", tokens, "eos", Statistics(), []))
+    answer = {"role": "assistant", "content": written}
+    assert answer in second.prompt if form == "chat" else written in second.prompt
+    assert f"{'ASSISTANT:' if form == 'vicuna' else ''}  " not in str(second.prompt)
+    with pytest.raises(StopIteration) as end:
+        said.send(Generation(" b c", tokens, "eos", Statistics(), []))
+    assert [turn["value"] for turn in end.value.value["record"]["conversations"]] == ["a", written, "d", written]
+
+
 class TestOwnQuestions:
     """The source ``self``: the target writes a user's turn, then answers it."""
 
     def test_a_question_is_written_where_a_user_begins(self, tiny_engine: Engine) -> None:
         cold = SamplingParams(seed=7)
-        said = talk(tiny_engine, own_prompts(1)[0], "auto", 6, 8, cold, ["x"])
+        said = talk(tiny_engine, own_prompts(1)[0], "auto", 6, 8, cold, {"stop": ["x"]})
         first = next(said)
         assert tiny_engine.tokenizer.decode(first.prompt) == "# User: "
         assert first.options == {"sampling": SamplingParams(temperature=1.0, seed=8)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,13 @@ VARIED = SamplingParams(repetition_penalty=1.3)  # greedy without loops: every s
 def oracle(steady: bool = True) -> Drafter:
     """A drafter whose every draft is right, so that nothing but the end cuts a block."""
     return Oracle([*PROMPT, *greedy(FAMILY, PROMPT, NEW)], 32, deepest=BLOCK - 1, steady=steady)
+
+
+class Letters:
+    """A tokenizer of one letter per token."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(ord("A") + token) for token in tokens)
 
 
 def ending_with(*eos: int) -> TransformersTarget:
@@ -49,6 +57,28 @@ def test_eos_at_every_offset(at: int) -> None:
         assert out.token_ids == expected
         assert out.finish_reason == "eos"
         assert sum(out.stats.acceptance_lengths) == len(expected)
+
+
+@pytest.mark.parametrize("at", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK])
+def test_stop_tokens_end_a_text_as_end_tokens_do(at: int) -> None:
+    """Beside the model's own, inside a block, in every way to decode."""
+    text = greedy(FAMILY, PROMPT, NEW)
+    expected = text[: text.index(text[at]) + 1]
+    other = next(token for token in range(32) if token not in text)
+    engine = Engine(ending_with(other), Letters(), oracle())
+    for stops in (text[at], [text[at]], {text[at], other}):
+        out = engine.generate(PROMPT, NEW, stop_token_ids=stops)
+        assert (out.token_ids, out.finish_reason) == (expected, "stop")
+    (last,) = [chunk for chunk in engine.stream(PROMPT, NEW, stop_token_ids=text[at]) if chunk.finish_reason]
+    assert (last.token_ids[-1], last.finish_reason) == (text[at], "stop")
+    both = engine.generate_batch([PROMPT] * 2, NEW, stop_token_ids=[[text[at]], []])
+    assert [(one.token_ids, one.finish_reason) for one in both] == [(expected, "stop"), (text, "length")]
+    streamed: list[list[int]] = [[], []]
+    for place, chunk in engine.stream_batch([PROMPT] * 2, NEW, stop_token_ids=text[at]):
+        streamed[place] += chunk.token_ids
+    assert streamed == [expected] * 2
+    also = Engine(ending_with(text[at]), None, oracle()).generate(PROMPT, NEW, stop_token_ids=text[at])
+    assert (also.token_ids, also.finish_reason) == (expected, "eos")
 
 
 @pytest.mark.parametrize("drafter", drafter_names())

@@ -134,6 +134,10 @@ def test_on_step(options: dict[str, Any], message: str) -> None:
         ({"eos_ids": 2}, "eos_ids is 2, of type int; it must be a set of token ids"),
         ({"eos_ids": {"a"}}, "eos_ids is {'a'}"),
         ({"stream": 1}, "stream is 1, of type int; it must be True or False"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids is ['a'], of type list; it must be a token id, or a list of such"),
+        ({"stop_token_ids": True}, "stop_token_ids is True"),
+        ({"stop_token_ids": [1, 999]}, "stop_token_ids holds 999, which is outside the vocabulary"),
+        ({"stop_token_ids": -1}, "stop_token_ids holds -1, which is outside the vocabulary"),
     ],
 )
 def test_start(options: dict[str, Any], message: str) -> None:

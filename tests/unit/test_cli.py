@@ -222,6 +222,16 @@ def test_stop_strings(run: Run, tiny_engine: Engine) -> None:
     assert outcome.err.endswith("; ended by stop\n")
 
 
+def test_stop_tokens(run: Run, tiny_engine: Engine) -> None:
+    tokens = tiny_engine.generate(PROMPT, 24).token_ids
+    last = min(tokens.index(tokens[5]), tokens.index(tokens[9]))
+    options = ("--max-new-tokens", "24", "--stop-token-ids", f"{tokens[9]}, {tokens[5]}")
+    assert json.loads(run("generate", PROMPT, "--json", *options).out)["token_ids"] == tokens[: last + 1]
+    wrong = run("generate", PROMPT, "--stop-token-ids", "end")
+    assert wrong.status == 2
+    assert "stop_token_ids is ['end']" in wrong.err
+
+
 @pytest.mark.slow
 def test_the_prompt_may_come_from_a_file_or_stdin(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
