@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.conversations import is_text, turns_of
+from specdec.conversations import is_text, turns_of, writes_chats
 from specdec.errors import ConfigError, shown
 from specdec.formats import read_content
 from specdec.values import check_fields
@@ -173,7 +173,7 @@ def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
 
 def _conversation(messages: list[Message], tokenizer: Any, config: TextConfig, skips: Skips) -> Sample | None:
     """Write the messages down, see where the answers are, tokenize once."""
-    own = config.template == "tokenizer" or (config.template == "auto" and bool(tokenizer.chat_template))
+    own = config.template == "tokenizer" or (config.template == "auto" and writes_chats(tokenizer))
     ends = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
     try:
         if own:
