@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from specdec import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, SpecdecWarning
 from specdec.gguf import GgufFile
 from specdec.pretrained import load_model
 from specdec.text import load_tokenizer
-from tests.gguf_files import BOS, EOS, TOKENS, new_llama, write_gguf
+from tests.gguf_files import BOS, EOS, PIECES, TOKENS, new_llama, write_gguf, write_pieces
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,93 @@ def test_texts_are_split_as_the_file_says(tmp_path: Path, split: str, tokens: li
     assert tokenizer.tokenize("\n\n12") == tokens
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], return_dict=True)
     assert list(asked["input_ids"]) == [BOS, TOKENS.index("a"), EOS]
+
+
+@pytest.mark.parametrize(
+    ("split", "flag", "begins"),
+    [
+        ("llama-bpe", None, True),
+        ("llama-bpe", False, False),
+        ("tekken", None, True),
+        ("falcon3", None, True),
+        ("smollm", None, False),
+        ("smollm", True, True),
+        ("qwen2", None, False),
+        ("gpt-2", None, False),
+    ],
+)
+def test_a_text_begins_as_llama_cpp_has_it_begin(tmp_path: Path, split: str, flag: bool | None, begins: bool) -> None:
+    """By the rule that splits texts, where the file has no flag."""
+    change = (lambda writer: None) if flag is None else (lambda writer: writer.add_add_bos_token(flag))
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "small.gguf", new_llama(), split=split, change=change))
+    assert tokenizer("ab")["input_ids"] == [BOS] * begins + [TOKENS.index("a"), TOKENS.index("b")]
+    assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [TOKENS.index("a"), TOKENS.index("b")]
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved")("ab")["input_ids"] == tokenizer("ab")["input_ids"]
+
+
+def test_a_text_ends_as_the_file_says(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "small.gguf", new_llama(), change=lambda writer: writer.add_add_eos_token(True))
+    assert load_tokenizer(file)("a")["input_ids"] == [TOKENS.index("a"), EOS]
+
+
+@pytest.mark.parametrize(("split", "whole"), [("llama-bpe", True), ("tekken", True), ("gpt-2", False)])
+def test_words_that_are_tokens_need_no_merges(tmp_path: Path, split: str, whole: bool) -> None:
+    """Under Llama 3's rule and Mistral's; no merge leads to some of their tokens."""
+    file = write_gguf(tmp_path / "small.gguf", new_llama(), split=split, merges=["1 2"])
+    assert load_tokenizer(file).tokenize("\n\n") == (["ĊĊ"] if whole else ["Ċ", "Ċ"])
+
+
+_PIECES = (  # settings, and what becomes of "ab", " ab", "<s>ab"
+    ({}, ["<s>", "▁ab"], ["<s>", "▁", "▁ab"], ["<s>", "<s>", "▁ab"]),
+    ({"add_space_prefix": True}, ["<s>", "▁ab"], ["<s>", "▁", "▁ab"], ["<s>", "<s>", "▁ab"]),
+    ({"add_space_prefix": False}, ["<s>", "ab"], ["<s>", "▁ab"], ["<s>", "<s>", "ab"]),
+    ({"add_bos_token": False}, ["▁ab"], ["▁", "▁ab"], ["<s>", "▁ab"]),
+    ({"add_eos_token": True}, ["<s>", "▁ab", "</s>"], ["<s>", "▁", "▁ab", "</s>"], ["<s>", "<s>", "▁ab", "</s>"]),
+)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+@pytest.mark.parametrize(("settings", "first", "second", "third"), _PIECES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_settings_of_pieces(
+    tmp_path: Path, architecture: str, settings: dict[str, bool], first: list[str], second: list[str], third: list[str]
+) -> None:
+    """A space stands before a text, and before what follows a special token, unless the file says that none does."""
+    tokenizer = load_tokenizer(write_pieces(tmp_path / "small.gguf", architecture=architecture, settings=settings))
+    found = [tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) for text in ("ab", " ab", "<s>ab")]
+    assert found == [first, second, third]
+    for text in ("ab", " ab", "a  b é\n"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_pieces_of_gemma_have_no_space_before_them(tmp_path: Path) -> None:
+    """Its first files do not say so."""
+    tokenizer = load_tokenizer(write_pieces(tmp_path / "small.gguf", architecture="gemma2"))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("ab")["input_ids"]) == ["<s>", "ab"]
+
+
+def test_pieces_begin_and_end_with_tokens_that_need_not_be_named(tmp_path: Path) -> None:
+    file = write_pieces(tmp_path / "small.gguf", settings={"add_eos_token": True}, ends=False)
+    assert load_tokenizer(file)("a")["input_ids"] == [1, PIECES.index("▁a"), 2]
+
+
+def test_a_begin_token_that_is_not_named_is_missed_aloud(tmp_path: Path) -> None:
+    def unnamed(writer: Any) -> None:
+        for values in writer.kv_data:
+            values.pop("tokenizer.ggml.bos_token_id", None)
+
+    file = write_gguf(tmp_path / "small.gguf", new_llama(), split="llama-bpe", change=unnamed)
+    with pytest.warns(SpecdecWarning, match="asks for a BOS token around each text and does not say which"):
+        assert load_tokenizer(file)("a")["input_ids"] == [TOKENS.index("a")]
+
+
+def test_a_reader_that_keeps_to_no_setting_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a text are held against the settings whatever transformers' version makes of them."""
+    file = write_gguf(tmp_path / "small.gguf", new_llama(), split="llama-bpe")
+    monkeypatch.setattr(TokenizersBackend, "update_post_processor", lambda self: None)
+    with pytest.raises(CheckpointError, match=rf"small\.gguf wrongly.*settings make it \[{BOS}, "):
+        load_tokenizer(file)
 
 
 def test_an_unknown_split_is_named(tmp_path: Path) -> None:
