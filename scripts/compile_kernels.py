@@ -107,8 +107,9 @@ def product_variants(sample: bool, arch: int) -> Iterator[Variant]:
         (1536, 576, True),
         (100, 72, False),
     ]
+    buckets = product.buckets_of(SHARED[arch])
     for dtype, bucket in product_of(
-        DTYPES[:1] if sample else DTYPES[:2], product.BUCKETS[::4] if sample else product.BUCKETS
+        DTYPES[:1] if sample else DTYPES[:2], buckets[:: len(buckets) - 1] if sample else buckets
     ):
         for outputs, inputs, gated in shapes[:2] if sample else shapes:
             cut = product.cut_of(outputs, inputs, gated, bucket, SHARED[arch])
@@ -166,7 +167,8 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
         rows = constants.get("INPUTS", constants.get("WIDTH"))
         if rows % 8 == 0 and (narrow or "cp.async" not in found.asm["ptx"]):
             raise ValueError(f"it does not read 16 bytes at once but {narrow or 'no tile ahead'}")
-    if spilled := stack_of(found.asm["cubin"]):
+    full = kernel is tree._tree and types["query"] == "fp32"  # without tensor cores its scores do not fit
+    if not full and (spilled := stack_of(found.asm["cubin"])):
         raise ValueError(f"it keeps {spilled} bytes of its numbers in memory, as registers are too few")
     return int(found.metadata.shared)
 

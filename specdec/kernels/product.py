@@ -20,7 +20,7 @@ import triton.language as tl
 
 from specdec.kernels.launch import after_former, early, on_device
 
-__all__ = ["BUCKETS", "Cut", "cut_of", "product", "splits_of"]
+__all__ = ["BUCKETS", "Cut", "buckets_of", "cut_of", "product", "splits_of"]
 
 BUCKETS = (16, 32, 64, 128, 256)
 """Rows of activations in one program; more than the last are several programs' affair."""
@@ -118,6 +118,11 @@ def _step(inputs: int) -> int:
     return 128 if inputs % 128 == 0 else 64
 
 
+def buckets_of(shared: int) -> tuple[int, ...]:
+    """Those that a device is for whose programs have so many bytes; smaller ones have too few registers for the last."""
+    return BUCKETS if shared >= 200 << 10 else BUCKETS[:-1]
+
+
 @cache
 def cut_of(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 227 << 10) -> Cut:
     """How such a weight is cut for a bucket of rows on a device whose programs have so many ``shared`` bytes.
@@ -128,6 +133,8 @@ def cut_of(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 22
     tile, warps, stages = 64, 4, 4 if bucket <= 32 else 3
     if bucket > 128:
         tile, step, warps, stages = 64 if gated else 128, 64, 8, 4
+    elif bucket > 64 and len(buckets_of(shared)) < len(BUCKETS):
+        warps = 8
     elif step == 64:
         stages = 6 if bucket <= 32 else 4
     each = 2 * step * (tile * (2 if gated else 1) + bucket)
@@ -160,8 +167,10 @@ def product(
     """
     rows, inputs = activations.shape
     outputs = len(weight) // (2 if gated else 1)
-    bucket = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
-    cut = cut or cut_of(outputs, inputs, gated, bucket, _shared(activations.device))
+    shared = _shared(activations.device)
+    buckets = buckets_of(shared)
+    bucket = next((size for size in buckets if rows <= size), buckets[-1])
+    cut = cut or cut_of(outputs, inputs, gated, bucket, shared)
     if whole and cut.splits > 1:
         cut = replace(cut, splits=1)
     shape = (rows, outputs) if cut.splits == 1 else (cut.splits, rows, outputs)

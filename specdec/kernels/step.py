@@ -58,7 +58,7 @@ def _start(segment):
 def segments_of(positions: int) -> int:
     """How many segments a text of so many tokens has at most."""
     first, number, size = next(level for level in reversed(_LEVELS) if level[0] < max(positions, 1))
-    return number + triton.cdiv(max(positions, 1) - first, size)
+    return number - (first - max(positions, 1)) // size
 
 
 @triton.jit(do_not_specialize=("bucket", "reach"))
@@ -219,10 +219,11 @@ def constants(heads: int, group: int, width: int, itemsize: int, *, windowed: bo
     """What the kernel is compiled for; nothing of it depends on the number of rows, so that one does for all."""
     wide = max(16, triton.next_power_of_2(width))
     small = wide * itemsize > 256  # with more, a block of a smaller GPU has no room for it
+    full = itemsize > 2  # multiplied without tensor cores, from registers
     groups = triton.next_power_of_2(group)
     return {
-        "GROUP": group, "HEADS": heads, "WIDTH": width, "WIDE": wide, "ROWS": max(16 if small else 32, groups),
-        "KEYS": 32 if small else 64, "JOINED": min(16, max(1, _JOINED // (groups * wide))), "WINDOWED": windowed,
+        "GROUP": group, "HEADS": heads, "WIDTH": width, "WIDE": wide, "ROWS": max(16 if small or full else 32, groups),
+        "KEYS": 16 if full else 32 if small else 64, "JOINED": min(16, max(1, _JOINED // (groups * wide))), "WINDOWED": windowed,
         "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
 
