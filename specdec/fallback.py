@@ -26,9 +26,9 @@ __all__ = ["Fallback"]
 
 # In steps:
 _KNOWN, _AGAIN = 512, 48  # drafted ones that the tokens are known from; and of those before a rest, after it
-_DRAFTED, _PLAIN = 24, 5  # the latest ones, which say what a step takes now
+_DRAFTED, _PLAIN = 32, 5  # the latest ones, which say what a step takes now: of about as long a time, where in doubt
 _PACE = 15  # plain ones, which say whether the machine is another one
-_FIRST, _MOST = 500, 2000  # of a rest: at first, and after others that ended in vain
+_FIRST, _MOST = 128, 2000  # of a rest: at first, and after others that ended in vain
 _SETTLE = 16  # of a rest, after which it is known what plain steps take now
 _COLD = 8  # drafted after a rest, by sessions that missed what was said meanwhile, whose tokens do not count
 _TRY, _EAGER = 16, 8  # drafted between two comparisons; and before as many are known as two of them take
