@@ -21,7 +21,7 @@ from specdec.errors import CheckpointError, ConfigError, NumericalError
 from specdec.results import Generation, Statistics
 from specdec.text import continuation
 from tests.fakes import Reciter
-from tests.tokenizers import ids_of, tokenizer_of
+from tests.small_tokenizers import ids_of, tokenizer_of
 from training.data import Skips, TextConfig, read_samples
 from training.distill import SELF, Distilled, distill, own_prompts, prompts_of, talk
 

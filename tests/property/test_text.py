@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specdec import Draft, Engine
 from specdec.text import TextStream, as_content, continuation
 from tests.fakes import Reciter, Scripted
-from tests.tokenizers import KINDS, SPECIAL, ids_of, tokenizer_of
+from tests.small_tokenizers import KINDS, SPECIAL, ids_of, tokenizer_of
 
 WIDE = ("\U0001f600", "é", "東京", "\U0001f680\U0001f389", "a b", " b", "do n't .", "x ' x", SPECIAL[0])
 EXAMPLES = [pytest.param(30, id="quick"), pytest.param(1500, marks=pytest.mark.slow, id="deep")]

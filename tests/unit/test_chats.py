@@ -13,7 +13,7 @@ from specdec.bench.questions import Question, build_prompt
 from specdec.conversations import answer_end, writes_chats
 from specdec.errors import PromptError, SpecdecWarning
 from tests.fakes import Reciter
-from tests.tokenizers import SPECIAL, ids_of, tokenizer_of
+from tests.small_tokenizers import SPECIAL, ids_of, tokenizer_of
 from training.distill import _users_place
 
 KIND = "byte-level BPE"
