@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     that they met went wrong.
     """
     try:
+        _replace_what_cannot_be_shown()
         with warnings.catch_warnings(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             status: int | None = build()(arguments, standalone_mode=False, prog_name="specdec")
@@ -67,6 +69,18 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         _tell(SpecdecError(f"cannot write the output: {error}; make room, or send it elsewhere"))
         return 2
+
+
+def _replace_what_cannot_be_shown() -> None:
+    """Have a character that the terminal's encoding lacks come out as a replacement character, where it would raise.
+
+    The bytes of a file's name that are no UTF-8 still go out as they are.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            raw = stream.errors == "surrogateescape" and stream.encoding.lower().replace("-", "") == "utf8"
+            if stream.errors in ("strict", "surrogateescape") and not raw:
+                stream.reconfigure(errors="replace")
 
 
 def _tell(error: Exception) -> None:

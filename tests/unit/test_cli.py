@@ -222,6 +222,58 @@ def test_stop_strings(run: Run, tiny_engine: Engine) -> None:
     assert outcome.err.endswith("; ended by stop\n")
 
 
+HOT = ("--max-new-tokens", "8", "--seed", "4", "--temperature", "3")  # broken bytes, mostly
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", PROMPT, *HOT],
+        pytest.param(["generate", PROMPT, "--no-stream", *HOT], marks=pytest.mark.slow),
+        ["chat", *HOT],
+        ["show-sample", "été.txt"],
+        ["drafters"],
+        pytest.param(["demo", "--model", "tiny", "--drafters", "none", *HOT[:2]], marks=pytest.mark.slow),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize("colours", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_terminal_whose_encoding_lacks_a_character(
+    words: list[str], colours: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It shows a replacement character in its place, and nothing ends; rich itself draws with what there is."""
+    monkeypatch.chdir(tmp_path)
+    Path("été.txt").write_text("été\n" * 40, encoding="utf-8")
+    if colours:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("été\nwhat?\n"))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(words) == 0
+    sys.stdout.flush()
+    assert b"?" in written.getvalue() or words[0] in ("drafters", "demo")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors", "then"),
+    [
+        ("ascii", "strict", "replace"),
+        ("ascii", "surrogateescape", "replace"),  # of a locale without a language
+        ("cp1252", "strict", "replace"),
+        ("UTF-8", "strict", "replace"),  # a lone half of a surrogate pair, as in a file's name
+        ("utf-8", "surrogateescape", "surrogateescape"),
+        ("ascii", "backslashreplace", "backslashreplace"),
+    ],
+)
+def test_what_cannot_be_shown_never_raises(
+    encoding: str, errors: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors)
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert cli.main(["--version"]) == 0
+    assert stream.errors == then
+
+
 def test_stop_tokens(run: Run, tiny_engine: Engine) -> None:
     tokens = tiny_engine.generate(PROMPT, 24).token_ids
     last = min(tokens.index(tokens[5]), tokens.index(tokens[9]))
