@@ -17,9 +17,7 @@ app = typer.Typer(help="Corpora to draft from: for the drafters rest and suffix_
 
 @app.command()
 def build(
-    sources: Annotated[
-        list[Path], typer.Argument(help="Folders, text files, ShareGPT .json, .jsonl files, or stdlib.")
-    ],
+    sources: Annotated[list[Path], typer.Argument(help="Folders, text files, ShareGPT files, or stdlib.")],
     out: Annotated[Path, typer.Option(help="Folder to write; an older datastore there is replaced.")],
     tokenizer: Annotated[
         str, typer.Option(help="Model whose tokenizer to use: tiny, smollm2, a folder, or a hub id.")

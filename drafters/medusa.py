@@ -95,7 +95,7 @@ def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
         return tree
     if tree in TREES:
         return [[int(rank) for rank in word] for word in TREES[tree].split()]
-    if Path(tree).suffix not in (".yaml", ".yml"):
+    if Path(tree).suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(unknown("medusa.tree", tree, sorted(TREES)))
     try:
         found = read_value(Path(tree).read_text(encoding="utf-8"))

@@ -24,10 +24,12 @@ from pygments.lexers import find_lexer_class_for_filename
 from specdec.errors import ConfigError
 from specdec.files import parse_json, read_text
 
-__all__ = ["Record", "json_records", "read_content", "read_records"]
+__all__ = ["LINES", "Record", "json_records", "read_content", "read_records"]
 
-_LINES = (".jsonl", ".ndjson", ".jsonlines")
-_JSON = (".json", *_LINES)
+LINES = (".jsonl", ".ndjson", ".jsonlines")
+"""Suffixes, in small letters, of JSON lines."""
+
+_JSON = (".json", *LINES)
 _TABLES = (".csv", ".tsv")
 _MORE_TEXT = (".text", ".log", ".adoc")  # that Pygments has no language for
 _BEGINS_AS_JSON = re.compile(r'\s*(?:\[\s*)?\{\s*"(?:[^"\\\n]|\\.)*"\s*:')
@@ -114,7 +116,7 @@ def _value(line: str) -> Any:
 
 def _records(path: Path, what: str, text: str, strict: bool) -> list[Record]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    by_line = path.suffix.lower() in _LINES
+    by_line = path.suffix.lower() in LINES
     if not lines and by_line:
         return []
     try:

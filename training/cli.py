@@ -93,7 +93,7 @@ def distill_data(
         list[str],
         typer.Argument(help="ShareGPT or question files, text files, `stdlib`, or `self`: the model asks itself."),
     ],
-    out: Annotated[Path, typer.Option(help="ShareGPT file to write: .json or .jsonl.")],
+    out: Annotated[Path, typer.Option(help="ShareGPT file to write: .json, or .jsonl for JSON lines.")],
     prompts: Annotated[
         int | None, typer.Option(help="Only so many prompts, evenly chosen; how many where the model asks itself.")
     ] = None,

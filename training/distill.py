@@ -24,7 +24,7 @@ from specdec.conversations import MARK, is_text, turns_of, writes_chats
 from specdec.engine import Engine
 from specdec.errors import ConfigError, PromptError
 from specdec.files import write_text
-from specdec.formats import Record, read_content
+from specdec.formats import LINES, Record, read_content
 from specdec.prompt import token_ids
 from specdec.results import Generation
 from specdec.sampling import SamplingParams
@@ -163,7 +163,7 @@ def distill(
         records = [json.dumps(line["record"]) for line in made if line["record"] is not None]
         write_text(
             out,
-            "\n".join(records) + "\n" if out.suffix == ".jsonl" else "[\n" + ",\n".join(records) + "\n]\n",
+            "\n".join(records) + "\n" if out.suffix.lower() in LINES else "[\n" + ",\n".join(records) + "\n]\n",
         )
     return Distilled(len(records), tokens, Counter(line["skipped"] for line in made if line["record"] is None))
 

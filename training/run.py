@@ -39,7 +39,7 @@ class TrainConfig(WeightsOptions):
     """Of any drafter's training; ``model`` and ``dtype`` are the frozen target's.
 
     Attributes:
-        data: ``stdlib``, conversations (``.json``, ``.jsonl``) or text files.
+        data: ``stdlib``, files of conversations, or of text; :mod:`specdec.formats` says which is which.
         eval_data: the same for evaluation; empty holds out a share of ``data``.
         out: folder of checkpoint, log and result.
         start: folder of weights to go on from, such as those in this package, on data of one's own; what is trained is
@@ -68,7 +68,7 @@ class TrainConfig(WeightsOptions):
         WeightsOptions.__post_init__(self)
         check_fields(self)
         if not self.data:
-            raise ConfigError("there is no data; give --data FILE (ShareGPT .json, .jsonl or text), or data: [stdlib]")
+            raise ConfigError("there is no data; give --data FILE (ShareGPT's JSON, or text), or data: [stdlib]")
 
 
 def parameters_of(module: nn.Module) -> int:

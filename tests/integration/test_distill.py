@@ -75,7 +75,7 @@ def test_drafters_change_no_answer(tiny_engine: Engine, tmp_path: Path) -> None:
     """Nor does one that draws its drafts, which under ``auto`` would be verified by rejection."""
     files = []
     for name in ("none", "kangaroo"):
-        files.append(tmp_path / f"{name}.jsonl")
+        files.append(tmp_path / f"{name}.JsonL")
         made(tiny_engine.with_drafter(name), files[-1])
     assert files[0].read_bytes() == files[1].read_bytes()
     assert [json.loads(line)["id"] for line in files[0].read_text().splitlines()] == ["0", "1", "2", "3"]
