@@ -136,11 +136,10 @@ class Event:
     @property
     def last(self) -> bool:
         """Whether nothing more will come of it."""
-        ended = self.decoding is not None and self.decoding.finish_reason is not None
-        return self.error is not None or self.cancelled or ended
+        return self.step is None or (self.decoding is not None and self.decoding.finish_reason is not None)
 
     def generation(self) -> Generation:
-        """The generation as it stands; one that failed says ``error`` as its finish reason."""
+        """The generation as it stands; its finish reason is ``error`` or ``cancelled`` where it ended by that."""
         done = Generation("", [], "", Statistics(), []) if self.decoding is None else self.decoding.result()
         if self.cancelled:
             return replace(done, finish_reason="cancelled")
@@ -162,7 +161,7 @@ class Handle:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A request that was submitted: its tokens, the bytes that its cache may need, and the seconds of encoding."""
+    """A request in line: its tokens, the bytes that its cache may need, and the seconds that encoding took."""
 
     index: int
     request: Request
@@ -235,9 +234,8 @@ class Scheduler:
             PromptError: the prompt is empty, too long, or holds tokens outside the vocabulary.
             ConfigError: its cache may need more than ``cache_bytes``.
         """
-        waiting = self._encoded(request)
-        with self._lock:
-            waiting.index = next(self._numbers)
+        waiting = self._encoded(next(self._numbers), request)
+        with self._lock:  # a step may be letting go of others, and puts another queue in the place of this one
             self._submitted.append(waiting)
         return Handle(waiting.index)
 
@@ -248,7 +246,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs and nothing waits that was submitted, so that a step would do nothing."""
+        """Whether nothing runs and nothing that was submitted waits; to be asked between steps, by their thread."""
         return not (self._running or self._submitted or self._next)
 
     def step(self) -> list[Event]:
@@ -309,25 +307,23 @@ class Scheduler:
     def _look(self, failed: list[Event]) -> bool:
         """Have the next request ready, passing over those that cannot be; False where there is none."""
         for request in self._requests:
-            with self._lock:
-                index = next(self._numbers)
+            index = next(self._numbers)
             try:
-                self._next = self._encoded(request)
+                self._next = self._encoded(index, request)
             except Exception as error:
                 failed.append(Event(index, None, None, error))
             else:
-                self._next.index = index
                 return True
         with self._lock:
             self._next = self._submitted.popleft() if self._submitted else None
         return self._next is not None
 
-    def _encoded(self, request: Request) -> _Waiting:
-        """A request that may wait in line, without its index."""
+    def _encoded(self, index: int, request: Request) -> _Waiting:
+        """A request that may wait in line."""
         began = perf_counter()
         tokens = self._engine.encode(request.prompt)
         size = self._bytes(len(tokens), request.max_new_tokens)
-        return _Waiting(-1, request, tokens, size, perf_counter() - began)
+        return _Waiting(index, request, tokens, size, perf_counter() - began)
 
     def _bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Bytes that the cache of such a text may come to hold, if they are bounded.

@@ -78,17 +78,11 @@ def chat(
 
 
 def _answer(engine: Engine, config: ChatConfig, prompt: Messages, kept: PrefixCache, interactive: bool) -> str:
-    """Stream an answer, which Ctrl-C ends if somebody sits there; what was shown of it, as the content of a message."""
+    """Stream an answer; in an interactive chat Ctrl-C ends it. Returns the text shown, as the content of a message."""
     from specdec.text import as_content
 
     decoding = engine.start(
-        prompt,
-        config.max_new_tokens,
-        config.sampling,
-        stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
-        prefix_cache=kept,
-        stream=True,
+        prompt, config.max_new_tokens, config.sampling, **config.stops, prefix_cache=kept, stream=True
     )
     painter, parts = show.StepPainter(Console()), list[str]()
     try:

@@ -191,14 +191,7 @@ def generate(
     engine = load_run(config)
     painter = show.StepPainter(Console())
     live = stream and not as_json
-    decoding = engine.start(
-        text,
-        config.max_new_tokens,
-        config.sampling,
-        stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
-        stream=True,
-    )
+    decoding = engine.start(text, config.max_new_tokens, config.sampling, **config.stops, stream=True)
     for chunk in decoding.chunks():
         if live:
             painter(chunk)

@@ -137,6 +137,11 @@ class RunConfig(EngineOptions):
         check_fields(self)
         fitting("stop", self.stop, ARGUMENTS["stop"])
 
+    @property
+    def stops(self) -> dict[str, Any]:
+        """What ends an answer, as arguments of the engine's methods."""
+        return {"stop": self.stop, "stop_token_ids": self.stop_token_ids}
+
     @classmethod
     def group(cls, values: dict[str, Any], name: str) -> dict[str, Any]:
         """``sampling``, or the chosen drafter by its name or as ``drafter``."""

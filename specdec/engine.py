@@ -411,14 +411,9 @@ class Engine:
         return Scheduler(self, requests, **sizes)
 
     def _chunks(self, steps: Iterator[list[Event]]) -> Iterator[tuple[int, Chunk]]:
-        """The model is as it was while the caller has a chunk."""
-        while True:
-            with self.target.active():
-                events = next(steps, None)
-            if events is None:
-                return
-            for event in events:
-                yield event.index, event.chunk()
+        """Chunks of a batch's steps. Between steps, while the caller has a chunk, the model is as it was."""
+        for event in chain.from_iterable(steps):
+            yield event.index, event.chunk()
 
     @checked
     def start(

@@ -224,7 +224,7 @@ def _whole(path: Path) -> bytes:
 
 def refuse_existing(out: Path) -> None:
     """Raises ConfigError where there is such a file, or where none can be put."""
-    with suppress(OSError):  # such as a name that is too long, which is told below
+    with suppress(OSError):  # `check_place` reports it, for example a name that is too long
         if out.exists():
             raise ConfigError(f"{str(out)!r} exists; delete it, or give another --out")
     check_place(out, "a file")

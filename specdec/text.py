@@ -274,7 +274,7 @@ def _is_anchor(text: str) -> bool:
 
 
 def _cleans_up(tokenizer: Any) -> bool:
-    """Whether its ``decode`` takes spaces out of a text; transformers does not for byte pairs, unless it is told to."""
+    """Whether ``decode`` removes spaces in clean-up. For BPE, transformers needs a second option to do so."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
     kind = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__

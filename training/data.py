@@ -1,7 +1,7 @@
 """Training texts: ShareGPT conversations as people have them, plain text, or the standard library.
 
 A sample is tokens and a mask of the *trained* ones: an assistant's answers and the tokens that end them, see
-:mod:`training.spans`; in plain text all but special tokens. What is left out is told with its place and reason.
+:mod:`training.spans`; in plain text all but special tokens. Skipped records are reported with their place and reason.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def prompts_of(
 
     A source is ``stdlib`` (the training side of Python's own sources), a ShareGPT file (its human turns), a question
     file (JSON with turns, prompt or question), or text, of which every ``prompt_tokens`` tokens are a prompt; see
-    :mod:`specdec.formats` for what is which. ``skips`` is told of conversations that ask nothing, of which a file may
-    have as many as ``skipping`` says.
+    :mod:`specdec.formats` for what is which. ``skips`` counts the conversations without a question;
+    ``skipping`` bounds their number per file.
 
     Raises:
         ConfigError: a source that cannot be read, no prompt at all, or texts mixed with conversations.

@@ -14,6 +14,7 @@ from specdec.config import override
 from specdec.conversations import vicuna
 from specdec.errors import ConfigError
 from specdec.pretrained import embedded_model
+from tests.trained_texts import trained_texts
 from training.data import Sample, Skips, TextConfig, read_samples
 from training.packing import pack
 from training.run import TrainConfig
@@ -37,25 +38,13 @@ def read(
     return list(read_samples([str(path)], tokenizer, TextConfig(**options), skips)), skips
 
 
-def learnt(sample: Sample, tokenizer: Any) -> list[str]:
-    """The texts of the runs of trained tokens."""
-    texts, run = [], list[int]()
-    for token, trained in zip([*sample.tokens, 0], [*sample.trained, False], strict=True):
-        if trained:
-            run.append(token)
-        elif run:
-            texts.append(tokenizer.decode(run))
-            run = []
-    return texts
-
-
 @pytest.mark.parametrize("template", ["tokenizer", "vicuna"])
 def test_only_the_assistants_words_are_trained(tmp_path: Path, tokenizer: Any, template: str) -> None:
     # The same words in a question must not be taken for the answer.
     record = talk(("human", "Say: fine."), ("gpt", "fine."), ("user", "And?"), ("chatgpt", "Ünïcode – 你好 😀"))
     [sample], skips = read(tmp_path, tokenizer, [record], template=template)
     end = "<|end|>" if template == "vicuna" else ""
-    assert [t.strip() for t in learnt(sample, tokenizer)] == [f"fine.{end}", f"Ünïcode – 你好 😀{end}"]
+    assert [t.strip() for t in trained_texts(sample, tokenizer)] == [f"fine.{end}", f"Ünïcode – 你好 😀{end}"]
     assert not skips.skipped
     assert not skips.mended
     whole = tokenizer.decode(sample.tokens)
@@ -104,7 +93,7 @@ def test_odd_conversations_are_counted(
     tmp_path: Path, tokenizer: Any, record: Any, kind: str, reason: str, answers: list[str]
 ) -> None:
     samples, skips = read(tmp_path, tokenizer, [record])
-    assert [text for sample in samples for text in learnt(sample, tokenizer)] == answers
+    assert [text for sample in samples for text in trained_texts(sample, tokenizer)] == answers
     counted = {"mended": skips.mended, "skipped": skips.skipped}[kind]
     assert [reason in key for key in counted] == [True]
     assert any(line.startswith(f"1 {kind}: ") and reason in line for line in skips.lines())
@@ -115,7 +104,7 @@ def test_system_turns_and_both_key_styles(tmp_path: Path, tokenizer: Any) -> Non
         {"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"},
     ]}  # fmt: skip
     [sample], _ = read(tmp_path, tokenizer, [record])
-    assert learnt(sample, tokenizer) == ["a"]
+    assert trained_texts(sample, tokenizer) == ["a"]
     assert "# System: s" in tokenizer.decode(sample.tokens)
 
 
@@ -126,7 +115,7 @@ def test_several_files_of_several_kinds(tmp_path: Path, tokenizer: Any) -> None:
     skips = Skips()
     sources = [str(tmp_path / name) for name in ("a.json", "b.jsonl", "c.txt")]
     samples = list(read_samples(sources, tokenizer, TextConfig(), skips))
-    assert [learnt(sample, tokenizer) for sample in samples] == [["one"], ["two"], ["three"]]
+    assert [trained_texts(sample, tokenizer) for sample in samples] == [["one"], ["two"], ["three"]]
     assert skips.lines() == []
 
 
@@ -165,7 +154,7 @@ def test_plain_turns_stand_end_to_end(tmp_path: Path, tokenizer: Any) -> None:
     [sample], _ = read(tmp_path, tokenizer, [record], template="plain")
     assert sample.tokens == tokenizer("def f(x):\n    return x\n")["input_ids"]
     # Its newline is the answer's own; a space shares a token with it.
-    assert learnt(sample, tokenizer) == [" return x\n"]
+    assert trained_texts(sample, tokenizer) == [" return x\n"]
 
 
 def test_a_template_that_refuses(tmp_path: Path, tokenizer: Any) -> None:
@@ -202,7 +191,7 @@ def test_a_tokenizer_without_offsets() -> None:
 
 def test_plain_text_is_trained_whole(tmp_path: Path, tokenizer: Any) -> None:
     [sample], _ = read(tmp_path, tokenizer, "def f():\n    return 1\n", name="code.py")
-    assert learnt(sample, tokenizer) == ["def f():\n    return 1\n"]
+    assert trained_texts(sample, tokenizer) == ["def f():\n    return 1\n"]
     assert sample.tokens[0] == tokenizer.bos_token_id
 
 

@@ -101,7 +101,7 @@ class Caches(RuleBasedStateMachine):
         assert taken.cache.length == len(taken.marks)
 
     def holds(self, text: Text, layer: int, count: int) -> bool:
-        """Whether the slots have what the token after so many sees: whatever the cache believes."""
+        """Whether the slots hold every key that the token at position ``count`` sees, by the marks in the keys."""
         window = SPECS[layer].window
         places = range(0 if window is None else max(0, count - window + 1), count)
         slots = text.cache.group_of[layer].index((places.start, places.stop))

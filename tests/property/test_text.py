@@ -49,7 +49,7 @@ class Drawn:
         self.sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
 
     def is_seen(self, count: int) -> bool:
-        """Whether the text is taken after so many tokens."""
+        """Whether the test calls ``take`` after ``count`` tokens."""
         return count % self.sizes[count % len(self.sizes)] == 0
 
 
@@ -145,7 +145,7 @@ def test_a_special_token_stops_and_is_not_shown(kind: str) -> None:
 
 
 def reciting(kind: str, prompt: list[int], tokens: list[int], block: int) -> Engine:
-    """An engine that says these tokens, so many of them in a step."""
+    """An engine whose target generates ``tokens``; its drafter proposes ``block`` of them in a step."""
     script = [*prompt, *tokens, 0, 0]
     target = Reciter(lambda text: script[min(len(text), len(script) - 1)], vocab_size=len(tokenizer_of(kind)))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from specdec.pretrained import embedded_model
+from tests.trained_texts import trained_texts
 from training.data import Skips, TextConfig, _conversation
 from training.spans import Message, answer_spans, chat_spans, plain, trained_tokens, vicuna_writer
 
@@ -102,14 +103,7 @@ def learnt(messages: list[Message], tokenizer: Any, template: str) -> list[str]:
     skips = Skips()
     sample = _conversation(messages, tokenizer, TextConfig(template=kind), skips)
     assert sample is not None, skips.lines()
-    texts, run = list[str](), list[int]()
-    for token, trained in zip([*sample.tokens, 0], [*sample.trained, False], strict=True):
-        if trained:
-            run.append(token)
-        elif run:
-            texts.append(tokenizer.decode(run))
-            run = []
-    return texts
+    return trained_texts(sample, tokenizer)
 
 
 ENDINGS = {"vicuna": ["<|end|>"] * 9, "plain": [""] * 9, "no end": [""] * 9}
@@ -164,7 +158,7 @@ def test_spaces_of_an_answer_are_trained_where_they_are_written(tokenizer: Any, 
         assert body != text or template == "no end"
         content = message["content"].strip() if strips else message["content"]
         header = (body.rstrip(" ") if strips else body).removesuffix(content)
-        assert header in ("", " " * strips, "\n")  # what of it shares a token with the answer
+        assert header in ("", " " * strips, "\n")  # a token may hold the header's last character and the answer's first
 
 
 def test_reasoning_is_trained_where_it_is_written(tokenizer: Any) -> None:
