@@ -9,6 +9,7 @@
     |-- CheckpointError   weights on disk that are missing, broken or of another model
     |-- DraftError        a drafter proposed a tree that breaks the rules
     |-- ParallelError     processes that decode together disagree, or one of them is gone
+    |-- ForkError         a process was forked from one that computes with several threads (also a RuntimeError)
     `-- NumericalError    the target returned logits that are no distribution
 
 and, for what it can go on from, as a warning: SpecdecWarning (a UserWarning).
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DraftError",
+    "ForkError",
     "NumericalError",
     "ParallelError",
     "PromptError",
@@ -70,6 +72,10 @@ class NumericalError(SpecdecError):
 
 class ParallelError(SpecdecError):
     """Processes that decode together disagree, or one of them is gone."""
+
+
+class ForkError(SpecdecError, RuntimeError):
+    """A process that was forked from one that computes with several threads, which it does not have."""
 
 
 class SpecdecWarning(UserWarning):

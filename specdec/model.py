@@ -32,7 +32,7 @@ from specdec.draft import Draft, Entry
 from specdec.errors import ConfigError, SpecdecError, TargetError, check_choice, first_line
 from specdec.files import cache_folder
 from specdec.joints import Joints, read_joints
-from specdec.machine import processor
+from specdec.machine import Threads, processor
 from specdec.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.native.library import compiler, library, products
 from specdec.pretrained import (
@@ -43,12 +43,14 @@ from specdec.pretrained import (
     eos_ids_of,
     load_model,
     refuse_unfit,
+    weight_of,
 )
 from specdec.runners import EXECUTIONS
-from specdec.runners.known import version_of, why_special
+from specdec.runners.known import why_special
 from specdec.runners.linear import DenseLinear, HeadOf, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
 from specdec.runners.plan import TIMED_ROWS, RunnerMaker, choose_runner
 from specdec.runners.runner import LayerRunner
+from specdec.runners.snapshot import Outline, Snapshot
 from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
 from specdec.target import TargetOutput
@@ -83,6 +85,7 @@ class TransformersTarget:
         ConfigError: an unknown choice, or a runner that was named cannot run this model.
         TargetError: the model cannot be driven exactly; the message says which part.
         NumericalError: its own logits are NaN or infinite.
+        ForkError: see :class:`specdec.machine.Threads`.
     """
 
     @checked
@@ -97,6 +100,7 @@ class TransformersTarget:
     ) -> None:
         self.backend = check_backend(attention)
         check_choice("execution", execution, EXECUTIONS)
+        Threads.check()
         self.model = model
         self.name = type(model).__name__
         self.config = config = model.config.get_text_config()
@@ -108,11 +112,16 @@ class TransformersTarget:
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if embedding is None or head is None:
             raise TargetError(f"{self.name} has no embedding and head of its own; load a ...ForCausalLM")
+        if any(isinstance(module, PackedLinear | TiedEmbedding) for module in model.modules()):
+            raise TargetError(
+                f"the weights of this {self.name} were laid out anew by the target that owns it; share that target "
+                "(Engine(target, ...), custom_generate's target=), or make another one of its plain_model()"
+            )
         self.hidden_size = int(config.hidden_size)
         self.num_layers = len(self.layers)
         self.context_length = context_length_of(config)
         self.eos_ids = eos_ids_of(model)
-        self.device, self.dtype = device_of(embedding), next(embedding.parameters()).dtype
+        self.device, self.dtype = device_of(embedding), weight_of(embedding).dtype
         self.head_device = device_of(head)
         self.layer_weights = sum(weight.numel() for weight in self.layers.parameters())
         self._parameters = sum(weight.numel() for weight in model.parameters())
@@ -148,6 +157,11 @@ class TransformersTarget:
         )
         self.runner, self.options["runner"] = self.plan.runner, self.plan.runner.name
         del self._reference
+        packed: Any = model.get_input_embeddings()
+        self._outline = Outline(model, self.decoder, config, packed)
+        asked_once = maker.rotary.module.modules() if maker.rotary.fixed else ()
+        self._rotary = Snapshot(asked_once, root=model, everywhere=False)
+        self._seen: tuple[Snapshot, object] | None = None
 
     @classmethod
     @checked
@@ -190,6 +204,7 @@ class TransformersTarget:
                 self.forward(Block(cache, [0] * (1 << power), device=self.device, backend=self.backend))
 
     def active(self) -> AbstractContextManager[None]:
+        Threads.check()
         if self.runner.borrows:
             return self._active_with_attention()
         # Inside itself nothing is left to do, and to do it again would take as long as a row of scores.
@@ -262,17 +277,26 @@ class TransformersTarget:
         return HeadOf(kernel, self.joints)
 
     def check_unchanged(self) -> None:
-        """Raises TargetError where the model was changed since its runner read it; called before every generation."""
-        changed = self.runner.changed()
+        """Called before every generation.
+
+        Raises:
+            TargetError: the model was changed since its runner read it.
+            ForkError: this process cannot run it, see :class:`specdec.machine.Threads`.
+        """
+        Threads.check()
+        around = self._outline.changed() or self._rotary.changed()  # which no runner follows
+        changed = around or self.runner.changed()
         if changed is not None:
             lenient = ", or use execution='transformers', which follows edits of weights and hooks"
             raise TargetError(
                 f"{self.name} was changed after its {self.runner.name} layers were made, which would not follow: "
-                f"{changed}; make a new engine of it{'' if self.runner.borrows else lenient}"
+                f"{changed}; make a new engine of it{'' if around or self.runner.borrows else lenient}"
             )
 
     def version(self) -> object:
-        return version_of(self.model)
+        if self._seen is None or self._seen[0].changed() is not None:
+            self._seen = Snapshot(self.model.modules(), root=self.model), object()
+        return self._seen[1]
 
     def plain_model(self) -> PreTrainedModel:
         """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stderr
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ __all__ = [
     "rope_depends_on_length",
     "rope_kinds",
     "unused_generation_options",
+    "weight_of",
 ]
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -329,9 +331,24 @@ def unused_generation_options(model: PreTrainedModel, *, sampling: bool) -> list
     return [f"{name}={value!r}" for name, (value, off) in values.items() if value not in (None, off, [])]
 
 
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The first weight of a module, or what quantisers have in its place.
+
+    Raises:
+        TargetError: it has none.
+    """
+    weight = next(chain(module.parameters(), module.buffers()), None)
+    if weight is None:
+        raise TargetError(
+            f"{type(module).__name__} stands in the place of an embedding or a head, and has no weights, so specdec "
+            "cannot see on which device it computes"
+        )
+    return weight
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: beside its weights, or where accelerate brings weights that it has offloaded."""
-    device = next(module.parameters()).device
+    device = weight_of(module).device
     hook: Any = getattr(module, "_hf_hook", None)
     place = getattr(hook, "execution_device", None)
     return device if device.type != "meta" or place is None else torch.device(place)

@@ -51,12 +51,13 @@ class Rotary:
         config: of the model; its ``rope_parameters`` say whether positions mean the same in every text.
 
     Attributes:
+        module: as given.
         by_kind: layers differ in their positions, by their kind of attention.
-        fixed: a position means the same in every text.
+        fixed: a position means the same in every text, so that the module is asked once, and not followed afterwards.
     """
 
     def __init__(self, module: Any, config: Any) -> None:
-        self._module = module
+        self.module = module
         self.by_kind = "layer_type" in inspect.signature(module.forward).parameters
         self.fixed = not any(map(rope_depends_on_length, rope_kinds(config)))
         self._tables: dict[tuple[torch.device, torch.dtype, str | None], Table] = {}
@@ -103,9 +104,9 @@ class Rotary:
             TargetError: it says something else.
         """
         more = () if kind is None else (kind,)
-        said = self._module(hidden[None], positions, *more)
+        said = self.module(hidden[None], positions, *more)
         if not isinstance(said, tuple):
-            raise TargetError(f"{type(self._module).__name__} gives no cosines and sines, which are all specdec knows")
+            raise TargetError(f"{type(self.module).__name__} gives no cosines and sines, which are all specdec knows")
         cos, sin = said
         return cos[0], sin[0]
 

@@ -1,16 +1,14 @@
 """Known layers: what one like Llama's or Gemma's is made of, where nothing in it does more than its class says.
 
 Only exact classes count, with plain parameters, no hooks and no ``forward`` of their own: whatever a user, peft,
-accelerate or a quantiser changed in a layer is run by the layer's own modules. What was read here is remembered, so
-that a change made later is noticed (:class:`Snapshot`).
+accelerate or a quantiser changed in a layer is run by the layer's own modules. A change made later is noticed
+(:mod:`specdec.runners.snapshot`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +32,11 @@ from specdec.runners.linear import ModuleRef
 __all__ = [
     "KnownHead",
     "KnownLayer",
-    "Snapshot",
     "UnknownModule",
     "gain",
     "gains",
     "is_known_norm",
     "stacked",
-    "version_of",
     "why_special",
 ]
 
@@ -83,7 +79,6 @@ _LAYERS: dict[type[nn.Module], _Made] = {
     gemma3.Gemma3DecoderLayer: _Made(gemma3.Gemma3Attention, gemma3.Gemma3MLP, **_AROUND, heads=_HEAD_NORMS),
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_hooks_of = itemgetter(*_HOOKS)
 
 
 class UnknownModule(Exception):
@@ -258,64 +253,3 @@ class KnownHead:
         plain = type(embedding) in (nn.Embedding, *_SCALED) and why_special(embedding) is None
         shared = ModuleRef.of(embedding, model) if plain else None
         return None if place is None or shared is None else cls(place, shared)
-
-
-class Snapshot:
-    """Modules as a runner has read them: a change made later is found, as the runner would not follow it.
-
-    Identities and version counters are compared, which takes microseconds a layer. What bypasses them (writing through
-    ``.data`` or NumPy) is not seen.
-
-    Args:
-        holders: of which the runner holds the children, such as the list of layers.
-        modules: of which it has read the weights, too.
-    """
-
-    def __init__(self, holders: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
-        self._held = [(holder, [*map(id, holder._modules.values())]) for holder in holders]
-        self._modules, self._seen = modules, [_state([module]) for module in modules]
-        self._whole = _state(modules)
-
-    def changed(self) -> str | None:
-        """What was changed, or None."""
-        for holder, children in self._held:
-            if [*map(id, holder._modules.values())] != children:
-                return f"the modules of a {type(holder).__name__} are not those of before"
-        if _state(self._modules) == self._whole:
-            return None
-        module = next(one for one, seen in zip(self._modules, self._seen, strict=True) if _state([one]) != seen)
-        if (special := why_special(module)) is not None:
-            return f"a {type(module).__name__} {special}"
-        return f"the weights or modules of a {type(module).__name__} are not those that were read"
-
-
-def version_of(model: nn.Module) -> list[object]:
-    """What a model's output depends on besides its input, for comparing: weights by identity and version, and what else
-    stands in its modules as a plain value, such as hooks, factors and what is switched on. Training modes are left out.
-    """
-    found: list[object] = []
-    for module in model.modules():
-        weights = [*module._parameters.values(), *module._buffers.values()]
-        found.append((id(module), *((id(w), 0 if w is None or w.is_inference() else w._version) for w in weights)))
-        found.append(repr({key: value for key, value in vars(module).items() if _is_plain(key, value)}))
-    return found
-
-
-def _is_plain(name: str, value: object) -> bool:
-    held = ("_parameters", "_buffers", "_modules", "training")
-    return name not in held and isinstance(value, bool | int | float | str | tuple | list | dict | set | None)
-
-
-def _state(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
-    """What shows a change. Asked of all modules before every generation, so no function is called for each of them."""
-    own = [module.__dict__ for module in modules]
-    weights, children = [one["_parameters"] for one in own], [one["_modules"] for one in own]
-    plain = [weight for weight in chain.from_iterable(map(dict.values, weights)) if weight is not None]
-    return (
-        ["forward" in one or "_hf_hook" in one for one in own],
-        [*map(any, map(_hooks_of, own))],
-        [*map(len, children), *chain.from_iterable(children), *map(len, weights)],
-        [*map(id, chain.from_iterable(map(dict.values, children)))],
-        [*map(id, plain)],
-        [0 if weight.is_inference() else weight._version for weight in plain],
-    )

@@ -22,9 +22,10 @@ from specdec.attention import update_and_attend
 from specdec.block import Rows
 from specdec.pages import FilePages
 from specdec.rotary import Angles, Rotary, rotate
-from specdec.runners.known import KnownLayer, Snapshot, is_known_norm, stacked
+from specdec.runners.known import KnownLayer, is_known_norm, stacked
 from specdec.runners.linear import DenseLinear
 from specdec.runners.runner import Layer, LayerRunner
+from specdec.runners.snapshot import Snapshot
 
 __all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer", "stack_linears"]
 
@@ -155,7 +156,8 @@ class LayerByLayer(LayerRunner):
         self.borrows = any(isinstance(layer, ModuleLayer) for layer in layers)
         fused = name == "fused" and is_known_norm(norm)
         self.embed, self.norm, self.head = embedding, FusedNorm(norm) if fused else norm, head
-        self._snapshot = Snapshot(holders, [*modules, norm] if fused else modules)
+        read = [*modules, norm] if fused else modules
+        self._snapshot = Snapshot(read, holders=holders, root=next(iter(holders), None), everywhere=fused)
 
     def run(
         self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]

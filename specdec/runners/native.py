@@ -24,10 +24,11 @@ from specdec.native.library import CHead, CLayer, CRows, CShape, CSlots, CTurns,
 from specdec.native.scores import Found, Stored
 from specdec.pages import FilePages, trim_heap
 from specdec.rotary import Rotary
-from specdec.runners.known import KnownHead, KnownLayer, Snapshot, gain, gains, is_known_norm, stacked
+from specdec.runners.known import KnownHead, KnownLayer, gain, gains, is_known_norm, stacked
 from specdec.runners.layers import FusedNorm
 from specdec.runners.linear import PackedWeight, TiedEmbedding
 from specdec.runners.runner import FINAL, Finished, LayerRunner
+from specdec.runners.snapshot import Snapshot
 from specdec.sampling import Peaks
 
 __all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
@@ -294,7 +295,7 @@ class NativeRunner(LayerRunner):
             self._embedding = self.embed.store
             self.looks_up = self.embed.scale is None
             read.append(self.embed)
-        self._snapshot = Snapshot(holders, read if last is None else [*read, norm])
+        self._snapshot = Snapshot(read if last is None else [*read, norm], holders=holders, root=model)
         self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self, block: Rows) -> torch.Tensor:

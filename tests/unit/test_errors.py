@@ -24,6 +24,7 @@ from specdec.errors import (
     CheckpointError,
     ConfigError,
     DraftError,
+    ForkError,
     NumericalError,
     PromptError,
     SpecdecError,
@@ -39,10 +40,11 @@ NAN = float("nan")
 
 
 def test_the_tree_of_errors() -> None:
-    kinds = (ConfigError, PromptError, TargetError, CheckpointError, DraftError, NumericalError)
+    kinds = (ConfigError, PromptError, TargetError, CheckpointError, DraftError, NumericalError, ForkError)
     assert all(issubclass(kind, SpecdecError) for kind in kinds)
     assert issubclass(ConfigError, ValueError)
     assert issubclass(PromptError, ValueError)
+    assert issubclass(ForkError, RuntimeError)
     assert not issubclass(SpecdecError, ValueError)
 
 
