@@ -139,6 +139,7 @@ class Engine:
         execution: str = "auto",
         attention: str = "auto",
         trust_remote_code: bool = False,
+        tokenizer: Any = None,
         parallel: str = "off",
         max_rows: int = 128,
         prefill_chunk: int | None = None,
@@ -147,10 +148,10 @@ class Engine:
     ) -> Engine:
         """Load target and tokenizer: a named model (``"tiny"``, ``"smollm2"``), a folder, a GGUF file, or a hub id.
 
-        ``execution`` and ``attention`` are TransformersTarget's. ``parallel`` is for processes that torchrun started:
-        ``rows`` splits each step's rows over them, ``tensor`` each weight (:mod:`specdec.parallel`). The policy is
-        ``acceptance`` here, so that no drafter loses much; an engine that is put together by hand takes its drafter at
-        its word.
+        ``execution`` and ``attention`` are TransformersTarget's. ``tokenizer`` takes the place of the one at the path.
+        ``parallel`` is for processes that torchrun started: ``rows`` splits each step's rows over them, ``tensor`` each
+        weight (:mod:`specdec.parallel`). The policy is ``acceptance`` here, so that no drafter loses much; an engine
+        that is put together by hand takes its drafter at its word.
 
         Raises:
             CheckpointError: no model or tokenizer there, or a broken one.
@@ -172,7 +173,8 @@ class Engine:
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         known = getattr(tokenizer, "vocab_size", 0)  # without added tokens, of which models may lack some
         if known > target.vocab_size:
             raise CheckpointError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,19 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.gguf.dequant import GGML_NAME
 from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
-from specdec.errors import CheckpointError, ConfigError, SpecdecWarning, first_line, pip_line
+from specdec.errors import CheckpointError, ConfigError, first_line, pip_line
+from specdec.gguf_tokenizer import TokenizerSettings, read_tokenizer
 
 __all__ = ["GgufFile", "is_gguf", "require_gguf"]
-
-# How llama.cpp calls the splitting of a text before byte pairs are merged: every digit alone, then GPT-2's rule; and
-# that rule alone. Transformers knows some others, and splits by GPT-2's rule what it does not know.
-_DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-_AS_GPT2 = ("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
 
 _PLAIN = (0, 1, 30)  # ggml's numbers of float32, float16 and bfloat16
 
@@ -119,42 +113,17 @@ class GgufFile:
         """Have its dequantised model know where it came from, and what ends a text."""
         vars(model.config).pop("_model_name_or_path", None)  # the model's title, not a path
         model.name_or_path = str(self.path)
-        known = (self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-        ends = sorted({end for end in known if end is not None})
+        ends = list(TokenizerSettings.of(self.metadata).ends)
         config: Any = model.generation_config
         config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
 
     def tokenizer(self) -> Any:
-        """The tokenizer that it describes, with its chat template.
-
-        Transformers splits by GPT-2's rule where it does not know the file's: mended for rules that are known here,
-        others are named in a SpecdecWarning.
+        """The tokenizer that it describes, with its chat template, by the file's own settings.
 
         Raises:
-            CheckpointError: there is none in it, or none that transformers can build.
+            CheckpointError: there is none in it, or none that can be read faithfully.
         """
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
-        except Exception as error:  # as above
-            raise CheckpointError(
-                f"no tokenizer in {str(self.path)!r}: {first_line(error)}; load the model's folder of safetensors"
-            ) from error
-        rule, backend = self.metadata.get("tokenizer.ggml.pre"), tokenizer.backend_tokenizer
-        if self.metadata.get("tokenizer.ggml.model") != "gpt2" or not isinstance(
-            backend.pre_tokenizer, pre_tokenizers.ByteLevel
-        ):
-            return tokenizer
-        if rule in _DIGITS_ALONE:
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
-        elif rule not in _AS_GPT2:
-            warnings.warn(
-                f"{self.path.name} splits texts by the rule {rule!r}, which is not known here; GPT-2's is taken, so "
-                "some prompts become other tokens than they should. A folder of safetensors has its own tokenizer",
-                SpecdecWarning,
-                stacklevel=2,
-            )
-        return tokenizer
+        return read_tokenizer(self.path)
 
 
 class _Table:

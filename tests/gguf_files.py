@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -19,6 +19,9 @@ from specdec.named import NamedModel
 TOKENS = [*sorted(bytes_to_unicode().values()), "ĊĊ", "12", "<s>", "</s>"]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1
 TEMPLATE = "{% for m in messages %}{{ '<s>' + m['content'] + '</s>' }}{% endfor %}"
+SPACE = "\u2581"
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+PIECES += [SPACE, "a", "b", SPACE + "a", "ab", SPACE + "ab"]
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -52,6 +55,7 @@ def write_gguf(
     *,
     split: str = "smollm",
     architecture: str = "llama",
+    merges: Sequence[str] = ("Ċ Ċ", "1 2"),
     change: Callable[[Any], None] = lambda writer: None,
 ) -> Path:
     """A model as llama.cpp keeps it: rows of queries and keys stand in another order."""
@@ -71,7 +75,7 @@ def write_gguf(
     writer.add_tokenizer_pre(split)
     writer.add_token_list(TOKENS)
     writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
-    writer.add_token_merges(["Ċ Ċ", "1 2"])
+    writer.add_token_merges(list(merges))
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
     writer.add_chat_template(TEMPLATE)
@@ -85,6 +89,50 @@ def write_gguf(
             values = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         prefix = f"blk.{layer[0]}." if layer[0] else ""
         writer.add_tensor(f"{prefix}{_NAMES[layer[2]]}.{kind}", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_pieces(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    name: str = "small",
+    settings: Mapping[str, Any] | None = None,
+    ends: bool = True,
+    tied: Sequence[str] = (),
+) -> Path:
+    """A file with SentencePiece's vocabulary and hardly a weight.
+
+    Args:
+        settings: by their keys behind tokenizer.ggml.
+        ends: whether it names the tokens that begin and end a text.
+        tied: more pieces, all of one score.
+    """
+    pieces, plain = [*PIECES, *tied], len(PIECES) - 259
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(name)
+    writer.add_context_length(64)
+    writer.add_block_count(1)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(pieces))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * 259 + [-float(place) for place in range(plain)] + [-1e3] * len(tied))
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (plain + len(tied)))
+    if ends:
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    for key, value in (settings or {}).items():
+        writer.add_bool(f"tokenizer.ggml.{key}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((len(pieces), 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
