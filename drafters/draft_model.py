@@ -3,6 +3,10 @@
 It is driven like a target, with a cache of its own, which holds what the target's does: every text token but the root.
 A draft's rows stand in that cache's scratch slots under the numbers that they have in the draft, so the rows that the
 target accepts are committed there too, and whatever is missing is caught up with the next root.
+
+Models of one tokenizer may pad their vocabularies to different sizes. Drafted is among the tokens that both have: the
+draft model's logits of others are cut off before they are processed, and where it lacks tokens of the target's, these
+have no probability in q. The target's probability of them stays in the residual.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from drafters.fingerprint import known_tokenizer
 from specdec import copies
@@ -26,7 +31,7 @@ from specdec.errors import ConfigError, shown
 from specdec.model import TransformersTarget
 from specdec.passes import Forward, Pass, Passes
 from specdec.pretrained import embedded_model
-from specdec.sampling import Noise, Sampler, Scores
+from specdec.sampling import Noise, Sampler
 from specdec.target import Target
 
 __all__ = ["DraftModel", "DraftModelConfig", "embedded_draft_model", "fitting"]
@@ -47,7 +52,8 @@ class DraftModelConfig:
             the draft model. None is 0.2 on a CPU. On a device it is 0: a draft then stays there until it is verified,
             while a stop has to be read, level by level; that pays for a large draft model only (docs/gpu.md).
         dtype: of the draft model; None takes the target's.
-        check_tokenizer: refuse a model whose tokenizer is known to have another vocabulary than the target's.
+        check_tokenizer: refuse a model whose tokenizer is known to have another vocabulary than the target's, or one
+            of another size whose tokenizer is not known. Off, any model is tried; output stays exact.
     """
 
     model: str | None = None
@@ -100,21 +106,29 @@ class DraftModel(DrafterBase):
             )
         head = target.head(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=target.head_device))
         model = TransformersTarget.from_pretrained(path, dtype=config.dtype or target.dtype, device=head.device)
-        if model.vocab_size != target.vocab_size:
-            raise ConfigError(
-                f"the draft model {path!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
-                f"{target.vocab_size}; draft_model.model needs a model with the target's tokenizer"
-            )
-        theirs, own = (known_tokenizer(target), known_tokenizer(model)) if config.check_tokenizer else (None, None)
-        if theirs is not None and own is not None and theirs != own:
-            raise ConfigError(
-                f"the draft model {path!r} has another vocabulary than the target, of the same size; take a model with "
-                "the target's tokenizer, or draft_model.check_tokenizer=false to try it (output stays exact)"
-            )
+        if config.check_tokenizer:
+            _check_tokenizer(str(path), model, target)
         return cls(config, model)
 
     def start(self, context: Context) -> DraftModelSession:
         return DraftModelSession(self.config, self.model, context)
+
+
+def _check_tokenizer(path: str, model: TransformersTarget, target: Target) -> None:
+    """Raises ConfigError where a draft model's token ids are not, or may not be, the target's."""
+    theirs, own = known_tokenizer(target), known_tokenizer(model)
+    remedy = "take a model with the target's tokenizer, or draft_model.check_tokenizer=false to try it"
+    if theirs is not None and own is not None and theirs != own:
+        size = ", of the same size" if model.vocab_size == target.vocab_size else ""
+        raise ConfigError(
+            f"the draft model {path!r} has another vocabulary than the target{size}; {remedy} (output stays exact)"
+        )
+    if model.vocab_size != target.vocab_size and (theirs is None or own is None):
+        raise ConfigError(
+            f"the draft model {path!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
+            f"{target.vocab_size}, and no tokenizer beside the {'target' if theirs is None else 'draft model'} says "
+            f"that only their padding differs; {remedy} (output stays exact)"
+        )
 
 
 class DraftModelSession(BatchedSession):
@@ -126,7 +140,8 @@ class DraftModelSession(BatchedSession):
         self._cache = model.new_cache(capacity=text, rows=max(context.max_rows, min(_CHUNK, text)))
         # The target's processors on the draft model's logits, each row on its own prefix.
         params = context.sampling
-        self._sampler = Sampler(params, context.tokens, model.vocab_size, model.device)
+        self._size = context.target.vocab_size
+        self._sampler = Sampler(params, context.tokens, self._size, model.device)
         apart = copies.is_apart(model.device)
         trust = config.min_confidence
         self._least = (0.0 if apart else _CONFIDENCE) if trust is None else trust
@@ -171,12 +186,29 @@ class DraftModelSession(BatchedSession):
         while True:
             new = tokens[cache.length : cache.length + min(_CHUNK, cache.rows)]
             last = cache.length + len(new) == len(tokens)
-            block = Block(cache, new, device=self._model.device, backend=self._model.backend)
+            fed = self._known(new)
+            block = Block(cache, fed, device=self._model.device, backend=self._model.backend)
             output = yield self._forward.of(block, [len(new) - 1] if last else ())
             cache.commit(range(len(new) - last))
             if last:
                 self._fed = 1
-                return output.logits, block.tokens[0, -1:]
+                known = fed is new or fed[-1] == new[-1]
+                root = block.tokens[0, -1:] if known else torch.tensor(new[-1:], device=block.tokens.device)
+                return self._shared(output.logits), root
+
+    def _shared(self, logits: torch.Tensor) -> torch.Tensor:
+        """The draft model's logits [R, V'], as [R, V] of the target's tokens: -inf for those that it does not have."""
+        more = self._size - logits.shape[-1]
+        return F.pad(logits, (0, more), value=-math.inf) if more else logits
+
+    def _known(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Tokens as the draft model may read them: its last one in the place of each that it does not have."""
+        last = self._model.vocab_size - 1
+        if last + 1 >= self._size:
+            return tokens
+        if isinstance(tokens, copies.Later):
+            return copies.Later(tokens.tensor.clamp(max=last))
+        return [min(token, last) for token in tokens]
 
     def _grow(self, logits: torch.Tensor, widths: list[int]) -> Passes[Draft]:
         """Level by level; ``logits`` are those of the level's rows, at first the root's."""
@@ -191,10 +223,9 @@ class DraftModelSession(BatchedSession):
             drawn = torch.softmax(self._sampler.together(logits, there).double(), -1)  # [R, V]
             children = self._children(drawn, level, depth, width)
             for row, probabilities, (best, below) in zip(level, drawn, children, strict=True):
-                if math.isnan(best):
-                    self._sampler.distribution(Scores(logits, level), row, paths[row - level[0]])  # says what is wrong
-                # A choice that rests on the path alone; one that looked at the drawn child would bias the output.
-                if trust[row] * best < self._least:
+                # A choice that rests on the path alone; one that looked at the drawn child would bias the output. Of
+                # logits that are no distribution the largest probability is NaN, and nothing is drafted.
+                if not trust[row] * best >= self._least:
                     continue
                 if self._draws:
                     q[row] = probabilities
@@ -206,7 +237,7 @@ class DraftModelSession(BatchedSession):
             level = list(range(level[-1] + 1, len(tokens)))
             if not level or depths[-1] == len(widths):
                 break
-            logits = (yield self._run(tokens[level[0] :], parents, depths)).logits
+            logits = self._shared((yield self._run(tokens[level[0] :], parents, depths)).logits)
             self._fed, passes = len(tokens), passes + 1
         return Draft(tokens, parents, q=q, cost=passes * self._price)
 
@@ -218,7 +249,8 @@ class DraftModelSession(BatchedSession):
         for depth, width in enumerate(widths):
             values = self._sampler.together(logits, paths)
             if self._draws:
-                (q[depth],) = torch.softmax(values.double(), -1)
+                (chances,) = torch.softmax(values.double(), -1)
+                q[depth] = chances.nan_to_num(1 / self._size)  # nobody sees here that a draft model says NaN
                 values = q[depth].log()[None]
             if self._samples:
                 values = values + self._noise(depth, depth)  # the rows of a chain are its depths
@@ -228,7 +260,7 @@ class DraftModelSession(BatchedSession):
             depths += [depth + 1] * best.numel()
             level = list(range(level[-1] + 1, len(parents)))
             if depth + 1 < len(widths):
-                logits = (yield self._run(copies.Later(tokens[-1]), parents, depths)).logits
+                logits = self._shared((yield self._run(copies.Later(tokens[-1]), parents, depths)).logits)
                 self._fed = len(parents)
                 paths = torch.cat((paths.repeat_interleave(best.shape[1], 0), tokens[-1][:, None]), 1)
         return Draft(copies.Later(torch.cat(tokens)), parents, q=q, cost=len(widths) * self._price)
@@ -239,7 +271,7 @@ class DraftModelSession(BatchedSession):
         chain = depths[-1] == len(parents) - 1
         block = Block(
             self._cache,
-            tokens,
+            self._known(tokens),
             parents=None if chain else parents,
             depths=None if chain else depths,
             first=first,

@@ -359,7 +359,7 @@ class KangarooSession(BatchedSession):
             self._guesses += 1
             self._accepted += token in chosen
             self._promised += chance
-            self._right += token == chosen[0]
+            self._right += chosen[:1] == [token]
         if len(known) < len(committed):
             self._pending += [features[row : row + 1] for row in seen.path[len(known) :]]
         self._drafted, self._above, self._guessed = [], [], []

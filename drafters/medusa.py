@@ -11,8 +11,10 @@ the target will draw.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +227,11 @@ def _fitting(nodes: Sequence[Node], rates: Sequence[Sequence[float]], most: int)
     return found
 
 
+def _sound(guesses: Guesses) -> Guesses:
+    """Those of the heads before the first that says NaN, as weights may that are so large that a product overflows."""
+    return [*takewhile(lambda guess: not any(map(math.isnan, guess[1])), guesses)]
+
+
 class MedusaSession(BatchedSession):
     def __init__(self, drafter: Medusa, context: Context) -> None:
         self._drafter, self._context = drafter, context
@@ -248,10 +255,12 @@ class MedusaSession(BatchedSession):
         if self._seen is None or room < 2 or deepest < 1:
             return Draft.chain([context.root])
         if self._guesses is None:
-            self._guesses = yield Pass(drafter.lists, self._brought())
+            self._guesses = _sound((yield Pass(drafter.lists, self._brought())))
         guesses = self._guesses
         sure = self._right / self._promised  # guesses that were right in this text, for one that the heads promised
         rates = [chances for _, chances in guesses[:deepest]]
+        if not rates:
+            return Draft([context.root], [-1], cost=self._price)
         tokens, parents, token_of = [context.root], [-1], drafter.vocabulary.token
         for parent, rank, depth, _ in self._nodes(rates, room - 1, sure):
             tokens.append(token_of(int(guesses[depth - 1][0][rank])))
@@ -317,7 +326,7 @@ class MedusaSession(BatchedSession):
         prompt_ends = seen.draft is None and self._context.cache.length == self._context.prompt_length - 1
         if prompt_ends and copies.is_apart(self._context.target.head_device):
             # Read with the prompt, as later guesses come with a step's copy: no step has a copy of its own for them.
-            (self._guesses,) = self._drafter.lists([self._brought()])
+            self._guesses = _sound(*self._drafter.lists([self._brought()]))
         if seen.answer is not None:
             found = np.array(seen.answer, dtype=np.int64).view(np.float64)
-            self._guesses = [(own[0], own[1]) for own in found.reshape(-1, 2, self._drafter.ranks).tolist()]
+            self._guesses = _sound([(own[0], own[1]) for own in found.reshape(-1, 2, self._drafter.ranks).tolist()])

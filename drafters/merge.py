@@ -39,7 +39,7 @@ from specdec.policy import Patience, Prices
 from specdec.registry import make_drafter
 from specdec.target import Target
 
-__all__ = ["PARTS", "Bandit", "Merged", "MergedConfig", "Part", "Tree", "kind_of", "part_of"]
+__all__ = ["PARTS", "Bandit", "Merged", "MergedConfig", "Part", "Record", "Tree", "kind_of", "part_of"]
 
 PARTS: tuple[Any, ...] = (
     {"name": "suffix_automaton", "factor": 4.0, "max_tokens": 16},
@@ -66,6 +66,7 @@ _HOPES = [0.3 * (1 - 0.6**rows) for rows in range(1, 9)]
 _FAINT = 0.03  # a row that is reached more rarely than this is not considered, whatever rows cost
 _GRACE = 0.05  # of a part that has little to compute
 _SURE = 4.0  # rows that are supposed to have held what they promised, before any was taken
+_LEAST_SURE = 0.01  # of what is promised so much is believed whatever came of it, or nothing would ever be taken again
 _DEBT = 0.01  # tokens a step that a part may lose, on average of late, before it sleeps
 
 _NO_ROWS = frozenset[int]()
@@ -162,8 +163,33 @@ class Bandit:
             self._patience.paid()
 
 
+class Record:
+    """What is known of the parts: each one's bandit, and how far their promises are believed.
+
+    Args:
+        parts: the drafters.
+        memory: weight of the past, from one step or row to the next.
+    """
+
+    def __init__(self, parts: Sequence[Drafter], memory: float) -> None:
+        self.bandits = [Bandit(part, memory) for part in parts]
+        self._memory = memory
+        self._right = self._promised = _SURE
+
+    @property
+    def sure(self) -> float:
+        """Rows that were right, for one that was promised when they were taken: the best of many opinions promise more
+        than they hold."""
+        return max(self._right / self._promised, _LEAST_SURE)
+
+    def learn(self, promised: float, right: int) -> None:
+        """Of the rows that were taken in a step, how many were expected to be right, and how many were."""
+        memory = self._memory
+        self._right, self._promised = memory * self._right + right, memory * self._promised + promised
+
+
 class Merged(DrafterBase):
-    """The parts, and what is known of them; sequences share it."""
+    """The parts, and the record of them, which sequences share unless their text depends on it."""
 
     draws = False
 
@@ -172,19 +198,7 @@ class Merged(DrafterBase):
         self.parts = parts
         self.taps = frozenset[int]().union(*(part.taps for part in parts))
         self.likeliest = max(part.likeliest for part in parts)
-        self.bandits = [Bandit(part, config.memory) for part in parts]
-        self._right = self._promised = _SURE
-
-    @property
-    def sure(self) -> float:
-        """Rows that were right, for one that was promised when they were taken: the best of many opinions promise more
-        than they hold."""
-        return self._right / self._promised
-
-    def learn(self, promised: float, right: int) -> None:
-        """Of the rows that were taken in a step, how many were expected to be right, and how many were."""
-        memory = self.config.memory
-        self._right, self._promised = memory * self._right + right, memory * self._promised + promised
+        self.record = Record(parts, config.memory)
 
     @classmethod
     def build(cls, config: MergedConfig, target: Target) -> Merged:
@@ -384,9 +398,12 @@ class MergedSession(BatchedSession):
 
     def __init__(self, drafter: Merged, context: Context) -> None:
         self._drafter, self._context, self._name = drafter, context, drafter.name
+        self._record = Record(drafter.parts, drafter.config.memory) if context.isolated else drafter.record
         self._prices = None if context.policy is None else context.policy.prices
-        self._plans = drafter.plans_rows
-        self._parts = [Part(part, bandit, context) for part, bandit in zip(drafter.parts, drafter.bandits, strict=True)]
+        # As a part of a union without a policy it takes what there is room for, as the union does.
+        self._planned = self._prices if drafter.plans_rows else None
+        pairs = zip(drafter.parts, self._record.bandits, strict=True)
+        self._parts = [Part(part, bandit, context) for part, bandit in pairs]
         self._most = drafter.config.rows or context.max_rows
         self._length = 0
         self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
@@ -401,9 +418,8 @@ class MergedSession(BatchedSession):
         self._length, self._promised = length, 0.0
         room = min(room, self._most + 1)
         tree, cost, least = Tree(context.root), 0.0, 0.0
-        if self._plans and room > 1:  # no row is taken that is not worth what the cheapest one costs
-            assert prices is not None
-            least = max(_FAINT, prices.least(length, room) / self._drafter.sure)
+        if self._planned is not None and room > 1:  # no row is taken that is not worth what the cheapest one costs
+            least = max(_FAINT, self._planned.least(length, room) / self._record.sure)
         for part in self._parts:
             part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
             if not part.asked:
@@ -420,10 +436,9 @@ class MergedSession(BatchedSession):
             cost += part.draft.cost
         self._needed = needed = tree.needed
         best = tree.best(room - 1 - len(needed))
-        if best and self._plans:
-            assert prices is not None
+        if best and self._planned is not None:
             gains = [tree.reach[row] for row in best]
-            count = prices.keep(gains, length, base=1 + len(needed), share=self._drafter.sure)
+            count = self._planned.keep(gains, length, base=1 + len(needed), share=self._record.sure)
             self._promised = sum(gains[:count])
             del best[count:]
         size = 1 + len(needed) + len(best)
@@ -468,7 +483,7 @@ class MergedSession(BatchedSession):
             rows, size = self._rows, len(self._rows)
             accepted = [rows[row] for row in seen.path if row < size]
             if self._promised:
-                self._drafter.learn(self._promised, len(accepted) - 1 - len(self._needed.intersection(accepted)))
+                self._record.learn(self._promised, len(accepted) - 1 - len(self._needed.intersection(accepted)))
         for part in self._parts:
             if part.asked and accepted:
                 self._judge(part, seen, answers.get(part), accepted)
@@ -517,7 +532,8 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     whole, path, scores = seen.draft, seen.path, seen.scores
     assert whole is not None
     assert scores is not None
-    if len(rows) == len(whole) and rows == list(range(len(whole))):  # it had the step for itself
+    unscored = whole.probes.difference(whole.read)
+    if rows == [*range(len(whole))] and unscored <= draft.probes:  # it had the step for itself
         hidden = {layer: seen.taps[layer] for layer in taps}
         return Observation(draft, list(path), seen.tokens, scores, hidden, seen.answer)
     if len(rows) == 1:  # it had none of it: all that concerns it is the text
@@ -527,7 +543,7 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     others = [row for row in path if row not in rows]  # its end, as what is behind another's row is not the part's
     union_rows = [*rows, *others]
     path = [union_rows.index(row) for row in path]  # the first of equal rows
-    size, unscored = len(union_rows), whole.probes.difference(whole.read)
+    size = len(union_rows)
     probes = draft.probes.difference(path) | {own for own, row in enumerate(rows) if row < 0 or row in unscored}
     if others:
         tokens = [*draft.tokens, *(whole.tokens[row] for row in others)]

@@ -35,8 +35,8 @@ class TokenRecyclingConfig:
         depth: longest path of the template.
         successors: k, tokens kept per token; where tokens are drawn, 32 with their scores are.
         from_prompt: start from the prompt's own pairs of tokens; off, the first steps have nothing to propose.
-        persistent: sequences share one table, so that it starts warm; then drafts depend on what was decoded before
-            (the text does not).
+        persistent: sequences share one table, so that it starts warm; then drafts depend on what was decoded before.
+            Where the text depends on the rows proposed, as under ``reject``, each sequence has a table of its own.
     """
 
     rows: int | None = None
@@ -66,15 +66,18 @@ class TokenRecycling(DrafterBase):
 
     def start(self, context: Context) -> TokenRecyclingSession | DrawnSession:
         options: TokenRecyclingConfig = self.config
+        shares = options.persistent and not context.isolated
         if context.sampling.temperature > 0 and context.sampling.acceptance in ("auto", "match"):
-            drawn = self._drawn if options.persistent and self._drawn is not None else Distributions()
-            self._drawn = drawn if options.persistent else None
+            drawn = Distributions()
+            if shares:
+                drawn = self._drawn = self._drawn or drawn
             if options.from_prompt:
                 drawn.read(context.tokens)
             return DrawnSession(options.rows, options.depth, drawn, context)
         kept = min(options.successors, context.max_rows)  # more would not be proposed
-        table = self._shared if options.persistent and self._shared is not None else Successors(kept)
-        self._shared = table if options.persistent else None
+        table = Successors(kept)
+        if shares:
+            table = self._shared = self._shared or table
         if options.from_prompt:
             table.read(context.tokens)
         nodes = template(min(options.rows or _MOST, context.max_rows), min(options.depth, context.max_rows), kept)

@@ -61,6 +61,7 @@ _STEADY = 0.8  # share of a measurement's time in which its thread must have had
 _PASS_SECONDS = 6e-5  # of a drafter's pass, besides its weights
 _READ, _READINGS = 256, 512  # rows of a reading, or more, and readings of a curve that are kept
 _MOST = 10**9  # rows, tokens and seconds of a curve
+_TICK = 1e-9  # seconds that anything takes, by a clock that did not move meanwhile
 _FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
 
 # Rows whose arithmetic takes as long as reading the weights once. A CPU core does some ten operations on a float32
@@ -366,7 +367,7 @@ def measure(
             block = Block.of(draft, cache, target.device, target.backend)
         else:
             block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
-        return copies.seconds_of(lambda: target.forward(block), target.device, clock)
+        return max(copies.seconds_of(lambda: target.forward(block), target.device, clock), _TICK)
 
     with target.active():
         cache = target.new_cache(capacity=lengths[-1] + _GROWTH, rows=rows[-1])

@@ -63,7 +63,10 @@ class Setup(Protocol):
         """Most tokens of a prompt that go through one forward."""
 
     def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
-        """What decides on the rows of a new sequence, if anything does; ``steady``: by the curve as it was measured."""
+        """What decides on the rows of a new sequence, if anything does.
+
+        ``steady``: by the curve as it was measured and by no clock, and for this sequence alone.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +154,7 @@ class Decoding:
             rng=random.Random(sampling.seed),
             costs=engine.costs if steady or self._live is None else self._live.now,
             policy=self._policy,
+            isolated=self._by_rows,
         )
         self._session = session_of(self._drafter, self._context)
         # Of several processes none decides by itself what its rows say.

@@ -60,6 +60,8 @@ class Context:
         costs: what a forward costs by its rows; where nothing was measured, what a roofline supposes. For sizes that
             are chosen once.
         policy: what decides on rows, if anything does; a drafter that ``plans_rows`` always has one.
+        isolated: whether the text depends on the rows proposed, as under ``reject`` and ``typical``. Then these must
+            follow from prompt, seed and options alone: neither from what other sequences wrote nor from a clock.
         waited: seconds that drafting waited so far, for who measures what it takes.
     """
 
@@ -74,6 +76,7 @@ class Context:
     rng: random.Random
     costs: CostCurve = field(default_factory=lambda: roofline("cpu"))
     policy: RowPolicy | None = None
+    isolated: bool = False
     waited: Waited = field(default_factory=Waited)
 
     @property

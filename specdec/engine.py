@@ -116,12 +116,17 @@ class Engine:
         return min(512, max(32, min(windows))) if windows else 512  # a window's size, but no sliver
 
     def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
-        """What decides on the rows of a new sequence, if anything does; ``steady``: by the curve as it was measured."""
+        """What decides on the rows of a new sequence, if anything does.
+
+        ``steady``: by the curve as it was measured and by no clock, and for this sequence alone.
+        """
         if not self._weighs:
             return None
-        costs = self.costs if self.live is None else self.live
+        costs, fixed_rows = self.costs if self.live is None or steady else self.live, self.drafter.fixed_cost_rows
         if not self._by_clock:
-            return AcceptancePolicy(self.costs if steady else costs, self.drafter.fixed_cost_rows)
+            return AcceptancePolicy(costs, fixed_rows)
+        if steady:
+            return CostPolicy(costs, clock=False, fixed_rows=fixed_rows)
         if self._cost_policy is None:
             self._cost_policy = CostPolicy(costs)
         return self._cost_policy

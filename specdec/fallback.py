@@ -85,7 +85,7 @@ class _Company:
         steps, sequences, tokens, drafting, whole, rows, seconds = self._sums
         if whole:
             seconds += whole * live.seconds(rows / whole, length)
-        drafted = tokens / (seconds + drafting)
+        drafted = tokens / max(seconds + drafting, 1e-9)  # a clock may stand still
         plain = sequences / (steps * live.seconds(sequences / steps, length))
         self._ahead += _NEWS * (drafted / plain - self._ahead)
         if self._ahead < _LOSES:

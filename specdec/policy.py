@@ -8,7 +8,8 @@ plain step. So a drafter goes on proposing as long as its accepted tokens outwei
 - ``acceptance``: an account per sequence, accepted tokens in, cost of rows out, by the curve: as it is now where that
   is followed (:mod:`specdec.live`), else as it was measured, and then the same calls take the same steps.
 - ``cost``: the number of rows with the most expected tokens per second, by the curve and by what steps really took of
-  late. Steps differ from run to run.
+  late. Steps differ from run to run. Where the text depends on the rows proposed (``reject``, ``typical``), each
+  sequence goes by the measured curve alone, so that a text at a seed does not differ.
 
 Where the curve is followed, :mod:`specdec.fallback` has sequences rest under any policy, drafting's own time counted.
 
@@ -32,6 +33,7 @@ __all__ = ["ALONE", "AcceptancePolicy", "CostPolicy", "Crowd", "Patience", "Pric
 
 _BUCKET = 256  # tokens of context for which one reading of the curve serves
 _PRIOR_STEPS = 10.0  # plain steps that the first belief about tokens per step counts as
+_LEAST = 1e-3  # a step takes at least this many times a plain one, even by a clock that stands still
 _OUTLIER = 3.0  # a step that took longer than this many times what was due met another process, not a dearer forward
 
 _FIRST, _FALL = 0.4, 0.8  # chance of the first row before any was seen, enough to try; of a row, by the one before it
@@ -194,6 +196,7 @@ class Prices:
         if self._clock:
             plain = self.plain(length)
             taken = min((seconds - drafting) / plain, _OUTLIER * due * max(self._taken / self._due, 1.0))
+            taken = max(taken, _LEAST)
             spent = taken + drafting / plain
             self._taken = memory * self._taken + taken
             self._due = memory * self._due + due
@@ -251,12 +254,20 @@ class CostPolicy:
 
     With T the cost curve, r the tokens per second of late and g the chance that a row is accepted, n rows are worth
     ``sum(g) - r * (T(n) - T(1))`` tokens more than a plain step; the n that maximises this is taken, none where
-    speculation loses. One serves all sequences of an engine.
+    speculation loses. With a clock one serves all sequences of an engine; without one, one serves one sequence.
+
+    Args:
+        costs: the target's.
+        clock: go by what steps and drafting take.
+        fixed_rows: the drafter's ``fixed_cost_rows``, what drafting costs where no clock says it.
+        memory: weight of the past, from one step to the next.
     """
 
-    def __init__(self, costs: CostCurve | LiveCosts, *, memory: float = 0.95) -> None:
-        self.prices = Prices(costs, clock=True, memory=memory)
-        self._memory = memory
+    def __init__(
+        self, costs: CostCurve | LiveCosts, *, clock: bool = True, fixed_rows: int = 0, memory: float = 0.95
+    ) -> None:
+        self.prices = Prices(costs, clock=clock, memory=memory)
+        self._memory, self._fixed_rows = memory, _TREE_ROWS + fixed_rows
         self._hits: list[float] = []  # per row number: accepted, and seen
         self._tries: list[float] = []
         self._draft = 0.0  # tokens that drafting costs, per step that drafted
@@ -282,7 +293,8 @@ class CostPolicy:
         self.prices.learn(rows, len(path), length, drafting, seconds)
         if rows == 1:
             return
-        self._draft += (1 - memory) * (self.prices.drafting(drafting, 0, length) - self._draft)
+        took = self.prices.drafting(drafting, self._fixed_rows, length, draft.cost)
+        self._draft += (1 - memory) * (took - self._draft)
         self._hits += [0.0] * (rows - len(self._hits))
         self._tries += [0.0] * (rows - len(self._tries))
         accepted = set(path)

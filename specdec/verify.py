@@ -149,7 +149,8 @@ def rejecting(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
     """What ``reject`` computes: no row's numbers depend on a coin. Its verdict needs the tokens, however late."""
     found = _Traversal(draft, scores, sampler)
     position, order, none = len(sampler.tokens), [*found.left], found.sums[0][:0]
-    tensors = [torch.cat([none, *numbers.values()]) for numbers in (found.alphas, found.sums, found.masses)]
+    every = found.alphas, found.sums, found.masses, found.totals, found.least
+    tensors = [torch.cat([none, *numbers.values()]) for numbers in every]
     if apart := copies.is_apart(none.device):  # so that nothing is left to be read once a row is kept
         rows = torch.stack([*found.left.values()])
         tensors.append(sampler.noise.draws(rows, position, Noise.COIN, [len(draft) + row for row in order]))
@@ -158,6 +159,12 @@ def rejecting(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
         for row, total in zip(found.sums, numbers[1], strict=True):
             if math.isnan(total):
                 sampler.distribution(scores, row, draft.path_tokens(row))  # which says what is wrong with it
+        for row, total, least in zip(found.totals, numbers[3], numbers[4], strict=True):
+            if not (least >= 0 and 0 < total < math.inf):
+                raise DraftError(
+                    f"the q of row {row} is no distribution: its sum is {total}, its smallest number {least}; set q to "
+                    "what the row's children were drawn from"
+                )
         for child, mass in zip(found.masses, numbers[2], strict=True):
             if not mass > 0:
                 raise DraftError(
@@ -168,7 +175,7 @@ def rejecting(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
         chances = zip(order, numbers[0], strict=True)
         kept = next(row for row, alpha in chances if row == 0 or coin(row) < alpha)
         if apart:
-            bonus = numbers[3][order.index(kept)]
+            bonus = numbers[-1][order.index(kept)]
         else:
             bonus = sampler.noise.draw(found.left[kept], position, Noise.COIN, len(draft) + kept)
         return Verdict(found.paths[kept], [*draft.path_tokens(kept), bonus])
@@ -184,6 +191,7 @@ class _Traversal:
         alphas: [1], in that order.
         sums: [1] of the probabilities, in the order in which rows are visited.
         masses: [1] what q gives a child, in the order of the children.
+        totals, least: [1] sum of a row's q as it was given, and its smallest number.
         paths: the rows down to and with the row.
     """
 
@@ -194,6 +202,8 @@ class _Traversal:
         self.alphas: dict[int, torch.Tensor] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.masses: dict[int, torch.Tensor] = {}
+        self.totals: dict[int, torch.Tensor] = {}
+        self.least: dict[int, torch.Tensor] = {}
         self.paths: dict[int, list[int]] = {}
         self._visit(0, None, [0])
 
@@ -206,7 +216,10 @@ class _Traversal:
         q = self._draft.q.get(row)
         if q is not None:
             q = q.to(p.device, p.dtype)
-        for child in self._below[row]:
+            self.totals[row], self.least[row] = q.sum()[None], q.min()[None]
+            q = q / self.totals[row]  # in half precision the sum may be far from 1
+        children = self._below[row]
+        for child in children:
             token = _place(self._draft, child, p.device)
             drawn = _with(torch.zeros_like(p), token, 1.0) if q is None else q
             self.masses[child] = drawn[token]
@@ -216,7 +229,7 @@ class _Traversal:
             p = torch.where(total > 0, rest / total, p)
             mass = total + 1 - alpha
             alpha = torch.where(mass > 0, total / mass, 0.0)
-            if q is not None:
+            if q is not None and child != children[-1]:
                 q = _with(q, token, 0.0)
                 mass = q.sum()
                 q = torch.where(mass > 0, q / mass, q)

@@ -184,7 +184,7 @@ def train(
         state = {"step": done, "best": state["best"], "seconds": perf_counter() - began}
         bar.update()
         tokens += figures["tokens"]
-        speed = tokens / (perf_counter() - start)
+        speed = tokens / max(perf_counter() - start, 1e-9)
         bar.set_postfix({"loss": f"{figures['loss']:.3f}", "tokens/s": f"{speed:.0f}"}, refresh=False)
         if log is not None and (last or done % config.log_every == 0):
             log.write(step=done, lr=rate, **figures, seconds=round(state["seconds"], 2))

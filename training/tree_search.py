@@ -260,7 +260,7 @@ def decode(
     for name, stats in runs.items():
         tokens, steps = sum(own[0].new_tokens for own in stats), sum(own[0].steps for own in stats)
         seconds = sum(statistics.median(run.seconds.decode for run in own) for own in stats)
-        found[name] = Speed(tokens / steps, tokens / seconds)
+        found[name] = Speed(tokens / steps, tokens / max(seconds, 1e-9))
     return found
 
 

@@ -244,7 +244,7 @@ def _cost(overall: Mapping[str, Row], styles: Mapping[str, Style], cost: Mapping
         list(seconds), [taken / one for taken in seconds.values()], color="#333333", lw=1.4, label="forward alone"
     )
     for system, row in overall.items():
-        if row.rows_per_step is None or row.step_seconds is None or row.tokens_per_step is None or system == BASELINE:
+        if row.rows_per_step is None or not row.step_seconds or row.tokens_per_step is None or system == BASELINE:
             continue
         x, step, gain = row.rows_per_step, row.step_seconds / plain.step_seconds, row.tokens_per_step.value
         style = styles[system]

@@ -142,7 +142,8 @@ def sweep_oracle(
                     taken.setdefault((setting, place), []).append(out.stats.seconds.decode)
             on_round()
         costs.append(measure(engine.target, rows=rows, lengths=[middle]).steps(middle, rows[-1]))
-    seconds = {s: sum(statistics.median(taken[s, place]) for place in range(len(prompts))) for s in engines}
+    medians = {s: [statistics.median(taken[s, place]) for place in range(len(prompts))] for s in engines}
+    seconds = {s: max(sum(own), 1e-9) for s, own in medians.items()}
     points = []
     for setting in settings:
         mine = [outs[setting, place] for place in range(len(prompts))]

@@ -179,7 +179,7 @@ class Drafted:
         done = [output for output in found.values() if isinstance(output, Output)]
         own = [sum(output.seconds.values()) - output.seconds["passes"] for output in done]  # which are part of "draft"
         for output, seconds in zip(done, own, strict=True):
-            output.seconds["wall"] = wall * seconds / sum(own)
+            output.seconds["wall"] = wall * seconds / max(sum(own), 1e-9)
         return [found[place] for place in range(len(prompts))]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from specdec import Engine, SamplingParams
 from tests.fakes import Drawing, Spy
@@ -23,7 +25,7 @@ def bigrams() -> torch.Tensor:
 
 
 def sample(
-    drafter: Drawing | str,
+    drafter: Drawing | str | Mapping[str, Any],
     acceptance: str,
     *,
     temperature: float = 1.0,
@@ -51,6 +53,43 @@ def sample(
 def test_drawn_drafts_keep_the_joint_distribution(widths: Sequence[int], chosen: bool) -> None:
     drafter = Drawing(bigrams(), widths, chosen=chosen)
     assert_joint(sample(drafter, "auto"), joint_of(five_token_target()[1], PROMPT, 3))
+
+
+def small_model(vocab_size: int, folder: Path) -> dict[str, Any]:
+    """A draft model of another number of tokens, far from the target."""
+    config = five_token_target()[1].config.__class__(
+        **{**five_token_target()[1].config.to_dict(), "vocab_size": vocab_size, "num_hidden_layers": 1}
+    )
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.4)
+    model.save_pretrained(folder)
+    return {"name": "draft_model", "model": str(folder), "min_confidence": 0.0, "check_tokenizer": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", [[], [2, 2]])
+@pytest.mark.parametrize("vocab_size", [3, 8])
+def test_a_draft_model_of_fewer_or_more_tokens_keeps_the_joint_distribution(
+    vocab_size: int, widths: list[int], tmp_path: Path
+) -> None:
+    """What it lacks is never drafted and stays in the residual; what it alone has is no part of its q."""
+    texts = sample({**small_model(vocab_size, tmp_path), "tokens": 2, "widths": widths}, "auto")
+    assert_joint(texts, joint_of(five_token_target()[1], PROMPT, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["union", "auto"])
+def test_merged_drafts_keep_the_joint_distribution(name: str, tmp_path: Path) -> None:
+    """Each text with records of its own: nothing is chosen by a draw that then decides."""
+    model = small_model(5, tmp_path)
+    inner = {"name": "auto", "parts": ["jacobi", "lookahead"], "memory": 0.5}
+    parts = ["prompt_lookup", {"name": "token_recycling", "persistent": True}, {**model, "widths": [2]}, inner]
+    texts = sample({"name": name, "parts": parts, "memory": 0.5}, "reject")
+    assert_joint(texts, joint_of(five_token_target()[1], PROMPT, 3))
 
 
 @pytest.mark.slow

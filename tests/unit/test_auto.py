@@ -101,13 +101,14 @@ def test_rows_that_held_less_than_they_promised_are_trusted_less() -> None:
     engine = Engine(target_of("llama"), None, Auto(AutoConfig(), [part]), policy="cost", costs=jump_of(0.1))
     auto: Any = engine.drafter
     assert engine.generate(PROMPT, 2).stats.rows[0] == 2
-    assert auto.sure < 1
+    record = auto.record
+    assert record.sure < 1
     for _ in range(30):
-        auto.learn(1.0, 0)
-    assert auto.sure < 0.1
+        record.learn(1.0, 0)
+    assert record.sure < 0.1
     assert engine.generate(PROMPT, 2).stats.rows[0] == 1
     for _ in range(60):
-        auto.learn(1.0, 1)
+        record.learn(1.0, 1)
     assert engine.generate(PROMPT, 2).stats.rows[0] == 2
 
 

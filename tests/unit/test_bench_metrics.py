@@ -147,6 +147,12 @@ def test_spec_bench_counts_the_baseline_by_its_text() -> None:
     assert row.speedup.value == pytest.approx(15 / 7)
 
 
+def test_answers_that_took_no_time_have_no_speed() -> None:
+    records = [record(system, 1, turn([1] * 10, 0.0)) for system in ("none", "fast")]
+    row = measure(records, ["none", "fast"]).rows["fast"][OVERALL]
+    assert (row.tokens_per_second, row.speedup, row.spec_bench) == (None, None, {})
+
+
 def test_groups_join_mt_bench() -> None:
     records = [
         record("none", 1, turn([1, 1], 1.0), category="writing"),

@@ -127,6 +127,11 @@ def test_measured_within_the_context_and_kept_to_the_number() -> None:
     assert shares == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0])
 
 
+def test_a_clock_that_stands_still_measures_something() -> None:
+    curve = measure(target(), rows=(1, 2), lengths=(8,), clock=Clock(0.0))
+    assert all(time > 0 for row in curve.seconds for time in row)
+
+
 @pytest.mark.parametrize(
     ("tick", "rows", "lengths"),
     [

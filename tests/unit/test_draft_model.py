@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -12,12 +13,13 @@ import torch
 
 from drafters import draft_model
 from drafters.draft_model import DraftModel, DraftModelConfig, DraftModelSession, fitting
-from specdec import Context, Draft, Engine, Observation, SamplingParams
+from specdec import Context, Draft, Engine, Observation, SamplingParams, copies
 from specdec.errors import CheckpointError, ConfigError
 from specdec.model import TransformersTarget
 from specdec.passes import alone
+from specdec.registry import make_drafter
 from tests.fakes import Spy
-from tests.models import model_of, new_model, prompt_of, target_of
+from tests.models import greedy, model_of, new_model, prompt_of, target_of
 
 
 def stranger(family: str = "llama") -> TransformersTarget:
@@ -188,6 +190,73 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(draft_model, "embedded_draft_model", lambda: str(tmp_path / "unshipped"))
     with pytest.raises(ConfigError, match=r"draft_model\.model is not set"):
         Engine(target, None, "draft_model")
+
+
+def padded(model: TransformersTarget, rows: int, folder: Path) -> dict[str, Any]:
+    """A model's copy with so many rows more, as a draft model; fewer where negative."""
+    other = copy.deepcopy(model.model)
+    other.resize_token_embeddings(model.vocab_size + rows, mean_resizing=False)
+    with torch.no_grad():
+        for matrix in (other.get_input_embeddings(), other.get_output_embeddings()):
+            matrix.weight[model.vocab_size :] = 9.0  # often the likeliest, if it were asked
+    other.save_pretrained(folder)
+    return {"name": "draft_model", "model": str(folder), "min_confidence": 0.0, "check_tokenizer": False}
+
+
+@pytest.mark.parametrize("device", ["host", "apart"])
+@pytest.mark.parametrize("rows", [-9, 9])
+def test_what_both_vocabularies_have_is_drafted(
+    rows: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text has tokens that the smaller draft model lacks, and it has to be told something in their place."""
+    target, common = target_of("llama"), 32 + min(rows, 0)
+    spec = padded(stranger(), rows, tmp_path)
+    if device == "apart":
+        monkeypatch.setattr(copies, "is_apart", lambda device: True)
+    found = list[Draft]()
+    samplings = [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, acceptance="match", repetition_penalty=1.3),
+        SamplingParams(temperature=1.0, top_k=20, repetition_penalty=1.3, acceptance="reject", seed=3),
+    ]
+    for widths in ([], [3, 2]):
+        engine = Engine(target, None, Spy(make_drafter({**spec, "widths": widths}, target), found.append))
+        for sampling in samplings:
+            out = engine.generate(prompt_of(9), 40, sampling)
+            if sampling.acceptance != "reject":
+                assert out.token_ids == Engine(target).generate(prompt_of(9), 40, sampling).token_ids
+            assert rows > 0 or any(token >= common for token in out.token_ids[:-1])
+    drafted = {token for draft in found for token in draft.tokens[1:]}
+    assert len(drafted) > 9
+    assert max(drafted) < common
+    assert any(draft.q for draft in found)
+    for q in (q for draft in found for q in draft.q.values()):
+        assert q.shape == (32,)
+        assert torch.isclose(q.sum(), torch.ones((), dtype=q.dtype))
+        assert not q[common:].any()
+
+
+@pytest.mark.parametrize("rows", [-9, 9])
+def test_the_target_by_itself_but_for_padding_is_right_wherever_it_may_draft(rows: int, tmp_path: Path) -> None:
+    target = target_of("llama")
+    drafter = make_drafter({**padded(target, rows, tmp_path), "tokens": 4}, target)
+    out = Engine(target, None, drafter).generate(prompt_of(9), 40)
+    assert out.token_ids == greedy("llama", prompt_of(9), 40)
+    assert rows < 0 or out.stats.acceptance_lengths == [5] * 8
+
+
+def test_padding_beside_one_tokenizer_is_no_other_vocabulary(tmp_path: Path, tiny_engine: Engine) -> None:
+    source = Path(draft_model.embedded_draft_model())
+    spec = padded(TransformersTarget.from_pretrained(source), 64, tmp_path)
+    assert tiny_engine.with_drafter(spec)
+    with pytest.raises(ConfigError, match="no tokenizer beside the draft model says that only their padding differs"):
+        tiny_engine.with_drafter({**spec, "check_tokenizer": True})
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    prompt = "def read(path):\n    with open(path) as file:\n"
+    found = tiny_engine.with_drafter({**spec, "check_tokenizer": True}).generate(prompt, 24)
+    assert found.token_ids == tiny_engine.generate(prompt, 24).token_ids
+    assert found.stats.tokens_per_step > 1.2
 
 
 def test_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path, tiny_engine: Engine) -> None:

@@ -267,3 +267,11 @@ def test_who_taps_misses_no_hidden_state_by_rests(drafter: str, tmp_path: Path) 
             assert size == other._cache.length
             for at in (one._cache.keys, other._cache.keys), (one._cache.values, other._cache.values):
                 assert torch.equal(*(tensors[0][:, :, :size] for tensors in at))
+
+
+def test_a_clock_that_stands_still_ends_nothing(fallback: Fallback) -> None:
+    """Then forwards that are like no measured one take no time at all, and drafting none."""
+    for _ in range(2000):
+        fallback.rests(1, False)
+        fallback.note(1, False, tokens=2, length=100, drafting=0.0, rows=None, seconds=0.0)
+    assert not fallback.rests(1, False)

@@ -118,6 +118,34 @@ def test_a_slow_step_or_a_slow_machine_changes_little() -> None:
     assert policy.prices.rate > 0.4
 
 
+def test_a_clock_that_stands_still_makes_nothing_free() -> None:
+    policy = policy_of(row=0.25)
+    for _ in range(20_000):
+        policy.prices.learn(1, 1, 0, 0.0, 0.0)
+    assert 0 < policy.prices.rate < float("inf")
+    assert policy.prices.price(0, 2) > 0
+
+
+def test_where_the_text_depends_on_rows_cost_goes_by_the_curve_alone() -> None:
+    """Each sequence by itself: neither what others took nor what its own steps took counts."""
+    engine = Engine(target_of("llama"), None, "jacobi", policy="cost", costs=curve_of(row=0.1))
+    shared = engine.row_policy()
+    assert shared is engine.row_policy()
+    found = []
+    for seconds in (0.1, 50.0):
+        policy = engine.row_policy(steady=True)
+        assert policy is not None
+        assert policy.room(9, 0) > 1
+        for _ in range(20):
+            policy.learn(Draft.chain(range(3)), range(2), 0, seconds / 2, seconds)
+        found.append((policy.room(9, 0), policy.prices.price(0, 9)))
+    assert found[0] == found[1]
+    tiny = CostPolicy(curve_of(row=0.1, plain=1e-4), clock=False, fixed_rows=4)
+    for _ in range(40):
+        tiny.learn(Draft.chain(range(3)), range(3), 0, 0.0, 0.0)
+    assert tiny.room(9, 0) == 1, "drafting takes five plain steps, by what the drafter says"
+
+
 def test_what_steps_take_means_nothing_to_acceptance() -> None:
     prices = []
     for seconds in (0.1, 50.0):

@@ -102,6 +102,16 @@ def test_sequences_share_a_persistent_table_and_no_other() -> None:
         assert (8 in drafter.start(context_of([3])).propose(9).tokens) is persistent
 
 
+def test_where_the_text_depends_on_rows_no_table_is_shared() -> None:
+    drafter = TokenRecycling(TokenRecyclingConfig(persistent=True))
+    context = context_of([1, 2, 1])
+    assert len(drafter.start(context).propose(9)) > 1
+    context = context_of([1])
+    assert len(drafter.start(context).propose(9)) > 1
+    context.isolated = True
+    assert len(drafter.start(context).propose(9)) == 1
+
+
 def test_persistent_table_speeds_up_the_same_text() -> None:
     engine = Engine(target_of("llama"), None, {"name": "token_recycling", "persistent": True, "rows": 20})
     runs = [engine.generate(prompt_of(9), 40) for _ in range(2)]

@@ -14,7 +14,7 @@ from drafters.lookahead import Lookahead, LookaheadConfig
 from drafters.merge import Bandit, Part, Tree, kind_of, part_of
 from drafters.token_recycling import TokenRecycling, TokenRecyclingConfig
 from drafters.union import Union, UnionConfig
-from specdec import FINAL, Context, Draft, Drafter, DrafterBase, DraftSession, Engine, Observation
+from specdec import FINAL, Context, Draft, Drafter, DrafterBase, DraftSession, Engine, Observation, SamplingParams
 from specdec.draft import Entry
 from specdec.errors import ConfigError
 from specdec.sampling import Scores
@@ -363,3 +363,28 @@ def test_a_step_that_it_was_not_asked_for() -> None:
     draft = session.propose(100)
     session.observe(Observation(draft, [0], [9], Scores(torch.zeros(len(draft), 32))))
     session.observe(Observation(Draft.chain([9]), [0], [5], Scores(torch.zeros(1, 32))))
+
+
+NESTED: dict[str, Any] = {
+    "a guess in both": ["jacobi", {"name": "union", "parts": ["jacobi", "prompt_lookup"]}],
+    "probes in the middle": [
+        "prompt_lookup",
+        {"name": "union", "parts": [{"name": "union", "parts": ["token_recycling", "jacobi"], "rows": 5}, "lookahead"]},
+    ],
+    "auto inside": ["prompt_lookup", {"name": "auto", "parts": ["token_recycling", "jacobi", "lookahead"]}],
+    "all is forgotten": [{"name": "auto", "parts": ["jacobi", "prompt_lookup"], "memory": 0.0}, "jacobi"],
+}
+
+
+@pytest.mark.parametrize("name", ["union", "auto"])
+@pytest.mark.parametrize("parts", NESTED.values(), ids=NESTED)
+def test_unions_within_unions_change_no_token(name: str, parts: list[Any]) -> None:
+    """With and without a policy, in a room that leaves rows of the inner ones out and in one that does not."""
+    prompts, drawn = (PROMPT, (PROMPT[:3] * 9)[:20]), SamplingParams(temperature=0.7, seed=1)
+    for policy, max_rows in (("off", 3), ("acceptance", 16)):
+        sizes: Any = {"max_rows": max_rows, "policy": policy, "costs": curve_of(row=0.01)}
+        engine = Engine(target_of("llama"), None, {"name": name, "parts": parts, "memory": 0.0}, **sizes)
+        for prompt in prompts:
+            assert engine.generate(prompt, 24).token_ids == greedy("llama", prompt, 24)
+            expected = Engine(target_of("llama")).generate(prompt, 24, drawn)
+            assert engine.generate(prompt, 24, drawn).token_ids == expected.token_ids

@@ -383,6 +383,39 @@ def test_replacing_siblings_would_be_biased() -> None:
         list(every(lambda choices: reject(draft, SCORES, IdealSampler(p, choices))))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", ["chain of 2", "2 then 1"])
+def test_what_q_sums_to_changes_nothing(shape: str) -> None:
+    """Children are drawn in proportion to it; in half precision its sum may be 1 and a hundredth."""
+    p, q = TABLES["smooth"]
+    coarse = {text: row.to(torch.bfloat16) * (1 + len(text)) for text, row in q.items()}
+    assert any(row.double().sum() != 1 for row in coarse.values())
+
+    def halved(choices: Choices, _: Table) -> Draft:
+        draft = SHAPES[shape](choices, {text: row.double() for text, row in coarse.items()})
+        return Draft(draft.tokens, draft.parents, q={row: own.to(torch.bfloat16) for row, own in draft.q.items()})
+
+    assert distance(emitted(reject, p, q, halved), joint(p)) < 1e-12
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -0.1, -torch.inf])
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_q_that_is_no_distribution_is_named(place: int, value: float) -> None:
+    """At a child's own token or elsewhere."""
+    q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    q[place] = value
+    p = {text: torch.ones(3, dtype=torch.float64) / 3 for text in [(), (1,)]}
+    draft = Draft.chain([0, 1], q={0: q})
+    with pytest.raises(DraftError, match=r"the q of row 0 is no distribution: its sum is .*its smallest number"):
+        list(every(lambda choices: reject(draft, SCORES, IdealSampler(p, choices))))  # type: ignore[arg-type]
+
+
+def test_a_q_of_zeros_is_named() -> None:
+    p = {text: torch.ones(3, dtype=torch.float64) / 3 for text in [(), (1,)]}
+    draft = Draft.chain([0, 1], q={0: torch.zeros(3)})
+    with pytest.raises(DraftError, match=r"the q of row 0 is no distribution: its sum is 0\.0"):
+        list(every(lambda choices: reject(draft, SCORES, IdealSampler(p, choices))))  # type: ignore[arg-type]
+
+
 def test_typical_is_lossy() -> None:
     p = toy()
     found = emitted(typical, p, {}, lambda choices, q: Draft.chain([0, 1, 0]), 2)
