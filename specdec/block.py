@@ -254,6 +254,12 @@ class Block(Rows):
         return torch.tensor([[self.length + depth for depth in depths]], device=self._device)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        slots = self.cache.keys[layer].dtype
+        if keys.dtype is not slots:  # which would round them
+            raise TargetError(
+                f"layer {layer} computes keys in {keys.dtype}, and did in {slots} when its target was made: the model "
+                "was cast since; make a new engine of it"
+            )
         self.cache.write(layer, keys, values, self.length + self.first)
 
     def visible(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from specdec import copies
-from specdec.errors import DraftError, TargetError
+from specdec.errors import DraftError
 from specdec.native.library import library
 
 __all__ = ["KVCache", "LayerSpec", "Slots"]
@@ -190,16 +190,7 @@ class KVCache:
         return min(self.rows, self.capacity + self.rows - self.length)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Store ``keys`` and ``values`` [1, heads, T, dim] of one layer at positions [start, start + T).
-
-        Raises:
-            TargetError: keys of another dtype than the slots', which would round them.
-        """
-        if keys.dtype is not self.keys[layer].dtype:
-            raise TargetError(
-                f"layer {layer} computes keys in {keys.dtype}, and did in {self.keys[layer].dtype} when its target was "
-                "made: the model was cast since; make a new engine of it"
-            )
+        """Store ``keys`` and ``values`` [1, heads, T, dim] of one layer at positions [start, start + T)."""
         rows = keys.shape[2]
         self.reserve(start + rows)
         size = self.group_of[layer].size

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama as llama
 
 from specdec import Engine, PrefixCache, TransformersTarget
+from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.errors import TargetError
 from specdec.native.library import library
@@ -326,7 +327,7 @@ def test_keys_of_another_dtype_are_not_rounded() -> None:
     cache = KVCache([LayerSpec(1, 4, 4, None, torch.device("cpu"), torch.float32)], capacity=4, rows=1)
     keys = torch.zeros(1, 1, 1, 4, dtype=torch.float64)
     with pytest.raises(TargetError, match=r"layer 0 computes keys in torch.float64, and did in torch.float32 when its"):
-        cache.write(0, keys, keys, 0)
+        Block(cache, [1]).store(keys, keys, 0)
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
