@@ -40,6 +40,7 @@ from specdec.cache import LayerSpec
 from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
 
 __all__ = [
+    "ATTENTION",
     "BACKENDS",
     "attend",
     "attend_all",
@@ -51,6 +52,8 @@ __all__ = [
     "update_and_attend",
 ]
 
+ATTENTION = "specdec"
+"""The name of ``layer_attention`` among transformers' attention functions."""
 BACKENDS = ("auto", "sdpa", "split", "aten", "flash")
 _FLASH_ATTN = (2, 8)  # the least release that is known to return what is asked of it here
 _TORCH_S = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # all but cuDNN's
@@ -126,7 +129,8 @@ def layer_attention(
         TargetError: called outside a specdec forward.
     """
     if block is None:
-        raise TargetError("specdec's attention was called outside an Engine; use model.generate without it")
+        raise TargetError(f"attn_implementation={ATTENTION!r} is for specdec's own calls; name another one")
+    block.attended += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
     block.store(key, value, layer)

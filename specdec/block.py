@@ -58,8 +58,10 @@ class Rows(ABC):
         backend: attention backend, see :mod:`specdec.attention`.
         again: such rows come again and again, so that it pays to keep how they are run.
         sent, shapes: what is on a device, and in "step" what kernels read there; see :class:`Block`.
+        attended: how often a module's attention has asked for what they see.
     """
 
+    attended: int = 0
     rows: int
     start: int | None
     end: int

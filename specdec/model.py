@@ -8,14 +8,13 @@ the model's own forward, and a model that cannot be driven exactly is refused by
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import transformers
@@ -24,7 +23,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.arguments import checked
-from specdec.attention import check_backend, check_runs, layer_attention, told
+from specdec.attention import ATTENTION, check_backend, check_runs, layer_attention, told
 from specdec.block import Block, Rows, bucket
 from specdec.cache import KVCache, LayerSpec
 from specdec.cost import CostCurve, describe, kept_curve, measure, new_curve, stored_at
@@ -45,6 +44,7 @@ from specdec.pretrained import (
     refuse_unfit,
     weight_of,
 )
+from specdec.replicas import Evaluated, Replicas
 from specdec.runners import EXECUTIONS
 from specdec.runners.known import why_special
 from specdec.runners.linear import DenseLinear, HeadOf, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
@@ -52,13 +52,15 @@ from specdec.runners.plan import TIMED_ROWS, RunnerMaker, choose_runner
 from specdec.runners.runner import LayerRunner
 from specdec.runners.snapshot import Outline, Snapshot
 from specdec.sampling import Sampler, Scores
-from specdec.selfcheck import ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, shadow_call, tokens_for
+from specdec.selfcheck import PROBE, ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, tokens_for
 from specdec.target import TargetOutput
 from specdec.verify import Verdict, verify
 
 __all__ = ["TransformersTarget", "time_runners"]
 
-_ATTENTION, _PROBE = "specdec", "specdec_probe"
+for _name, _function in ((ATTENTION, layer_attention), (PROBE, note_layer)):
+    AttentionInterface.register(_name, _function)
+register_masks()
 
 
 class TransformersTarget:
@@ -77,9 +79,9 @@ class TransformersTarget:
 
     A model that is not owned is never changed; ``fused`` and ``native`` hold copies of its linears' weights beside it.
     Runners other than ``transformers`` have read the model once: weights, modules or hooks that are changed later are
-    not followed, so the next generation refuses to start (TargetError). While ``active``, a runner that calls the
-    model's own modules lends them specdec's attention function through their config, and eval mode. Both are taken back
-    afterwards, module by module, so a model that is being trained is in training mode between generations.
+    not followed, so the next generation refuses to start (TargetError). A runner that calls the model's own modules
+    calls replicas of them (:mod:`specdec.replicas`), in eval mode: the model may be called by itself, or trained, in
+    other threads and in callbacks meanwhile.
 
     Raises:
         ConfigError: an unknown choice, or a runner that was named cannot run this model.
@@ -126,11 +128,9 @@ class TransformersTarget:
         self.layer_weights = sum(weight.numel() for weight in self.layers.parameters())
         self._parameters = sum(weight.numel() for weight in model.parameters())
         self._plain: weakref.ref[PreTrainedModel] | None = None
-        self._lent = _Lent.of(model)
         self.options: dict[str, Any] = {"attention": attention}
-        tokens = tokens_for(embedding.num_embeddings)
-        with self._lent.to(None):
-            expected = own_logits(model, self, tokens)
+        tokens = tokens_for(len(weight_of(embedding)))
+        expected = own_logits(model, self, tokens)
         self.vocab_size = int(expected.shape[-1])
         try:
             maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
@@ -205,15 +205,8 @@ class TransformersTarget:
 
     def active(self) -> AbstractContextManager[None]:
         Threads.check()
-        if self.runner.borrows:
-            return self._active_with_attention()
         # Inside itself nothing is left to do, and to do it again would take as long as a row of scores.
         return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
-
-    @contextmanager
-    def _active_with_attention(self) -> Iterator[None]:
-        with self._lent.to(_ATTENTION), torch.inference_mode():
-            yield
 
     def forward(
         self,
@@ -284,6 +277,7 @@ class TransformersTarget:
             ForkError: this process cannot run it, see :class:`specdec.machine.Threads`.
         """
         Threads.check()
+        self.runner.look()
         around = self._outline.changed() or self._rotary.changed()  # which no runner follows
         changed = around or self.runner.changed()
         if changed is not None:
@@ -372,10 +366,12 @@ class TransformersTarget:
     def _read_joints(self, embedding: Any, norm: Any, head: Any, tokens: Sequence[int]) -> Joints:
         """What the model does between its parts, while it runs with its own attention."""
         ids = torch.tensor([list(tokens)], device=self.device)
-        forward = partial(self.model, ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        with self._lent.to(None), torch.inference_mode():
+        replicas = Replicas(self.model, whole=True)  # others may call the model meanwhile
+        forward = partial(replicas.root, ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        places = {"embedding": embedding, "layer": self.layers[0], "norm": norm, "head": head}
+        with torch.inference_mode():
             return read_joints(
-                self.name, self.config, forward, embedding=embedding, layer=self.layers[0], norm=norm, head=head
+                self.name, self.config, forward, **{name: replicas.of(at) for name, at in places.items()}
             )
 
     def _read_specs(self, maker: RunnerMaker, token: int) -> list[LayerSpec]:
@@ -383,7 +379,7 @@ class TransformersTarget:
         specs: list[LayerSpec] = []
         layers = [maker.module_layer(n, ProbeLayer, use_cache=False, note=specs.append) for n in range(self.num_layers)]
         runner = maker.of_layers("transformers", list(layers), [])
-        with self._using(runner), self._lent.to(_PROBE), torch.inference_mode():
+        with self._using(runner), torch.inference_mode():
             self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
         if len(specs) != self.num_layers:
             raise TargetError(
@@ -395,9 +391,11 @@ class TransformersTarget:
     def _with_windows(self, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:
         """Specs with the windows that the masks of the model's own forward have, whatever its attention was told."""
         ids = torch.tensor([[token]], device=self.device)
-        with self._lent.to(MASKS), torch.inference_mode():
+        replicas = Replicas(self.model, attention=MASKS, whole=True)
+        with torch.inference_mode():
             masks = layer_masks(
-                self.layers, partial(self.model, ids, attention_mask=ids.new_ones(1, 1), use_cache=False)
+                map(replicas.of, self.layers),
+                partial(replicas.root, ids, attention_mask=ids.new_ones(1, 1), use_cache=False),
             )
         windows: dict[Any, int | None] = {}
         found = []
@@ -424,8 +422,8 @@ class TransformersTarget:
         runner = maker.of_layers(
             "transformers", [maker.module_layer(n, ShadowLayer) for n in range(self.num_layers)], []
         )
-        runner.embed = partial(shadow_call, runner.embed)  # type: ignore[arg-type]
-        runner.norm, runner.head = partial(shadow_call, runner.norm), partial(shadow_call, runner.head)  # type: ignore[arg-type]
+        parts = self.model.get_input_embeddings(), maker.norm, self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        runner.embed, runner.norm, runner.head = (Evaluated(part, dtype=torch.float32) for part in parts)
         return self._using(runner)
 
     @contextmanager
@@ -455,75 +453,6 @@ def _timed(curve: CostCurve) -> list[float]:
     """Seconds of steps of ``TIMED_ROWS`` rows."""
     seconds = curve.at(0, TIMED_ROWS[-1]).tolist()
     return [seconds[rows] for rows in TIMED_ROWS]
-
-
-class _Lent:
-    """What a model's modules are lent: an attention function, and eval mode. Counted, as several threads may hold it.
-
-    Modules look their function up in their own config object, a layer's may be a sub-config. There is one of these for
-    a model, however many targets are made of it.
-    """
-
-    _all: ClassVar[weakref.WeakKeyDictionary[PreTrainedModel, _Lent]] = weakref.WeakKeyDictionary()
-    _making: ClassVar[threading.Lock] = threading.Lock()
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> _Lent:
-        """The model's own, made with its first target."""
-        with cls._making:
-            if model not in cls._all:
-                cls._all[model] = cls(model)
-            return cls._all[model]
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        AttentionInterface.register(_ATTENTION, layer_attention)
-        AttentionInterface.register(_PROBE, note_layer)
-        register_masks()
-        self._model = weakref.ref(model)  # what is kept by model must not keep the model
-        self._lock, self._holders = threading.Lock(), 0
-        self._attention: str | None = None
-        self._former: list[tuple[Any, Any]] = []
-        self._training: list[Any] = []
-
-    @contextmanager
-    def to(self, attention: str | None) -> Iterator[None]:
-        """While inside, attention modules call this function (None: their own), and dropout is off.
-
-        With the last holder's end the model is as it was.
-
-        Raises:
-            TargetError: somebody else has it, with another function: a target is made of a model that decodes.
-        """
-        with self._lock:
-            model = self._model()
-            assert model is not None
-            if not self._holders:
-                modules: list[Any] = list(model.modules())
-                self._training = [module for module in modules if module.training]
-                configs = {id(c): c for m in modules if attention and (c := getattr(m, "config", None)) is not None}
-                self._former = [(config, config._attn_implementation) for config in configs.values()]
-                self._set(False, [(config, attention) for config, _ in self._former])
-                self._attention = attention
-            elif attention != self._attention:
-                raise TargetError(
-                    f"a target is being made of a {type(model).__name__} that is decoding, in this thread or another; "
-                    "make all targets of a model before any of them decodes, or share one (custom_generate's target=)"
-                )
-            self._holders += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self._set(True, self._former)
-                    self._former, self._training = [], []  # which would keep the model
-
-    def _set(self, training: bool, implementations: Sequence[tuple[Any, Any]]) -> None:
-        for module in self._training:
-            module.training = training  # not train(), which goes on to the children, whose mode may be another
-        for config, implementation in implementations:
-            config._attn_implementation = implementation
 
 
 def time_runners(path: str | Path, **options: Any) -> dict[str, dict[str, float] | str]:

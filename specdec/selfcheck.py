@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from specdec.block import Block
 from specdec.cache import KVCache, LayerSpec
 from specdec.draft import Draft
 from specdec.errors import NumericalError, TargetError, first_line
+from specdec.replicas import Replicas
 from specdec.runners.layers import ModuleLayer
 from specdec.target import Target
 
-__all__ = ["ProbeLayer", "Reference", "ShadowLayer", "note_layer", "own_logits", "shadow_call", "tokens_for"]
+__all__ = ["PROBE", "ProbeLayer", "Reference", "ShadowLayer", "note_layer", "own_logits", "tokens_for"]
+
+PROBE = "specdec_probe"
+"""The name of ``note_layer`` among transformers' attention functions."""
 
 # Relative; transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -53,7 +56,8 @@ def own_logits(model: Any, target: Target, tokens: Sequence[int]) -> torch.Tenso
     try:
         with torch.inference_mode():
             ids = torch.tensor([list(tokens)], device=target.device)
-            logits: torch.Tensor = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+            root = Replicas(model, whole=True).root  # which leaves nothing in the model that it would write there
+            logits: torch.Tensor = root(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
     except Exception as error:  # code of others: it may raise anything
         raise TargetError(
             f"{target.name}: the model's own forward fails in {target.dtype} on {target.device}, without specdec: "
@@ -171,21 +175,17 @@ def _rms(values: torch.Tensor) -> float:
 class ProbeLayer(ModuleLayer):
     """A layer's own module without a cache, for an attention function that only looks."""
 
+    _attention = PROBE
+
     def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
-        return self._layer(hidden, **{name: value for name, value in given.items() if not isinstance(value, Block)})
+        told = {name: value for name, value in given.items() if not isinstance(value, Block)}
+        return self._layer(hidden, **told)
 
 
 class ShadowLayer(ModuleLayer):
     """A layer's own module with its parameters in float32, for one call."""
 
-    def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
-        return shadow_call(self._layer, hidden, **given)
-
-
-def shadow_call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Call a module with its floating-point parameters in float32."""
-    weights = {name: weight.float() for name, weight in module.named_parameters()}
-    return functional_call(module, weights, arguments, options)
+    _dtype = torch.float32
 
 
 def note_layer(

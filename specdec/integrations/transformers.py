@@ -7,10 +7,13 @@ It hands neither streamer nor stop strings to a custom loop: give those with ``f
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -25,8 +28,10 @@ from specdec.arguments import checked
 from specdec.batch import Request, Scheduler
 from specdec.drafter import Drafter
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
+from specdec.grammar import Grammar
 from specdec.model import TransformersTarget
+from specdec.processors import takes_rows
 from specdec.sampling import SamplingParams
 
 __all__ = ["custom_generate"]
@@ -130,13 +135,15 @@ def _of_row(processor: Any, row: int, padding: torch.Tensor) -> Any:
     if isinstance(ignored, torch.Tensor):  # the repetition penalty's, of the padding of every row
         processor = copy.copy(processor)
         processor.prompt_ignore_length = ignored[row : row + 1]
-    if not len(padding):
+    if isinstance(processor, Grammar) or (takes_rows(processor) and not len(padding)):
         return processor
 
-    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        processed: torch.Tensor = processor(torch.cat((padding[None].to(ids), ids), 1), scores)
-        return processed
+    @wraps(processor.__call__, updated=())
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        with _as_in_generate():
+            return processor(torch.cat((padding[None].to(ids), ids), 1), scores.clone())
 
+    process.__qualname__ = getattr(processor, "__qualname__", type(processor).__qualname__)
     return process
 
 
@@ -144,10 +151,31 @@ def _any_of(padding: torch.Tensor, criteria: Sequence[Any]) -> Callable[[Sequenc
     """Whether one of the criteria says that a sequence, behind its padding, ends."""
 
     def stop_when(tokens: Sequence[int]) -> bool:
-        ids = torch.tensor([[*padding.tolist(), *tokens]], device=padding.device)
-        return any(bool(criterion(ids, None).all()) for criterion in criteria)
+        with _as_in_generate():
+            ids = torch.tensor([[*padding.tolist(), *tokens]], device=padding.device)
+            said = [_ends(criterion, criterion(ids, None)) for criterion in criteria]  # all are asked
+        return any(said)
 
     return stop_when
+
+
+def _ends(criterion: Any, said: Any) -> bool:
+    """What a stopping criterion said of one sequence: a bool, or a tensor of one, as ``generate`` takes them."""
+    flag = torch.as_tensor(said) if isinstance(said, torch.Tensor | np.bool_ | bool | int) else None
+    if flag is None or flag.numel() != 1 or flag.is_floating_point():
+        name = getattr(criterion, "__qualname__", type(criterion).__qualname__)
+        raise ConfigError(
+            f"the stopping criterion {name} returned {shown(said)}, of type {type(said).__name__}; it is asked about "
+            "one sequence at a time, and must return True or False, or a tensor of one of them"
+        )
+    return bool(flag)
+
+
+@contextmanager
+def _as_in_generate() -> Iterator[None]:
+    """Callbacks may call the model, also for a gradient, which inference mode would not let them."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _together(ids: torch.Tensor, padding: Sequence[int], texts: Sequence[Sequence[int]], pad: int) -> torch.Tensor:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specdec.attention import update_and_attend
+from specdec.attention import ATTENTION, update_and_attend
 from specdec.block import Rows
+from specdec.errors import TargetError
 from specdec.pages import FilePages
+from specdec.replicas import Evaluated
 from specdec.rotary import Angles, Rotary, rotate
 from specdec.runners.known import KnownLayer, is_known_norm, stacked
 from specdec.runners.linear import DenseLinear
@@ -31,7 +33,7 @@ __all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer", "stack_line
 
 
 class ModuleLayer:
-    """A layer's own module.
+    """A layer's own module, called as a replica that is told specdec's attention function.
 
     Args:
         layer: of the decoder.
@@ -39,9 +41,14 @@ class ModuleLayer:
         arguments: what it gets beside hidden states and positions.
     """
 
+    _attention: ClassVar[str] = ATTENTION
+    _dtype: ClassVar[torch.dtype | None] = None
+
     def __init__(self, layer: Any, kind: str | None, cache_argument: str, **arguments: Any) -> None:
-        self._layer, self._kind, self._cache_argument = layer, kind, cache_argument
+        self._name, self._kind, self._cache_argument = type(layer).__name__, kind, cache_argument
         self._arguments = {"attention_mask": None, "use_cache": True, **arguments}
+        self._layer = Evaluated(layer, attention=self._attention, dtype=self._dtype)
+        self.look = self._layer.look
 
     def __call__(self, hidden: torch.Tensor, block: Rows, angles: Angles) -> torch.Tensor:
         cos, sin = angles.of_kind(self._kind)
@@ -51,7 +58,16 @@ class ModuleLayer:
         return output[0]
 
     def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
-        return self._layer(hidden, **given)
+        block: Rows = given["block"]
+        before = block.attended
+        output = self._layer(hidden, **given)
+        if block.attended == before:
+            raise TargetError(
+                f"a {self._name} did not hand specdec's rows to its attention: a function that was put in place of a "
+                "forward calls the module by a global name, or through an object; bind it to the module "
+                "(types.MethodType), or use plain generate"
+            )
+        return output
 
 
 class FusedNorm:
@@ -155,7 +171,8 @@ class LayerByLayer(LayerRunner):
         self.name, self._layers, self._rotary = name, tuple(layers), rotary
         self.borrows = any(isinstance(layer, ModuleLayer) for layer in layers)
         fused = name == "fused" and is_known_norm(norm)
-        self.embed, self.norm, self.head = embedding, FusedNorm(norm) if fused else norm, head
+        self.embed, self.head = Evaluated(embedding), Evaluated(head)
+        self.norm = FusedNorm(norm) if fused else Evaluated(norm)
         read = [*modules, norm] if fused else modules
         self._snapshot = Snapshot(read, holders=holders, root=next(iter(holders), None), everywhere=fused)
 
@@ -169,6 +186,12 @@ class LayerByLayer(LayerRunner):
                 found[number] = hidden
             hidden = self._layers[number](hidden, block, angles)
         return hidden, found
+
+    def look(self) -> None:
+        super().look()
+        for layer in self._layers:
+            if isinstance(layer, ModuleLayer):
+                layer.look()
 
     def changed(self) -> str | None:
         return self._snapshot.changed()

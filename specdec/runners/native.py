@@ -23,6 +23,7 @@ from specdec.joints import Joints
 from specdec.native.library import CHead, CLayer, CRows, CShape, CSlots, CTurns, library
 from specdec.native.scores import Found, Stored
 from specdec.pages import FilePages, trim_heap
+from specdec.replicas import Evaluated
 from specdec.rotary import Rotary
 from specdec.runners.known import KnownHead, KnownLayer, gain, gains, is_known_norm, stacked
 from specdec.runners.layers import FusedNorm
@@ -281,10 +282,12 @@ class NativeRunner(LayerRunner):
         packed = [_pack_layer(layer, files, table) for layer, table in zip(layers, tables, strict=True)]
         self._native = NativeLayers(packed, gelu=layers[0].gelu)
         trim_heap()
-        self.embed, self.head = model.get_input_embeddings(), packed_head or model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        self.embed = embedding if isinstance(embedding, TiedEmbedding) else Evaluated(embedding)
+        self.head = packed_head or Evaluated(model.get_output_embeddings())
         self.alike = packed_head is not None
         last = gain(norm)
-        self.norm = FusedNorm(norm) if is_known_norm(norm) else norm
+        self.norm = FusedNorm(norm) if is_known_norm(norm) else Evaluated(norm)
         self._head = None if packed_head is None or last is None else NativeHead(*last, packed_head.packed)
         read = [module for layer in layers for module in layer.module.modules()]
         if head is not None:

@@ -13,7 +13,7 @@ import copy
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
@@ -72,7 +72,7 @@ class RunnerMaker:
     ) -> None:
         self.model, self.layers, self.norm, self.owned = model, layers, norm, owned
         self.rotary = Rotary(decoder.rotary_emb, config)
-        self._holders = [model, decoder, layers]  # in which the layers, the embedding, the last norm and the head hang
+        self._holders = _holders(model, layers, (norm, model.get_input_embeddings(), model.get_output_embeddings()))
         self._kinds = getattr(config, "layer_types", None) if self.rotary.by_kind else None
         arguments = inspect.signature(layers[0].forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in arguments else "past_key_values"
@@ -190,6 +190,14 @@ class RunnerMaker:
                     ModuleRef(owner, name).put(copy.deepcopy(child))
         self.model.tie_weights()
         self.__dict__.pop("known", None)  # it names the modules of before
+
+
+def _holders(model: nn.Module, layers: nn.ModuleList, others: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules in which these hang, from the model down; the list of layers is one of them."""
+    parts = {*map(id, others), *map(id, layers)}
+    paths = [name for name, module in model.named_modules() if id(module) in parts]
+    above = {name[:end] for name in paths for end in (0, *(at for at, sign in enumerate(name) if sign == "."))}
+    return [module for name, module in model.named_modules() if name in above]
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 
 from specdec.block import Rows
 from specdec.joints import Joints
+from specdec.replicas import Evaluated
 from specdec.rotary import Angles
 from specdec.sampling import Peaks
 
@@ -33,7 +34,7 @@ class LayerRunner(ABC):
 
     Attributes:
         name: as in ``execution=``.
-        borrows: whether it calls the model's own attention modules, which then have to be lent specdec's attention.
+        borrows: whether it calls the model's own attention modules.
         alike: whether a row's numbers are the same, bit for bit, whatever rows are beside it.
         looks_up: whether ``run`` and ``finish`` take None for hidden states, and embed the block's tokens themselves.
         embed: [1, T] tokens to [1, T, D].
@@ -90,6 +91,12 @@ class LayerRunner(ABC):
     def graphs(self, backend: str) -> str:
         """How steps are replayed as CUDA graphs with such attention, or why they are not."""
         return f"not used: {self.name} layers are not all Llama-like layers that Triton's kernels run on one device"
+
+    def look(self) -> None:
+        """See anew what is in those modules of the model that it calls; before a generation."""
+        for called in (self.embed, self.norm, self.head):
+            if isinstance(called, Evaluated):
+                called.look()
 
     def changed(self) -> str | None:
         """What was changed in the model since the runner read it and would not be followed; None if nothing was."""
