@@ -313,7 +313,7 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
     """The tokens that end a text: its generation config's, or its config's where that says nothing."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
-        ids = model.config.get_text_config().eos_token_id
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)  # several families' have none
     known: Any = () if ids is None else fitting(f"eos_token_id of {type(model).__name__}", ids, _TOKENS)
     return frozenset([known] if isinstance(known, int) else known)
 

@@ -208,7 +208,10 @@ _REFUSED = {
 }
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # What generate always prepares, and what changes no token; all else would be ignored, and is refused.
-_HARMLESS = ("attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache")
+_HARMLESS = (
+    *("attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache"),
+    *("return_dict", "output_router_logits", "interpolate_pos_encoding"),
+)
 
 
 def _check(config: Any, input_ids: torch.Tensor, inputs: Mapping[str, Any], synced_gpus: bool) -> None:
@@ -249,10 +252,17 @@ def _check_inputs(input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> None:
             "token ids: leave it out"
         )
     for name, value in inputs.items():
-        if name not in _HARMLESS and value is not None and not _is_zero(value):
-            raise ConfigError(f"{name} was given; specdec feeds the model token ids alone: use plain generate")
+        if name not in _HARMLESS and not _says_nothing(name, value):
+            given = f"holds {', '.join(map(str, value))}" if isinstance(value, Mapping) else "was given"
+            raise ConfigError(f"{name} {given}; specdec feeds the model token ids alone: use plain generate")
 
 
-def _is_zero(value: Any) -> bool:
-    """Whether an input says nothing, as text-only token_type_ids do."""
-    return isinstance(value, bool) or (isinstance(value, torch.Tensor) and not bool(value.any()))
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether an input is as if it were left out, as what goes with a text alone is."""
+    if isinstance(value, torch.Tensor):  # zeros may be a black image or a silence, and the type of a text
+        return value.numel() == 0 or (name.endswith("token_type_ids") and not bool(value.any()))
+    if isinstance(value, Mapping):
+        return all(_says_nothing(str(key), held) for key, held in value.items())
+    if isinstance(value, list | tuple):
+        return all(_says_nothing(name, held) for held in value)
+    return value is None or value is (name == "is_causal")  # a flag that is not raised
