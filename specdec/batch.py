@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import perf_counter
@@ -81,8 +81,10 @@ def make_requests(
         raise ConfigError("prompts is one prompt; give a list of prompts, or call generate")
     prompts = list(prompts)
 
-    def each(name: str, value: Any, one_each: bool) -> list[Any]:
-        if not one_each:
+    def each(name: str, value: Any, one_each: Callable[[Any], bool] = _is_several) -> list[Any]:
+        if _is_array(value):
+            value = value.tolist()
+        if not one_each(value):
             return [value] * len(prompts)
         if len(value) != len(prompts):
             raise ConfigError(
@@ -90,18 +92,14 @@ def make_requests(
             )
         return list(value)
 
-    def of_lists(value: Any) -> bool:
-        kinds = (list, tuple, set, frozenset)
-        return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, kinds) for one in value)
-
-    budgets = each("max_new_tokens", max_new_tokens, isinstance(max_new_tokens, Sequence))
-    params = each("sampling", sampling, isinstance(sampling, Sequence))
+    budgets = each("max_new_tokens", max_new_tokens)
+    params = each("sampling", sampling)
     if seed is not None:
-        seeds = each("seed", seed, isinstance(seed, Sequence))
+        seeds = each("seed", seed)
         params = [replace(one or SamplingParams(), seed=own) for one, own in zip(params, seeds, strict=True)]
-    stops = each("stop", stop, of_lists(stop))
-    stop_tokens = each("stop_token_ids", stop_token_ids, of_lists(stop_token_ids))
-    chains = each("logits_processor", logits_processor, of_lists(logits_processor))
+    stops = each("stop", stop, _is_of_lists)
+    stop_tokens = each("stop_token_ids", stop_token_ids, _is_of_lists)
+    chains = each("logits_processor", logits_processor, _is_of_lists)
     return [
         Request(
             prompt, budget, {"sampling": own, "stop": ends, "stop_token_ids": last, "logits_processor": chain, **others}
@@ -110,6 +108,22 @@ def make_requests(
             prompts, budgets, params, stops, stop_tokens, chains, strict=True
         )
     ]
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of numpy, a tensor, or a column of a table."""
+    return hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0
+
+
+def _is_several(value: Any) -> bool:
+    """Whether there is a value for each prompt, in an order."""
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | Set)
+
+
+def _is_of_lists(value: Any) -> bool:
+    kinds = (list, tuple, set, frozenset)
+    several = isinstance(value, list | tuple) and bool(value)
+    return several and all(isinstance(one, kinds) or _is_array(one) for one in value)
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,8 @@ _BOUNDS = {
 def fitting(name: str, value: Any, kind: Any) -> Any:
     """The value, where it is of that kind; a number comes back as Python's own number of the kind.
 
-    Nothing else is converted: no text becomes a number, and True is none. Numbers of numpy are numbers.
+    Nothing else is converted: no text becomes a number, and True is none. Numbers of numpy are numbers, and its arrays
+    and torch's tensors of one dimension are lists.
 
     Raises:
         ConfigError: it is not; the message says what ``name`` is, and must be.
@@ -44,7 +45,7 @@ def fitting(name: str, value: Any, kind: Any) -> Any:
         bounds = bool(kinds & _BOUNDS) and isinstance(plain, int | float | str)
         what = shown(value) if bounds else f"{shown(value)}, of type {type(value).__name__}"
         raise ConfigError(f"{name} is {what}; it must be {_words(kind)}") from None
-    return fit if isinstance(fit, int | float) else value
+    return fit if isinstance(fit, int | float) else plain
 
 
 def read_json(kind: Any, text: str | bytes) -> Any:
@@ -82,10 +83,20 @@ def having(*names: str) -> Predicate:
 
 
 def _plain(value: Any) -> Any:
-    """A number as Python's own: transformers and pydantic insist on it."""
-    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+    """Numbers as Python's own, which transformers and pydantic insist on, alone or in a list, an array or a set."""
+    if isinstance(value, bool | int | float | str):
         return value
-    return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    if getattr(value, "ndim", None) in (0, 1) and hasattr(value, "tolist"):
+        return value.tolist()
+    if type(value) in (list, tuple, set, frozenset) and any(isinstance(one, Real) for one in value):
+        return type(value)(int(one) if _is_other_integer(one) else one for one in value)
+    return value
+
+
+def _is_other_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool | int)
 
 
 @cache

@@ -80,7 +80,10 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": [8]}, "max_new_tokens is [8], of type list"),
     ({"max_new_tokens": -HUGE}, "max_new_tokens is "),
     ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be an integer >= 1"),
-    ({"max_new_tokens": torch.tensor(4)}, "max_new_tokens is tensor(4), of type Tensor"),
+    ({"max_new_tokens": torch.tensor([4])}, "max_new_tokens is tensor([4]), of type Tensor"),
+    ({"max_new_tokens": np.array([4])}, "max_new_tokens is array([4]), of type ndarray"),
+    ({"max_new_tokens": np.float32(4)}, "max_new_tokens is np.float32(4.0), of type float32"),
+    ({"max_new_tokens": torch.tensor(True)}, "max_new_tokens is tensor(True), of type Tensor"),
     ({"max_new_tokens": Odd()}, "max_new_tokens is <Odd>, of type Odd"),
     (
         {"sampling": {"temperature": 1.0}},
@@ -209,6 +212,11 @@ def test_a_chat_template_that_refuses() -> None:
 def test_what_numpy_gives_is_taken() -> None:
     out = engine().generate(list(PROMPT), np.int64(3), stop={"q" * 9}, logits_processor=())  # type: ignore[arg-type]
     assert len(out.token_ids) == 3
+    for budget in (np.uint8(3), np.array(3), torch.tensor(3)):
+        assert engine().generate(list(PROMPT), budget).token_ids == out.token_ids  # type: ignore[arg-type]
+    end = out.token_ids[1]
+    for ends in (np.int64(end), np.array([end, 99 % VOCAB]), torch.tensor([end]), [np.int16(end)], {np.int64(end)}):
+        assert engine().generate(list(PROMPT), 3, stop_token_ids=ends).token_ids == out.token_ids[:2]  # type: ignore[arg-type]
     assert Engine(target_of("llama"), max_rows=np.int32(8)).max_rows == 8  # type: ignore[arg-type]
 
 
@@ -380,6 +388,9 @@ def test_nothing_is_loaded_for_a_bad_argument(options: dict[str, Any], monkeypat
         ({"temperature": Odd()}, "temperature is <Odd>, of type Odd"),
         ({"top_k": -HUGE}, "top_k is <int>; it must be an integer >= 0"),
         ({"top_k": True}, "top_k is True, of type bool"),
+        ({"top_k": np.array([3])}, "top_k is array([3]), of type ndarray; it must be an integer >= 0"),
+        ({"temperature": np.array([0.7, 0.8])}, "temperature is array([0.7, 0.8]), of type ndarray"),
+        ({"seed": torch.tensor([1, 2])}, "seed is tensor([1, 2]), of type Tensor"),
         ({"top_p": NAN}, "top_p is nan"),
         ({"min_p": -0.1}, "min_p is -0.1"),
         ({"seed": "0"}, "seed is '0', of type str"),

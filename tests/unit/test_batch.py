@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from collections.abc import Sequence
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -209,6 +213,11 @@ def test_where_the_shared_forward_raises_only_the_rows_that_raise_alone_end() ->
     assert [one.token_ids for one in found] == [numbers([1], 6), [31, 32, 33], numbers([60], 6), [33]]
 
 
+def column(values: Sequence[int]) -> Any:
+    """A column of a table, which is no sequence."""
+    return SimpleNamespace(tolist=lambda: list(values))
+
+
 def test_one_for_all_or_one_for_each() -> None:
     engine = Engine(target_of("qwen3"), max_rows=8)
     prompts = [prompt_of(5), prompt_of(9), prompt_of(5)]
@@ -225,8 +234,36 @@ def test_one_for_all_or_one_for_each() -> None:
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [np.array, torch.tensor, tuple, deque, lambda values: range(min(values), max(values) + 1), column],
+    ids=["array", "tensor", "tuple", "deque", "range", "column"],
+)
+def test_one_for_each_in_any_order_of_numbers(kind: Any) -> None:
+    engine, prompts = Engine(target_of("qwen3"), max_rows=8), [prompt_of(5)] * 3
+    expected = engine.generate_batch(prompts, [4, 5, 6], HOT, seed=[1, 2, 3])
+    found = engine.generate_batch(prompts, kind([4, 5, 6]), HOT, seed=kind([1, 2, 3]))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [len(one.token_ids) for one in found] == [4, 5, 6]
+
+
+def test_end_tokens_as_an_array_are_for_all_and_arrays_for_each() -> None:
+    engine, prompts = Engine(counting()), [[1], [2], [3]]
+
+    def lengths(ends: Any) -> list[int]:
+        return [len(one.token_ids) for one in engine.generate_batch(prompts, 9, stop_token_ids=ends)]
+
+    for ends in ([5, 6], np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), 6]):
+        assert lengths(ends) == [4, 3, 2]
+    for ends in ([[4], [5], [6]], np.array([[4], [5], [6]]), [np.array([4]), torch.tensor([5]), (np.int8(6),)]):
+        assert lengths(ends) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_new_tokens": np.array([1, 2, 3])}, "max_new_tokens has 3 values for 2 prompts"),
+        ({"seed": torch.tensor([1])}, "seed has 1 values for 2 prompts"),
+        ({"seed": {1, 2}}, r"seed is \{1, 2\}, of type set; it must be an integer"),
         ({"prompts": "one text"}, "prompts is one prompt"),
         ({"max_new_tokens": [1, 2, 3]}, "max_new_tokens has 3 values for 2 prompts"),
         ({"seed": [1]}, "seed has 1 values for 2 prompts"),
