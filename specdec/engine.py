@@ -30,12 +30,14 @@ from specdec.parallel.target import ParallelTarget
 from specdec.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
 from specdec.prefix import PrefixCache
 from specdec.pretrained import unused_generation_options
+from specdec.processors import check_processors, settled
 from specdec.prompt import Prompt, is_chat, token_ids
 from specdec.registry import make_drafter, parse_drafter
 from specdec.results import Chunk, Generation, Step
 from specdec.sampling import SamplingParams
 from specdec.target import Target
 from specdec.text import TextStream, load_tokenizer, stop_strings
+from specdec.whole import GENERATION
 
 __all__ = ["Decoding", "Engine", "Prompt"]
 
@@ -445,8 +447,10 @@ class Engine:
         and ``eos_ids`` which tokens are the model's end tokens.
         """
         began = perf_counter()
-        if eos_ids is None:  # a caller with its own has read the generation config
+        if eos_ids is None:  # a caller with its own has read the generation config, and is called by generate
             self._warn_of_unused(sampling)
+            if (whole := getattr(self.target, "whole", None)) is not None:
+                whole.check_methods(GENERATION)
         if prefix_cache is not None and isinstance(self.target, ParallelTarget):
             raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
         if logprobs is not None and isinstance(self.target, ShardedTarget):
@@ -460,13 +464,14 @@ class Engine:
                 f"stop_token_ids holds {shown(unknown[0])}, which is outside the vocabulary "
                 f"[0, {self.target.vocab_size}) and so never comes; give tokens of this model"
             )
+        check_processors(logits_processor)
         self.warn_of_chat_end(prompt, stop=stop, stop_token_ids=stop_token_ids)
         tokens = self.encode(prompt)
         decoding = Decoding(
             self,
             tokens,
             max_new_tokens,
-            sampling or SamplingParams(),
+            settled(sampling or SamplingParams(), logits_processor),
             processors=logits_processor,
             stop_when=stop_when,
             sample=sample,

@@ -47,6 +47,7 @@ class States:
     """A sequence's states: after its text, and after the paths that a step has looked at."""
 
     def __init__(self, grammar: Grammar, prompt: Sequence[int]) -> None:
+        self.grammar = grammar
         self._length = len(prompt)
         self._known: dict[tuple[int, ...], Matcher | None] = {(): grammar.start(prompt)}
 

@@ -55,6 +55,7 @@ from specdec.sampling import Sampler, Scores
 from specdec.selfcheck import PROBE, ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, tokens_for
 from specdec.target import TargetOutput
 from specdec.verify import Verdict, verify
+from specdec.whole import LOOP, Whole
 
 __all__ = ["TransformersTarget", "time_runners"]
 
@@ -108,6 +109,7 @@ class TransformersTarget:
         self.config = config = model.config.get_text_config()
         refuse_unfit(self.name, config)
         self.decoder, self.layers, norm = decoder_parts(self.name, model)
+        self.whole = Whole(model, self.decoder)
         if getattr(self.decoder, "rotary_emb", None) is None:
             raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
         embedding: Any = model.get_input_embeddings()
@@ -277,6 +279,7 @@ class TransformersTarget:
             ForkError: this process cannot run it, see :class:`specdec.machine.Threads`.
         """
         Threads.check()
+        self.whole.check_methods(LOOP)
         self.runner.look()
         around = self._outline.changed() or self._rotary.changed()  # which no runner follows
         changed = around or self.runner.changed()

@@ -31,7 +31,8 @@ class SamplingParams:
         seed: of the noise; the same seed gives the same text under every drafter (``match``).
         acceptance: ``match`` draws from the target and descends where a draft agrees; ``reject`` is speculative
             sampling for drafts drawn from a distribution; ``auto`` takes ``reject`` for such drafts when sampling, else
-            ``match``. All are lossless. ``typical`` (Medusa) is not, and needs ``allow_lossy``.
+            ``match``, and always beside logits processors of a user's own, which may keep something between calls. All
+            are lossless. ``typical`` (Medusa) is not, and needs ``allow_lossy``.
         allow_lossy: permit an acceptance that changes the output distribution; results then say so.
         typical_epsilon, typical_delta: thresholds of ``typical``.
 

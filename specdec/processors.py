@@ -8,19 +8,23 @@ So only transformers' own are asked this way, which do not, and read nothing bac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    ClassifierFreeGuidanceLogitsProcessor,
     EpsilonLogitsWarper,
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -30,17 +34,37 @@ from transformers import (
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.logits_process import (
+    DiaClassifierFreeGuidanceLogitsProcessor,
+    DiaEOSDelayPatternLogitsProcessor,
+    WhisperNoSpeechDetection,
 )
 
 from specdec import copies
 from specdec.errors import ConfigError, shown
-from specdec.grammar import Matcher, States
+from specdec.grammar import Grammar, Matcher, States
+from specdec.params import SamplingParams
 
-__all__ = ["FREE", "check_scores", "forbidden", "judged", "masked", "takes_rows"]
+__all__ = [
+    "FREE",
+    "check_processors",
+    "check_scores",
+    "forbidden",
+    "is_repeatable",
+    "judged",
+    "kept_by",
+    "masked",
+    "name_of",
+    "settled",
+    "takes_rows",
+]
 
 FREE = (
     EpsilonLogitsWarper,
@@ -67,6 +91,62 @@ _BY_DEPTH = (
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
+
+
+_STATEFUL = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "runs the model itself, one token after the other",
+    SynthIDTextWatermarkLogitsProcessor: "keeps the contexts of the tokens that it was asked about",
+    WhisperNoSpeechDetection: "runs the model itself, and keeps what it said",
+    DiaEOSDelayPatternLogitsProcessor: "keeps how far each sequence is from its end",
+    ClassifierFreeGuidanceLogitsProcessor: "mixes two texts, with and without a prompt",
+    DiaClassifierFreeGuidanceLogitsProcessor: "mixes two texts, with and without a prompt",
+}
+"""Transformers' own that are no function of a text and its scores."""
+
+
+def check_processors(processors: Sequence[Any]) -> None:
+    """Raises ConfigError for processors that are known to give another text where drafts are verified."""
+    for processor in processors:
+        if isinstance(processor, LogitsProcessorList):
+            check_processors(processor)
+        for kind, reason in _STATEFUL.items():
+            if isinstance(processor, kind):
+                raise ConfigError(
+                    f"the logits processor {name_of(processor)} {reason}, and verification asks about the tokens of a "
+                    "draft; leave it out, or use plain generate"
+                )
+
+
+def is_repeatable(processor: Any) -> bool:
+    """Whether a processor is known to say the same of a text whatever it was asked before; a user's own may not."""
+    inner = getattr(processor, "__wrapped__", processor)  # of one that is shown a text's padding, too
+    return isinstance(inner, Grammar) or type(inner).__module__ == LogitsProcessor.__module__
+
+
+def kept_by(processor: Any) -> dict[str, Any]:
+    """What a processor keeps, in a form that differs where it was changed: numbers, objects and their sizes."""
+    held = getattr(processor, "__dict__", {})
+    return {
+        name: value
+        if isinstance(value, int | float | str | None)
+        else (id(value), getattr(value, "_version", _len(value)))
+        for name, value in held.items()
+    }
+
+
+def _len(value: Any) -> int | None:
+    return len(value) if isinstance(value, Sized) else None
+
+
+def settled(sampling: SamplingParams, processors: Sequence[Any]) -> SamplingParams:
+    """With the acceptance that ``auto`` means beside such processors.
+
+    ``match`` asks about each token of the text once, in their order, as plain decoding does, so that a processor may
+    keep something between calls. ``reject`` asks about all tokens of a draft.
+    """
+    if sampling.acceptance == "auto" and not all(map(is_repeatable, processors)):
+        return replace(sampling, acceptance="match")
+    return sampling
 
 
 def takes_rows(processor: Any) -> bool:
@@ -141,7 +221,13 @@ def check_scores(processor: Any, scores: Any, shape: Sequence[int]) -> None:
         what = f"{str(scores.dtype).removeprefix('torch.')} of shape {list(scores.shape)}"
     else:
         what = f"{shown(scores)}, of type {type(scores).__name__}"
-    name = getattr(processor, "__qualname__", type(processor).__qualname__)
     raise ConfigError(
-        f"the logits processor {name} returned {what}; it must return scores, floats of shape {list(shape)}"
+        f"the logits processor {name_of(processor)} returned {what}; it must return scores, floats of shape "
+        f"{list(shape)}"
     )
+
+
+def name_of(processor: Any) -> str:
+    """A processor's name as messages show it: a function's, or of its class; a grammar's where it is one's state."""
+    named = processor.grammar if isinstance(processor, States) else processor
+    return str(getattr(named, "__qualname__", type(named).__qualname__))

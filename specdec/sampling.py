@@ -23,7 +23,7 @@ from specdec.errors import NumericalError
 from specdec.grammar import Grammar, States
 from specdec.native.scores import Stored, chances, draw, largest, rank, weighed
 from specdec.params import ACCEPTANCES, SamplingParams
-from specdec.processors import FREE, check_scores, judged, masked, takes_rows
+from specdec.processors import FREE, check_scores, judged, masked, name_of, takes_rows
 from specdec.results import TokenLogprobs
 
 __all__ = ["ACCEPTANCES", "Noise", "Peaks", "Sampler", "SamplingParams", "Scores"]
@@ -413,11 +413,15 @@ class _Selected(Scores):
 
 
 def _no_distribution(logits: torch.Tensor) -> NumericalError:
-    nan, size = int(torch.isnan(logits).sum()), logits.numel()
     return NumericalError(
-        f"the logits are no distribution: {nan} of {size} are NaN, the largest is {float(logits.max())}; "
-        "check the weights, use float32 or bfloat16 instead of float16, or look at the logits processors"
+        f"the model's logits are no distribution: {_said_of(logits)}; check the weights, or use float32 or bfloat16 "
+        "instead of float16"
     )
+
+
+def _said_of(scores: torch.Tensor) -> str:
+    nan, size = int(torch.isnan(scores).sum()), scores.numel()
+    return f"{nan} of {size} are NaN, the largest is {float(scores.max())}"
 
 
 def _tokens(logits: torch.Tensor) -> torch.Tensor:
@@ -533,15 +537,36 @@ class Sampler:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
         if not self.processors and not self.sample:
             return scores.argmax(row)
-        own = scores.own(row)
-        if own is not None:
-            return own
-        if self.sample:
-            return self._drawn(scores, row, path)
+        try:
+            own = scores.own(row)
+            if own is not None:
+                return own
+            if self.sample:
+                return self._drawn(scores, row, path)
+        except NumericalError:
+            raise self._unsound(scores, row, path) from None
         value, token = self.processed(scores, row, path).max(-1)
         if not math.isfinite(value.item()):
-            raise _no_distribution(scores.of(row))
+            raise self._unsound(scores, row, path)
         return int(token)
+
+    def _unsound(self, scores: Scores, row: int, path: Sequence[int]) -> NumericalError:
+        """What is to be said of a row that is no distribution: of the model's logits, or of a processor's scores."""
+        found = scores.of(row)
+        name: str | None = None
+        if math.isfinite(float(found.max())):
+            for count, processor in enumerate(self.processors, 1):
+                made = self.processed(scores, row, path, self.processors[:count])
+                if math.isfinite(float(made.max())):
+                    name = None
+                elif name is None:
+                    found, name = made, name_of(processor)
+        if name is None:
+            return _no_distribution(scores.of(row))
+        return NumericalError(
+            f"the scores after the logits processor {name} are no distribution: {_said_of(found)}, and the model's own "
+            "logits are finite; it must leave at least one token a finite score, and none NaN or +inf"
+        )
 
     def _drawn(self, scores: Scores, row: int, path: Sequence[int]) -> int:
         """A token by the target's own noise.
@@ -584,7 +609,7 @@ class Sampler:
         """
         probabilities = self.probabilities(scores, row, path)
         if torch.isnan(probabilities).any():
-            raise _no_distribution(scores.of(row))
+            raise self._unsound(scores, row, path)
         return probabilities
 
     def processed(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -30,11 +30,15 @@ from specdec.drafter import Drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.grammar import Grammar
+from specdec.integrations.options import check_arguments, check_inputs, check_options, check_preparation
 from specdec.model import TransformersTarget
-from specdec.processors import takes_rows
+from specdec.processors import check_processors, is_repeatable, kept_by, name_of, settled, takes_rows
 from specdec.sampling import SamplingParams
+from specdec.whole import LOOP
 
 __all__ = ["custom_generate"]
+
+_LONGEST = 1 << 40  # no criterion of the length
 
 
 @checked
@@ -68,48 +72,48 @@ def custom_generate(
         target: ``TransformersTarget(model)``, to check the model once and not with every call.
         policy: ``acceptance``, ``cost``, ``off`` or a cost file, as Engine's.
 
-    Logits processors and stopping criteria are called with one sequence at a time, its padding included.
+    Logits processors and stopping criteria are called with one sequence at a time, its padding included. For one
+    sequence they are asked about each token once, in order, unless acceptance is ``reject`` or ``typical``, which ask
+    about tokens of drafts, too: a processor of yours that keeps something between calls is right only under ``match``.
 
     Returns:
         [B, n] prompts and new tokens, padded on the right where others went on; a ``GenerateDecoderOnlyOutput`` where
-        ``return_dict_in_generate`` is set.
+        ``return_dict_in_generate`` is set, which holds the sequences alone.
 
     Raises:
         ConfigError: beams, padding elsewhere, or any other option or input that would be ignored; it is named.
+        TargetError: the model, or peft, does something in ``generate`` that specdec does not; it is named.
     """
-    config = generation_config if generation_config is not None else model.generation_config
-    _check(config, input_ids, model_kwargs, synced_gpus)
+    config = generation_config
+    seen = _check(model, input_ids, logits_processor, stopping_criteria, config, model_kwargs, synced_gpus)
     count, width = input_ids.shape
     if streamer is not None and count > 1:
         raise ConfigError(f"a streamer shows one sequence, and there are {count}; leave it out")
-    for processor in logits_processor or ():
-        if count > 1 and isinstance(processor, _BY_ROW):
-            raise ConfigError(f"{type(processor).__name__} counts rows of a batch; give it one sequence at a time")
     if target is None:
         target = TransformersTarget(model)
     elif target.model is not model:
         raise ConfigError(f"target wraps another {target.name} than the one whose generate was called; wrap this one")
+    target.whole.check_methods(LOOP)
+    check_preparation(model, input_ids, model_kwargs)
     sample = bool(config.do_sample)
     if seed is None:
         seeds = torch.randint(1 << 62, (count,)).tolist() if sample else [0] * count
     else:
         seeds = [seed + place for place in range(count)]
-    criteria = [c for c in stopping_criteria or () if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-    lengths = [c.max_length for c in stopping_criteria or () if isinstance(c, MaxLengthCriteria)]
-    budget = int(min(lengths, default=config.max_length)) - width
-    eos = torch.as_tensor(() if config.eos_token_id is None else config.eos_token_id).flatten().tolist()
-    mask = model_kwargs.get("attention_mask")
-    padding = [0] * count if mask is None else (width - mask.sum(-1)).tolist()
+    padding = [ids[: width - held] for ids, held in zip(input_ids, seen.sum(-1).tolist(), strict=True)]
+    ends = _Ends(stopping_criteria, padding)
+    budget = max(1, ends.length - width)  # as in generate, which asks behind a token
+    sampling = settled(SamplingParams(temperature=float(sample), acceptance=acceptance), logits_processor)
     requests = []
     for row, (ids, padded, own) in enumerate(zip(input_ids, padding, seeds, strict=True)):
         options = {
-            "sampling": SamplingParams(temperature=float(sample), seed=own, acceptance=acceptance),
+            "sampling": replace(sampling, seed=own),
             "stop": stop,
-            "logits_processor": [_of_row(each, row, ids[:padded]) for each in logits_processor or ()],
-            "stop_when": _any_of(ids[:padded], criteria) if criteria else None,
-            "eos_ids": frozenset(eos),
+            "logits_processor": [_of_row(each, row, padded, several=count > 1) for each in logits_processor],
+            "stop_when": ends.of(row),
+            "eos_ids": ends.tokens,
         }
-        requests.append(Request(ids[padded:], budget, options))
+        requests.append(Request(ids[len(padded) :], budget, options))
     scheduler = Scheduler(Engine(target, tokenizer, drafter, policy=policy), requests, batch=count)
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -124,13 +128,44 @@ def custom_generate(
                 streamer.put(torch.tensor(event.step.tokens))
     if streamer is not None:
         streamer.end()
-    pad = next(iter(eos), 0) if config.pad_token_id is None else config.pad_token_id
-    sequences: Any = _together(input_ids, padding, texts, pad)
+    first = torch.as_tensor(0 if config.eos_token_id is None else config.eos_token_id).flatten()[0]
+    pad = int(first) if config.pad_token_id is None else config.pad_token_id
+    sequences: Any = _together(input_ids, padding, ends.cut(texts), pad)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
 
-def _of_row(processor: Any, row: int, padding: torch.Tensor) -> Any:
+def _check(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    inputs: Mapping[str, Any],
+    synced_gpus: bool,
+) -> torch.Tensor:
+    """[B, n] which tokens are no padding.
+
+    Raises:
+        ConfigError: something was asked for that would not be done.
+    """
+    if config is None or processors is None or criteria is None:
+        raise ConfigError(
+            "custom_generate needs the logits processors and stopping criteria that generate makes of its options; "
+            "call model.generate(..., custom_generate=specdec.custom_generate)"
+        )
+    check_arguments(model, synced_gpus)
+    check_options(config)
+    seen = check_inputs(input_ids, inputs)
+    check_processors(processors)
+    for processor in processors:
+        if len(input_ids) > 1 and isinstance(processor, _BY_ROW):
+            raise ConfigError(f"{type(processor).__name__} counts rows of a batch; give it one sequence at a time")
+    return seen
+
+
+def _of_row(processor: Any, row: int, padding: torch.Tensor, *, several: bool) -> Any:
     """A logits processor of one sequence among several, which it sees behind its padding, as in ``generate``."""
+    watched, called = several and not is_repeatable(processor), False
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, torch.Tensor):  # the repetition penalty's, of the padding of every row
         processor = copy.copy(processor)
@@ -138,35 +173,82 @@ def _of_row(processor: Any, row: int, padding: torch.Tensor) -> Any:
     if isinstance(processor, Grammar) or (takes_rows(processor) and not len(padding)):
         return processor
 
-    @wraps(processor.__call__, updated=())
     def process(ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        nonlocal called
+        before = kept_by(processor) if watched and called else {}  # the first call may prepare something
         with _as_in_generate():
-            return processor(torch.cat((padding[None].to(ids), ids), 1), scores.clone())
+            made = processor(torch.cat((padding[None].to(ids), ids), 1), scores.clone())
+        called = True
+        if before and (changed := [name for name, value in kept_by(processor).items() if before.get(name) != value]):
+            raise ConfigError(
+                f"the logits processor {name_of(processor)} keeps something between calls ({', '.join(changed)}), and "
+                "is called with one sequence at a time, so several would mix it up; decode them one by one"
+            )
+        return made
 
-    process.__qualname__ = getattr(processor, "__qualname__", type(processor).__qualname__)
+    process.__qualname__ = name_of(processor)
+    vars(process)["__wrapped__"] = processor
     return process
 
 
-def _any_of(padding: torch.Tensor, criteria: Sequence[Any]) -> Callable[[Sequence[int]], bool]:
-    """Whether one of the criteria says that a sequence, behind its padding, ends."""
+class _Ends:
+    """What ends texts: their length, end tokens, or what other criteria say of each.
 
-    def stop_when(tokens: Sequence[int]) -> bool:
-        with _as_in_generate():
-            ids = torch.tensor([[*padding.tolist(), *tokens]], device=padding.device)
-            said = [_ends(criterion, criterion(ids, None)) for criterion in criteria]  # all are asked
-        return any(said)
+    The criteria are taken as they are, as a user's own take the place of those that ``generate`` makes; subclasses are
+    asked. Where none knows end tokens, ``generate`` goes on with all texts until the last one has ended; so do these.
 
-    return stop_when
+    Args:
+        padding: [B][...] of each text.
+    """
+
+    def __init__(self, criteria: Sequence[Any], padding: Sequence[torch.Tensor]) -> None:
+        lengths = [int(one.max_length) for one in criteria if type(one) is MaxLengthCriteria]
+        self.length = min(lengths, default=_LONGEST)
+        ends = [one for one in criteria if type(one) is EosTokenCriteria]
+        self.tokens = frozenset(token for one in ends for token in one.eos_token_id.flatten().tolist())
+        self._asked = [one for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
+        self._padding = padding
+        self._alone = len(padding) == 1 or any(hasattr(one, "eos_token_id") for one in criteria)
+        self._last: dict[int, int] = {}  # text -> its length where it ended
+
+    def of(self, row: int) -> Callable[[Sequence[int]], bool] | None:
+        """Whether a text ends, without its padding."""
+        padding = self._padding[row]
+
+        def stop_when(tokens: Sequence[int]) -> bool:
+            with _as_in_generate():
+                ids = torch.tensor([[*padding.tolist(), *tokens]], device=padding.device)
+                said = [_ends(criterion, criterion(ids, None)) for criterion in self._asked]  # all are asked
+            if any(said):
+                self._last.setdefault(row, ids.shape[1])
+            return row in self._last if self._alone else ids.shape[1] >= self._longest
+
+        return stop_when if self._asked else None
+
+    @property
+    def _longest(self) -> int:
+        """The length at which the last text has ended."""
+        return max(self._last.values()) if len(self._last) == len(self._padding) else self.length
+
+    def cut(self, texts: Sequence[list[int]]) -> list[list[int]]:
+        """Texts that went on until the last had ended, without what they have more."""
+        if self._alone or not self._asked:
+            return [*texts]
+        return [text[: self._longest - len(padded)] for text, padded in zip(texts, self._padding, strict=True)]
 
 
 def _ends(criterion: Any, said: Any) -> bool:
-    """What a stopping criterion said of one sequence: a bool, or a tensor of one, as ``generate`` takes them."""
-    flag = torch.as_tensor(said) if isinstance(said, torch.Tensor | np.bool_ | bool | int) else None
+    """What a stopping criterion said of one sequence: a bool, or a tensor, array or list of one."""
+    plain = isinstance(said, torch.Tensor | np.ndarray | np.generic | bool | int | list | tuple)
+    try:
+        flag = torch.as_tensor(np.array(said) if isinstance(said, np.generic) else said) if plain else None
+    except (TypeError, ValueError, RuntimeError):
+        flag = None
     if flag is None or flag.numel() != 1 or flag.is_floating_point():
         name = getattr(criterion, "__qualname__", type(criterion).__qualname__)
         raise ConfigError(
             f"the stopping criterion {name} returned {shown(said)}, of type {type(said).__name__}; it is asked about "
-            "one sequence at a time, and must return True or False, or a tensor of one of them"
+            "one sequence at a time, and must return True or False, or a tensor or list of one of them"
         )
     return bool(flag)
 
@@ -178,13 +260,15 @@ def _as_in_generate() -> Iterator[None]:
         yield
 
 
-def _together(ids: torch.Tensor, padding: Sequence[int], texts: Sequence[Sequence[int]], pad: int) -> torch.Tensor:
+def _together(
+    ids: torch.Tensor, padding: Sequence[torch.Tensor], texts: Sequence[Sequence[int]], pad: int
+) -> torch.Tensor:
     """[B, n] texts behind their own padding, and ``pad`` where others are longer."""
-    width = max(padded + len(text) for padded, text in zip(padding, texts, strict=True))
+    width = max(len(padded) + len(text) for padded, text in zip(padding, texts, strict=True))
     sequences = ids.new_full((len(texts), width), pad)
-    for row, own, padded, text in zip(sequences, ids, padding, texts, strict=True):
-        row[:padded] = own[:padded]
-        row[padded : padded + len(text)] = torch.tensor(text)
+    for row, padded, text in zip(sequences, padding, texts, strict=True):
+        row[: len(padded)] = padded
+        row[len(padded) : len(padded) + len(text)] = torch.tensor(text)
     return sequences
 
 
@@ -194,75 +278,3 @@ _BY_ROW = (
     EncoderRepetitionPenaltyLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
 )
-
-# Options of generate's other loops, and of what a step cannot do: option -> why, and the remedy.
-_REFUSED = {
-    "guidance_scale": "it runs the model once more for every token; unset it or use plain generate",
-    "penalty_alpha": "contrastive search chooses its tokens in another way; unset it or use plain generate",
-    "dola_layers": "DoLa contrasts logits of early layers; unset it or use plain generate",
-    "constraints": "constrained search needs beams; unset it or use plain generate",
-    "force_words_ids": "constrained search needs beams; unset it or use plain generate",
-    "prompt_lookup_num_tokens": "it asks for transformers' own drafter; unset it and give drafter='prompt_lookup'",
-    "assistant_early_exit": "it asks for transformers' own drafter; unset it and give drafter='kangaroo'",
-    "use_mtp": "it asks for transformers' own drafter; unset it and name one of specdec's",
-}
-_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-# What generate always prepares, and what changes no token; all else would be ignored, and is refused.
-_HARMLESS = (
-    *("attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache"),
-    *("return_dict", "output_router_logits", "interpolate_pos_encoding"),
-)
-
-
-def _check(config: Any, input_ids: torch.Tensor, inputs: Mapping[str, Any], synced_gpus: bool) -> None:
-    """Raises ConfigError for whatever was asked for and would not be done."""
-    for name, value in (
-        ("num_beams", config.num_beams or 1),
-        ("num_return_sequences", config.num_return_sequences or 1),
-    ):
-        if value > 1:
-            raise ConfigError(f"{name} is {value}; specdec decodes each sequence once, without beams: set it to 1")
-    for name, reason in _REFUSED.items():
-        value = getattr(config, name, None)
-        if value and not (name == "guidance_scale" and value == 1):
-            raise ConfigError(f"{name} is {value!r}: {reason}")
-    for name in _OUTPUTS:
-        if getattr(config, name, None):
-            raise ConfigError(f"{name}=True: a speculative loop does not keep them; unset it or use plain generate")
-    storage = str(getattr(config, "cache_implementation", None) or "")
-    if storage.startswith(("offloaded", "quantized")):
-        raise ConfigError(f"cache_implementation is {storage!r}; specdec keeps its own cache, on the device: unset it")
-    if synced_gpus:
-        raise ConfigError("synced_gpus=True (FSDP, ZeRO-3) needs every rank to step alike; specdec's steps differ")
-    _check_inputs(input_ids, inputs)
-
-
-def _check_inputs(input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for model inputs other than token ids, padded on the left or not at all."""
-    mask, positions, cache = (inputs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
-    seen = torch.ones_like(input_ids) if mask is None else mask.long()
-    if seen.shape != input_ids.shape or bool((seen.diff(dim=-1) < 0).any()) or not bool(seen[:, -1:].all()):
-        raise ConfigError("attention_mask holds zeros behind ones; specdec takes sequences that are padded on the left")
-    own = (seen.cumsum(-1) - 1).clamp(min=0)
-    if positions is not None and not bool(((positions == own) | (seen == 0)).all()):
-        raise ConfigError(f"position_ids are {positions.tolist()}; specdec counts positions from 0: leave them out")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ConfigError(
-            f"past_key_values holds {cache.get_seq_length()} tokens; specdec keeps its own cache and starts from the "
-            "token ids: leave it out"
-        )
-    for name, value in inputs.items():
-        if name not in _HARMLESS and not _says_nothing(name, value):
-            given = f"holds {', '.join(map(str, value))}" if isinstance(value, Mapping) else "was given"
-            raise ConfigError(f"{name} {given}; specdec feeds the model token ids alone: use plain generate")
-
-
-def _says_nothing(name: str, value: Any) -> bool:
-    """Whether an input is as if it were left out, as what goes with a text alone is."""
-    if isinstance(value, torch.Tensor):  # zeros may be a black image or a silence, and the type of a text
-        return value.numel() == 0 or (name.endswith("token_type_ids") and not bool(value.any()))
-    if isinstance(value, Mapping):
-        return all(_says_nothing(str(key), held) for key, held in value.items())
-    if isinstance(value, list | tuple):
-        return all(_says_nothing(name, held) for held in value)
-    return value is None or value is (name == "is_causal")  # a flag that is not raised

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from specdec import Engine, TransformersTarget, custom_generate
 from specdec.errors import ConfigError, TargetError
@@ -160,12 +161,15 @@ NOTHING: dict[str, tuple[str, Any]] = {
 }
 
 
+LOOP: dict[str, Any] = {"logits_processor": [], "stopping_criteria": [MaxLengthCriteria(3 + 4)]}
+
+
 def call(name: str, value: Any) -> list[int]:
     """``custom_generate`` called as ``generate`` does, with one more input."""
     model = model_of("llava")
     config = transformers.GenerationConfig(max_length=3 + 4, do_sample=False, pad_token_id=PAD)
     ids = torch.tensor([PROMPT[:3]])
-    tokens: list[int] = custom_generate(model, ids, generation_config=config, **{name: value})[0, 3:].tolist()
+    tokens: list[int] = custom_generate(model, ids, generation_config=config, **LOOP, **{name: value})[0, 3:].tolist()
     return tokens
 
 

@@ -222,7 +222,10 @@ def poisoned() -> TransformersTarget:
     ],
 )
 def test_nan_logits(poisoned: TransformersTarget, sampling: SamplingParams) -> None:
-    with pytest.raises(NumericalError, match=r"no distribution: \d+ of \d+ are NaN.* check the weights, use float32"):
+    with pytest.raises(
+        NumericalError,
+        match=r"the model's logits are no distribution: \d+ of \d+ are NaN.* check the weights, or use float32",
+    ):
         Engine(poisoned, None, "prompt_lookup").generate(PROMPT, 4, sampling)
 
 
@@ -237,13 +240,54 @@ def test_model_is_as_it_was_after_an_error(poisoned: TransformersTarget) -> None
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0)])
 @pytest.mark.parametrize("value", [-torch.inf, torch.inf, NAN])
 def test_processor_that_leaves_no_distribution(value: float, sampling: SamplingParams) -> None:
+    """It is named, and not the ones around it; a value at one token is enough, unless others are left."""
+
     def wipe(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.full_like(scores, value)
 
+    def spoil(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([3]), value)
+
+    def keep(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
     for acceptance in ("match", "reject"):
-        params = SamplingParams(temperature=sampling.temperature, acceptance=acceptance)
-        with pytest.raises(NumericalError, match="look at the logits processors"):
-            Engine(target_of("llama")).generate(PROMPT, 4, params, logits_processor=[wipe])
+        params = SamplingParams(temperature=sampling.temperature, top_p=0.9, acceptance=acceptance)
+        for broken in (wipe, spoil):
+            engine = Engine(target_of("llama"), drafter="prompt_lookup")
+            if broken is spoil and value == -torch.inf:
+                assert len(engine.generate(PROMPT, 4, params, logits_processor=[spoil]).token_ids) == 4
+                continue
+            nans = VOCAB * (value != value) if broken is wipe else int(value != value)
+            said = (
+                rf"after the logits processor .*{broken.__name__} are no distribution: {nans} of {VOCAB} are NaN, the"
+            )
+            with pytest.raises(
+                NumericalError, match=rf"{said} largest is {value}, and the model's own logits are finite; it"
+            ):
+                engine.generate(PROMPT, 4, params, logits_processor=[keep, broken, keep])
+
+
+def test_a_temperature_that_leaves_no_distribution() -> None:
+    with pytest.raises(NumericalError, match="the logits processor TemperatureLogitsWarper are no distribution"):
+        Engine(target_of("llama")).generate(PROMPT, 4, SamplingParams(temperature=1e-320, top_k=3))
+
+
+def test_a_grammar_that_leaves_no_token() -> None:
+    class Nothing:
+        def start(self, prompt: Sequence[int]) -> Any:
+            return self
+
+        def advance(self, token: int) -> Any:
+            return self
+
+        def mask(self, scores: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(scores, -torch.inf)
+
+    with pytest.raises(
+        NumericalError, match=r"after the logits processor .*Nothing are no distribution: 0 of 32 are NaN"
+    ):
+        Engine(target_of("llama")).generate(PROMPT, 4, logits_processor=[Nothing()])
 
 
 def test_model_of_nan_is_refused_at_load() -> None:
@@ -517,22 +561,21 @@ def filled_cache() -> transformers.DynamicCache:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 2}, "num_beams is 2; specdec decodes each sequence once, without beams: set it to 1"),
+        ({"num_beams": 2}, "num_beams is 2: specdec decodes each sequence once, without beams; set it to 1"),
         (
-            {"num_return_sequences": 3, "do_sample": True},
-            "num_return_sequences is 3; specdec decodes each sequence once",
+            {"output_scores": True, "return_dict_in_generate": True},
+            "output_scores is True: .*does not keep them; unset",
         ),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True: .*does not keep them; unset"),
         ({"guidance_scale": 1.5}, "guidance_scale is 1.5: it runs the model once more for every token; unset it"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha is 0.6: contrastive search"),
         ({"dola_layers": "high"}, "dola_layers is 'high': DoLa"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3: .* give drafter='prompt_lookup'"),
         ({"assistant_early_exit": 1}, "assistant_early_exit is 1: .* give drafter='kangaroo'"),
         ({"use_mtp": True}, "use_mtp is True: .* name one of specdec's"),
-        ({"cache_implementation": "offloaded"}, "cache_implementation is 'offloaded'; .* unset it"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation is 'offloaded': .* unset it"),
         ({"position_ids": torch.tensor([[5, 6, 7]])}, r"position_ids are \[\[5, 6, 7\]\]; .* leave them out"),
         ({"inputs_embeds": torch.ones(1, 3, 32, dtype=torch.float64)}, "inputs_embeds was given; .* token ids alone"),
-        ({"past_key_values": filled_cache()}, "past_key_values holds 2 tokens; .* leave it out"),
+        ({"past_key_values": filled_cache()}, "past_key_values was given, and holds 2 tokens; .* leave it out"),
         ({"mask": torch.tensor([[1, 1, 0]])}, "attention_mask holds zeros behind ones; .*padded on the left"),
         ({"ours": {"synced_gpus": True}}, "synced_gpus=True .*specdec's steps differ"),
         ({"ours": {"stop": "x"}}, "stop strings and streams need a tokenizer"),

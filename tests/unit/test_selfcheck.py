@@ -17,16 +17,17 @@ from tests.models import new_model
 def test_a_model_that_runs_its_layers_otherwise_is_refused(dtype: torch.dtype) -> None:
     """All but the first one are run in the reverse order, so that nothing but the logits can tell."""
     model: Any = new_model("llama", dtype)
-    decoder, layers, forward = model.model, model.model.layers, model.model.forward
+    decoder, layers = model.model, model.model.layers
 
-    def otherwise(*arguments: Any, **options: Any) -> Any:
-        decoder.layers = nn.ModuleList([layers[0], *reversed(layers[1:])])
-        try:
-            return forward(*arguments, **options)
-        finally:
-            decoder.layers = layers
+    class Otherwise(type(decoder)):  # type: ignore[misc]
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            self.layers = nn.ModuleList([layers[0], *reversed(layers[1:])])
+            try:
+                return super().forward(*arguments, **options)
+            finally:
+                self.layers = layers
 
     TransformersTarget(model)
-    decoder.forward = otherwise
+    decoder.__class__ = Otherwise
     with pytest.raises(TargetError, match=r"the layer walk differs from the model's own forward by .* is rounding"):
         TransformersTarget(model)
