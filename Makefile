@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all sanitize lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -20,6 +20,9 @@ test: $(INSTALLED) ## Run the quick tests, one worker per core (ARGS="-k name" n
 
 test-all: $(INSTALLED) ## Run all tests, the full matrices included
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+sanitize: $(INSTALLED) ## Run the tests of what is written in C under gcc's sanitizers, which takes minutes
+	$(BIN)/python scripts/sanitize.py $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format, types and the direction of imports
 	$(BIN)/ruff check

@@ -369,9 +369,9 @@ class Scheduler:
         ended, rows = perf_counter(), [turn.block.rows for turn in turns]
         live, fallback = self._engine.live, self._engine.fallback
         length = sum(turn.block.length for turn in turns) // len(turns)
-        whole = sum(rows) if all(turn.is_whole for turn in turns) else None
-        if live is not None and whole is not None:
-            live.note(whole, length, ended - began)
+        whole = all(turn.is_whole for turn in turns)
+        if live is not None and whole:
+            live.note(sum(rows), length, ended - began)
         each, drafted, drafting = (ended - began) / sum(rows), list[int](), 0.0
         for one, turn, part, count in zip(chosen, turns, parts, rows, strict=True):
             decoding = one.decoding
@@ -394,7 +394,13 @@ class Scheduler:
         if fallback is not None and self._asked is not None and self._asked[0] == len(drafted) == len(turns):
             tokens = sum(len(event.step.tokens) for event in events if event.step is not None)
             fallback.note(
-                *self._asked, tokens=tokens, length=length, drafting=drafting, rows=whole, seconds=ended - began
+                *self._asked,
+                tokens=tokens,
+                length=length,
+                rows=sum(rows),
+                whole=whole,
+                drafting=drafting,
+                seconds=sum(turn.drafting for turn in turns) + perf_counter() - began,
             )
         return events
 

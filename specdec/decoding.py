@@ -201,14 +201,20 @@ class Decoding:
         turn = alone(self.drafting(rests=fallback is not None and fallback.rests(1, drawn)))
         output = self._run(turn)
         seconds, drafted = perf_counter() - turn.made, self.stats.seconds.draft
-        rows = turn.block.rows if turn.is_whole else None
-        if self._live is not None and rows is not None:
+        rows, whole = turn.block.rows, turn.is_whole
+        if self._live is not None and whole:
             self._live.note(rows, length, seconds)
         step = self.conclude(turn, output, seconds)
         if fallback is not None:
-            drafting = self.stats.seconds.draft - drafted
             fallback.note(
-                1, drawn, tokens=len(step.tokens), length=length, drafting=drafting, rows=rows, seconds=seconds
+                1,
+                drawn,
+                tokens=len(step.tokens),
+                length=length,
+                rows=rows,
+                whole=whole,
+                drafting=self.stats.seconds.draft - drafted,
+                seconds=turn.drafting + perf_counter() - turn.made,
             )
         return step
 

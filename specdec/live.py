@@ -20,11 +20,12 @@ __all__ = ["LiveCosts"]
 
 _BINS = 8  # to a doubling of the rows
 _MOST = 256  # rows that are told apart
-_FIRST, _EVERY = 16, 64  # forwards after which the curve is bent, at first and later: all prices are then read anew
+_FIRST, _EVERY = 16, 32  # forwards after which the curve is bent, at first and later: all prices are then read anew
 _MEMORY = 0.98  # weight of the past, from one forward to the next: some fifty forwards count
 _NEAR, _FAR = 0.1, 0.25  # doublings of the rows within which a forward tells of others, and within which of most
 _WEIGHT = 2.0  # forwards that what the nearest ones tell counts as, beside the forwards of such rows themselves
 _OUTLIER = math.log(1.5)  # what a forward may differ from what was expected: more was another process
+_SOME = 5  # forwards of the same rows, of which the median one is what was to be expected
 _BUCKET = 256  # tokens of context for which the curve is read once
 
 _COUNTS = np.unique(np.round(2 ** (np.arange(_BINS * int(math.log2(_MOST)) + 1) / _BINS)).astype(int))
@@ -55,11 +56,13 @@ class LiveCosts:
         self._sums = np.zeros(len(_COUNTS))
         self._bent = np.zeros(len(_COUNTS))  # logarithm of what forwards take by what the curve says
 
-    def seconds(self, rows: float, length: int) -> float:
-        """What a forward of so many rows on average takes now after about ``length`` tokens."""
-        below = int(rows)
-        seconds = self.now.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, below + 1).seconds
-        return seconds[below] + (rows - below) * (seconds[below + 1] - seconds[below])
+    def seconds(self, rows: int, length: int) -> float:
+        """What a forward of so many rows takes now after about ``length`` tokens."""
+        return _read(self.now, rows, length)
+
+    def measured_seconds(self, rows: int, length: int) -> float:
+        """What it took when the curve was measured."""
+        return _read(self.measured, rows, length)
 
     def note(self, rows: int, length: int, seconds: float) -> None:
         """Take note of a forward of so many rows after ``length`` tokens."""
@@ -70,8 +73,10 @@ class LiveCosts:
 
     def _bend(self) -> None:
         bins, past = np.array([_BIN_OF[rows] for rows, _, _ in self._latest]), _MEMORY**self._wait
-        logs = [math.log(seconds) - self._expected(length)[rows] for rows, length, seconds in self._latest]
-        expected = self._bent[bins] if self._weights.any() else np.median(logs)
+        logs = np.array([math.log(seconds) - self._expected(length)[rows] for rows, length, seconds in self._latest])
+        expected = self._bent[bins] if self._weights.any() else np.full(len(bins), np.median(logs))
+        for own in (bins == one for one in np.flatnonzero(np.bincount(bins) >= _SOME)):
+            expected[own] = np.median(logs[own])
         apart = np.clip(logs, expected - _OUTLIER, expected + _OUTLIER)
         weights = _MEMORY ** np.arange(self._wait - 1, -1, -1)
         self._weights = past * self._weights + np.bincount(bins, weights, len(_COUNTS))
@@ -91,3 +96,7 @@ class LiveCosts:
             times = self.measured.at(bucket * _BUCKET + _BUCKET // 2, _MOST)
             due = self._due[bucket] = [0.0, *map(math.log, times[1:])]
         return due
+
+
+def _read(curve: CostCurve, rows: int, length: int) -> float:
+    return curve.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, rows).seconds[rows]

@@ -1387,7 +1387,11 @@ INLINE int64_t gathered(int64_t count) { return HAS_TILES ? count + (count + 1) 
 /* Scratch of so many floats, to be given back. One is kept for the next call, up to a size: else the system would take back
  * its pages after every forward of many rows, and clear new ones for the next. */
 static float *kept;
+#ifdef __SANITIZE_ADDRESS__ /* what is kept may be longer than what was asked for, and hide a look past its end */
+enum { KEPT = 0 };
+#else
 enum { KEPT = 32 << 20 };
+#endif
 
 static float *take_scratch(int64_t count) {
     const size_t size = (size_t)(count / 16 + 2) * 64; /* and a cache line before it says this */
