@@ -1,17 +1,17 @@
 """Auto: every source of guesses at once, and of their rows those that pay on this machine.
 
-Of the merged tree (:mod:`drafters.merge`) the likeliest rows are taken as long as what they bring exceeds what their
-time would have brought otherwise (:class:`specdec.policy.Prices`), down to none, which is a plain step.
+Of the merged tree (:mod:`drafters.union.merge`) the likeliest rows are taken as long as what they bring exceeds what
+their time would have brought otherwise (:class:`specdec.costs.prices.Prices`), down to none, which is a plain step.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from drafters.merge import Merged, MergedConfig
+from drafters.union.merge import Merged, MergedConfig
 from specdec.drafter import Drafter
+from specdec.drafting.registry import make_drafter
 from specdec.errors import CheckpointError
-from specdec.registry import make_drafter
 from specdec.target import Target
 
 __all__ = ["Auto", "AutoConfig"]

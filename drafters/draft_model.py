@@ -20,18 +20,20 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from drafters.fingerprint import known_tokenizer
-from specdec import copies
-from specdec.block import Block
-from specdec.config import check_positive
-from specdec.cost import pass_price
-from specdec.draft import Draft
+from drafters.shared.fingerprint import known_tokenizer
+from specdec.costs.curve import pass_price
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
+from specdec.drafting.joint_forward import Forward
 from specdec.errors import ConfigError, shown
-from specdec.model import TransformersTarget
-from specdec.passes import Forward, Pass, Passes
-from specdec.pretrained import embedded_model
-from specdec.sampling import Noise, Sampler
+from specdec.models.loading import embedded_model
+from specdec.models.transformers_target import TransformersTarget
+from specdec.sampling.noise import Noise
+from specdec.sampling.sampler import Sampler
+from specdec.settings.parsing import check_positive
+from specdec.step import device_copies
+from specdec.step.block import Block
+from specdec.step.forward_passes import Pass, Passes
+from specdec.step.tree import Draft
 from specdec.target import Target
 
 __all__ = ["DraftModel", "DraftModelConfig", "embedded_draft_model", "fitting"]
@@ -142,7 +144,7 @@ class DraftModelSession(BatchedSession):
         params = context.sampling
         self._size = context.target.vocab_size
         self._sampler = Sampler(params, context.tokens, self._size, model.device)
-        apart = copies.is_apart(model.device)
+        apart = device_copies.is_apart(model.device)
         trust = config.min_confidence
         self._least = (0.0 if apart else _CONFIDENCE) if trust is None else trust
         self._stays = apart and not self._least
@@ -206,8 +208,8 @@ class DraftModelSession(BatchedSession):
         last = self._model.vocab_size - 1
         if last + 1 >= self._size:
             return tokens
-        if isinstance(tokens, copies.Later):
-            return copies.Later(tokens.tensor.clamp(max=last))
+        if isinstance(tokens, device_copies.Later):
+            return device_copies.Later(tokens.tensor.clamp(max=last))
         return [min(token, last) for token in tokens]
 
     def _grow(self, logits: torch.Tensor, widths: list[int]) -> Passes[Draft]:
@@ -260,10 +262,10 @@ class DraftModelSession(BatchedSession):
             depths += [depth + 1] * best.numel()
             level = list(range(level[-1] + 1, len(parents)))
             if depth + 1 < len(widths):
-                logits = self._shared((yield self._run(copies.Later(tokens[-1]), parents, depths)).logits)
+                logits = self._shared((yield self._run(device_copies.Later(tokens[-1]), parents, depths)).logits)
                 self._fed = len(parents)
                 paths = torch.cat((paths.repeat_interleave(best.shape[1], 0), tokens[-1][:, None]), 1)
-        return Draft(copies.Later(torch.cat(tokens)), parents, q=q, cost=len(widths) * self._price)
+        return Draft(device_copies.Later(torch.cat(tokens)), parents, q=q, cost=len(widths) * self._price)
 
     def _run(self, tokens: Sequence[int], parents: list[int], depths: list[int]) -> Pass:
         """The last rows, which hold these tokens, through the model, into their scratch slots."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.config import check_positive
-from specdec.cost import CostCurve
-from specdec.draft import Draft
+from specdec.costs.curve import CostCurve
 from specdec.drafter import Context, DrafterBase, Observation
+from specdec.settings.parsing import check_positive
+from specdec.step.tree import Draft
 
 __all__ = ["Jacobi", "JacobiConfig", "guesses_for"]
 

@@ -15,10 +15,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from specdec.cost import CostCurve
-from specdec.draft import Draft, DraftBuilder
+from specdec.costs.curve import CostCurve
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
+from specdec.step.tree import Draft, DraftBuilder
 
 __all__ = ["Lookahead", "LookaheadConfig", "NgramPool", "Window", "rows_of", "sizes_for", "tokens_of"]
 

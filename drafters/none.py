@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.draft import Draft
 from specdec.drafter import Context, DrafterBase, Observation
+from specdec.step.tree import Draft
 
 __all__ = ["Plain", "PlainConfig"]
 

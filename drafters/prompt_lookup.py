@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.config import check_positive
-from specdec.draft import Draft, DraftBuilder
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
+from specdec.settings.parsing import check_positive
+from specdec.step.tree import Draft, DraftBuilder
 
 __all__ = ["PromptLookup", "PromptLookupConfig"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from drafters.datastore import Datastore
-from specdec.config import check_positive
-from specdec.draft import Draft
+from drafters.rest.datastore import Datastore
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
+from specdec.settings.parsing import check_positive
+from specdec.step.tree import Draft
 from specdec.target import Target
 
 __all__ = ["Cursor", "SuffixAutomaton", "SuffixAutomatonConfig", "SuffixAutomatonDrafter"]

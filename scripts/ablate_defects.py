@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 
 from specdec import Engine
-from specdec.config import load_yaml, merge, override, parse
+from specdec.engine.config import merge, override
 from specdec.errors import SpecdecError
-from specdec.files import write_json, write_text
+from specdec.settings.files import write_json, write_text
+from specdec.settings.parsing import load_yaml, parse
 from training.acceptance import Written, continued_texts
 from training.data import Sample, load_samples
 from training.kangaroo import Config, KangarooTraining, new_adapter

@@ -21,19 +21,20 @@ from torch import nn
 
 from specdec import Engine
 from specdec.bench.environment import describe_environment
-from specdec.bench.figures import new_figure
 from specdec.bench.metrics import OVERALL, measure
 from specdec.bench.plan import Plan
 from specdec.bench.runner import answer_prompts
-from specdec.config import load_yaml, parse
+from specdec.costs.plots import new_figure
 from specdec.errors import SpecdecError
-from specdec.files import write_json, write_text
+from specdec.settings.files import write_json, write_text
+from specdec.settings.parsing import load_yaml, parse
 from training.acceptance import continued_texts
-from training.data import Skips, read_samples
+from training.data import read_samples
 from training.features import FrozenTarget
 from training.kangaroo import Config, KangarooTraining, new_adapter, soft_loss
 from training.loop import new_accelerator, train
 from training.packing import Batch, pack
+from training.skips import Skips
 
 LAYERS, VARIANT_LAYER = (1, 2, 3, 4, 6), 4  # exit layers, and that of the four variants
 ETAS, GAMMAS, BRANCHES = (0.0, 0.2, 0.4, 0.6, 0.8), (1, 2, 3, 4, 6, 8), (1, 2, 3, 4)

@@ -2,7 +2,7 @@
 
     python scripts/ablate_native.py --model smollm2 --dtype bfloat16 --threads 1
     python scripts/ablate_native.py --model smollm2 --dtype bfloat16 --threads 1 --change tiles
-    git show COMMIT:specdec/native/layers.c > before.c
+    git worktree add before COMMIT  # and --before before/specdec/native/layers.c
     python scripts/ablate_native.py --model smollm2 --dtype bfloat16 --threads 1 --before before.c --context 1000
 
 Without ``--before`` the same layers run with weights in sixteen bits and in twelve, on a CPU that reads such codes, or,
@@ -42,8 +42,9 @@ def described(source: str) -> list[str]:
 def compiled(source: str) -> Any:
     """The library of another C source; what the package's has come to offer since is there, and is not called."""
     from specdec.native import library as native
+    from specdec.native import types
 
-    missing = [name for name in native._FUNCTIONS if f"{name}(" not in source]
+    missing = [name for name in types.FUNCTIONS if f"{name}(" not in source]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "before.c"
         file.write_text(source + "".join(f"\nint {name}(void) {{ return 1; }}\n" for name in missing), encoding="utf-8")
@@ -57,10 +58,12 @@ def compiled(source: str) -> Any:
 
 def main() -> None:
     from specdec import TransformersTarget
-    from specdec.block import Block, rows_of
     from specdec.native import library as native
     from specdec.runners import linear
     from specdec.runners import native as runner
+    from specdec.runners import native_layers as layers
+    from specdec.step.batched_rows import rows_of
+    from specdec.step.block import Block
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
@@ -83,12 +86,12 @@ def main() -> None:
     source = ""
     if options.before:
         try:
-            source = options.before.read_text(encoding="utf-8")
+            source = native.source(options.before)
         except (OSError, ValueError) as error:
             parser.error(f"--before: cannot read {str(options.before)!r}: {error}")
         if absent := [name for name in NEEDED if f"{name}(" not in source]:
             parser.error(f"--before: {str(options.before)!r} has no {absent[0]}; give one like specdec/native/layers.c")
-        if described(source) != described(native._SOURCE.read_text(encoding="utf-8")):
+        if described(source) != described(native.source()):
             other = "is told of weights or layers in another way than this version's; run its own version's script"
             parser.error(f"--before: {str(options.before)!r} {other}")
     targets = {}
@@ -96,7 +99,7 @@ def main() -> None:
         with ExitStack() as changes:
             if name == "before":
                 other = compiled(source)
-                for module in (linear, runner):
+                for module in (linear, runner, layers):
                     changes.enter_context(patch.object(module, "library", return_value=other))
             elif name == "sixteen bits":
                 changes.enter_context(patch.object(linear.PackedWeight, "_code", return_value=None))

@@ -27,10 +27,10 @@ from rich.table import Table
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from drafters.stdlib_corpus import read_files
+from drafters.rest.stdlib_corpus import read_files
 from specdec import Engine, TransformersTarget
 from specdec.bench.environment import caption, describe_environment
-from specdec.bench.figures import new_figure, sign, tidy
+from specdec.bench.figures import sign
 from specdec.bench.metrics import OVERALL, Row, measure
 from specdec.bench.oracle import OraclePoint, sweep_oracle
 from specdec.bench.plan import BASELINE, Plan, Spec
@@ -38,12 +38,13 @@ from specdec.bench.records import Record
 from specdec.bench.runner import answer_prompts
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.bench.tables import figures_of
-from specdec.config import resolve
-from specdec.cost import measure as measure_cost
+from specdec.cli.tune import table as cost_table
+from specdec.costs.measuring import measure as measure_cost
+from specdec.costs.plots import new_figure, tidy
+from specdec.engine.config import resolve
+from specdec.engine.load import load, prepare
 from specdec.errors import SpecdecError
-from specdec.load import load, prepare
-from specdec.options import Given, option, with_options
-from specdec.tune import table as cost_table
+from specdec.settings.options import Given, option, with_options
 
 SHOWN = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers", "peak MiB", "repeats")
 

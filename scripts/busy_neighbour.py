@@ -85,7 +85,7 @@ def main() -> None:
     import torch
 
     from specdec import Engine, SamplingParams
-    from specdec.bench.questions import build_prompt, find_questions, read_questions, select
+    from specdec.engine.questions import build_prompt, find_questions, read_questions, select
 
     torch.set_num_threads(options.threads)
     plain = Engine.from_pretrained(options.model, "none", dtype=options.dtype)

@@ -27,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.kernels import layer, step, tree
+from specdec.runners.kernels import layer, step, tree
 
 DTYPES = ("bf16", "fp16", "fp32")
 WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)

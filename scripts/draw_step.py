@@ -2,7 +2,8 @@
 
     python scripts/draw_step.py --figure docs/figures/step.png        # a few seconds
 
-The step is one of a real generation: greedy, float64, drafts by token recycling. ``tests/unit/test_step_page.py`` holds
+The step is one of a real generation: greedy, float64, drafts by token recycling. ``tests/unit/docs/test_step_page.py``
+    holds
 the page to what this prints.
 """
 
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drafters.token_recycling import TokenRecycling, TokenRecyclingConfig
+from drafters.token_recycling.drafter import TokenRecycling, TokenRecyclingConfig
 from specdec import Context, Draft, Engine, Observation, SamplingParams
-from specdec.bench.figures import new_figure
-from specdec.draft import ancestors
-from specdec.sampling import Sampler, Scores
-from specdec.verify import Verdict, match
+from specdec.costs.plots import new_figure
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.scores import Scores
+from specdec.sampling.verify import Verdict, match
+from specdec.step.tree import ancestors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

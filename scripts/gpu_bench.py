@@ -33,21 +33,21 @@ use_checkout()
 import torch
 import transformers
 
-from drafters.adapter import Adapter, AdapterConfig, fitting_heads
-from drafters.medusa_heads import HeadsConfig, MedusaHeads
+from drafters.kangaroo.adapter import Adapter, AdapterConfig, fitting_heads
+from drafters.medusa.heads import HeadsConfig, MedusaHeads
 from specdec import Engine, TransformersTarget
-from specdec.arguments import DTYPES
-from specdec.attention import BACKENDS
 from specdec.bench.environment import MemoryMeter, caption, describe_environment
 from specdec.bench.oracle import sweep_oracle
 from specdec.bench.plan import Plan
 from specdec.bench.records import Output
 from specdec.bench.shapes import SHAPES, random_model, random_prompt, weight_bytes
 from specdec.bench.systems import make_systems
-from specdec.copies import wait
-from specdec.cost import measure
-from specdec.files import write_text
+from specdec.costs.measuring import measure
 from specdec.runners import EXECUTIONS
+from specdec.runners.attention import BACKENDS
+from specdec.settings.arguments import DTYPES
+from specdec.settings.files import write_text
+from specdec.step.device_copies import wait
 
 LOOKAHEAD = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
 # What a goal is about -> its bound, and whether a smaller or a larger figure reaches it.

@@ -25,9 +25,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from specdec import Engine, batch, passes
-from specdec.bench.questions import build_prompt, find_questions, read_questions, select
+from specdec import Engine
+from specdec.engine import scheduler
+from specdec.engine.questions import build_prompt, find_questions, read_questions, select
 from specdec.errors import SpecdecError
+from specdec.step import forward_passes
 from specdec.target import Target, TargetOutput
 
 
@@ -42,7 +44,7 @@ class Played:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Keep what is computed."""
-        forward, together = self._target.forward, passes.run_together
+        forward, together = self._target.forward, forward_passes.run_together
 
         def run(block: Any, **options: Any) -> TargetOutput:
             output = forward(block, **options)
@@ -78,8 +80,8 @@ class Played:
     def _patched(self, run: Any, run_together: Any) -> Iterator[None]:
         with (
             patch.object(self._target, "forward", run),
-            patch.object(passes, "run_together", run_together),
-            patch.object(batch, "run_together", run_together),
+            patch.object(forward_passes, "run_together", run_together),
+            patch.object(scheduler, "run_together", run_together),
         ):
             yield
 

@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec.config import load_yaml
-from specdec.conversations import turns_of
+from specdec.engine.conversations import turns_of
 from specdec.errors import ConfigError, SpecdecError
-from specdec.files import write_text
-from specdec.formats import read_records
+from specdec.settings.files import write_text
+from specdec.settings.formats import read_records
+from specdec.settings.parsing import load_yaml
 
 Asked = Iterator[tuple[str, list[str]]]  # kind, turns
 

@@ -28,11 +28,12 @@ import torch.multiprocessing
 
 from specdec import Context, Draft, DraftSession, Engine, Observation, SamplingParams
 from specdec.bench.environment import caption, describe_environment
-from specdec.bench.questions import build_prompt, find_questions, read_questions, select
-from specdec.cost import CostCurve, measure
+from specdec.costs.curve import CostCurve
+from specdec.costs.measuring import measure
 from specdec.drafter import DrafterWrapper
-from specdec.files import write_text
+from specdec.engine.questions import build_prompt, find_questions, read_questions, select
 from specdec.parallel.split import split
+from specdec.settings.files import write_text
 
 Step = tuple[Sequence[int], list[int]]  # parents of the tree, accepted rows
 RANKS = (1, 2, 4, 8)

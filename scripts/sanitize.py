@@ -63,7 +63,10 @@ class Fault:
     report: str
 
 
-NATIVE, BATCH = "tests/unit/test_native.py", ("tests/unit/test_batch.py", "tests/integration/test_batch.py")
+NATIVE, BATCH = (
+    "tests/unit/native/test_native.py",
+    ("tests/unit/engine/test_batch.py", "tests/integration/test_batch.py"),
+)
 SANITIZERS = {
     "address": Sanitizer(
         ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -74,7 +77,7 @@ SANITIZERS = {
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",  # Python's own allocator gives pieces of what the sanitizer knows as one
         },
-        (NATIVE, "tests/unit/test_native_library.py", *BATCH),
+        (NATIVE, "tests/unit/native/test_native_library.py", *BATCH),
     ),
     "thread": Sanitizer(
         ("-fsanitize=thread", "-Wl,-Bsymbolic", str(TEAM)),
@@ -117,7 +120,7 @@ def run_inside(name: str, source: Path, arguments: Sequence[str]) -> int:
     import torch
 
     from specdec.native import library
-    from specdec.pages import HugePages
+    from specdec.runners.memory_pages import HugePages
 
     library._SOURCE, library._SECONDS = source, SECONDS
     library._FLAGS = (*COMMON, *SANITIZERS[name].flags)  # type: ignore[assignment]

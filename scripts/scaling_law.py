@@ -23,17 +23,18 @@ import numpy as np
 import typer
 
 from specdec import Engine
-from specdec.bench.figures import new_figure, scale_to_rows, sign, tidy
+from specdec.bench.figures import sign
 from specdec.bench.metrics import OVERALL, measure
 from specdec.bench.plan import Plan
 from specdec.bench.report import caption_of
 from specdec.bench.runner import Runner
-from specdec.config import resolve
+from specdec.costs.plots import new_figure, scale_to_rows, tidy
+from specdec.engine.config import resolve
+from specdec.engine.load import load
 from specdec.errors import SpecdecError
-from specdec.files import write_json
-from specdec.load import load
-from specdec.options import Given, option, with_options
-from specdec.values import AtLeast1
+from specdec.settings.files import write_json
+from specdec.settings.options import Given, option, with_options
+from specdec.settings.validation import AtLeast1
 
 Point = tuple[int, int, float, float]  # W, N, tokens per step, rows per step
 PAPER = (0.425, 3.106)  # alpha and f of the paper's fit, Llama-2-7B-chat on MT-bench

@@ -29,9 +29,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from drafters.stdlib_corpus import HELD_OUT_ONE_IN, read_files
+from drafters.rest.stdlib_corpus import HELD_OUT_ONE_IN, read_files
 from specdec.errors import SpecdecError
-from specdec.files import replacing
+from specdec.settings.files import replacing
 from training.card import command_line
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.log import TrainingLog, read_log

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from specdec.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from specdec.draft import Draft, DraftBuilder
     from specdec.drafter import Context, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
-    from specdec.engine import Engine
+    from specdec.engine.custom_generate import custom_generate
+    from specdec.engine.engine import Engine
+    from specdec.engine.prefix_cache import PrefixCache
     from specdec.errors import SpecdecError, SpecdecWarning
-    from specdec.integrations.transformers import custom_generate
-    from specdec.model import TransformersTarget
-    from specdec.prefix import PrefixCache
+    from specdec.models.transformers_target import TransformersTarget
     from specdec.results import Chunk, Generation, Statistics, Step
-    from specdec.sampling import SamplingParams
+    from specdec.settings.sampling_params import SamplingParams
+    from specdec.step.tree import Draft, DraftBuilder
     from specdec.target import FINAL, Target
 
 __all__ = [
@@ -42,16 +42,37 @@ __all__ = [
 ]
 
 _HOMES = {
-    "draft": ("Draft", "DraftBuilder"),
-    "drafter": ("Context", "DraftSession", "Drafter", "DrafterBase", "DrafterWrapper", "Observation"),
-    "engine": ("Engine",),
-    "errors": ("SpecdecError", "SpecdecWarning"),
-    "integrations.transformers": ("custom_generate",),
-    "model": ("TransformersTarget",),
-    "prefix": ("PrefixCache",),
-    "results": ("Chunk", "Generation", "Statistics", "Step"),
-    "sampling": ("SamplingParams",),
-    "target": ("FINAL", "Target"),
+    "drafter": (
+        "Context",
+        "Drafter",
+        "DrafterBase",
+        "DrafterWrapper",
+        "DraftSession",
+        "Observation",
+    ),
+    "engine.custom_generate": ("custom_generate",),
+    "engine.engine": ("Engine",),
+    "engine.prefix_cache": ("PrefixCache",),
+    "errors": (
+        "SpecdecError",
+        "SpecdecWarning",
+    ),
+    "models.transformers_target": ("TransformersTarget",),
+    "results": (
+        "Chunk",
+        "Generation",
+        "Statistics",
+        "Step",
+    ),
+    "settings.sampling_params": ("SamplingParams",),
+    "step.tree": (
+        "Draft",
+        "DraftBuilder",
+    ),
+    "target": (
+        "FINAL",
+        "Target",
+    ),
 }
 
 

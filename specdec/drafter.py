@@ -10,19 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
 
-from specdec.cache import KVCache
-from specdec.copies import Later
-from specdec.cost import CostCurve, roofline
-from specdec.draft import Draft, Entry
-from specdec.errors import DraftError, shown
-from specdec.passes import Passes, Waited, alone
-from specdec.policy import RowPolicy
-from specdec.sampling import Noise, SamplingParams, Scores
+from specdec.costs.curve import CostCurve, roofline
+from specdec.costs.policy import RowPolicy
+from specdec.sampling.noise import Noise
+from specdec.sampling.scores import Scores
+from specdec.settings.sampling_params import SamplingParams
+from specdec.step.cache import KVCache
+from specdec.step.forward_passes import Passes, Waited, alone
+from specdec.step.tree import Draft
 from specdec.target import Target
 
 __all__ = [
@@ -35,12 +34,7 @@ __all__ = [
     "DrafterWrapper",
     "Observation",
     "Question",
-    "likeliest_of",
-    "proposing",
-    "session_of",
 ]
-
-_INT, _SOUND = {int}, {range, Later}
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +138,8 @@ class BatchedSession:
     """A session that runs a model to draft, and in a batch has its passes run together with other sequences'."""
 
     def passes(self, room: int) -> Passes[Draft]:
-        """What ``propose`` does, as a generator that yields each :class:`specdec.passes.Pass` and is sent its answer.
+        """What ``propose`` does, as a generator that yields each :class:`specdec.step.forward_passes.Pass` and is sent
+        its answer.
 
         Between two of them other sequences draft, so nothing may be left set up (a context manager) while it waits.
         """
@@ -250,84 +245,3 @@ class DrafterWrapper:
     def start(self, context: Context) -> DraftSession:
         """A session of the drafter inside."""
         return self.inner.start(context)
-
-
-def likeliest_of(drafter: Drafter) -> int:
-    """How many of each scored row's likeliest tokens its sessions read; 0 where they are told nothing."""
-    return drafter.likeliest if drafter.needs_observe else 0
-
-
-def session_of(drafter: Drafter, context: Context) -> DraftSession:
-    """A drafter's session for a new sequence.
-
-    Raises:
-        DraftError: what it started is none.
-    """
-    session = drafter.start(context)
-    if not all(callable(getattr(session, method, None)) for method in ("propose", "observe")):
-        raise DraftError(
-            f"drafter {drafter.name!r} started {shown(session)}, of type {type(session).__name__}; it must be a "
-            "session with propose and observe"
-        )
-    return session
-
-
-def proposing(session: DraftSession, room: int, name: str, target: Target) -> Passes[Draft]:
-    """What the session of a drafter of that name proposes, a draft in all its types; the passes that it waits for.
-
-    Raises:
-        DraftError: it is none, or holds what no draft holds; the message names the drafter.
-    """
-    try:
-        if isinstance(session, BatchedSession):
-            draft = yield from session.passes(room)
-        else:
-            draft = session.propose(room)
-    except DraftError as error:
-        raise DraftError(f"drafter {name!r}: {error}") from error
-    if (wrong := _misfit(draft, target)) is not None:
-        raise DraftError(f"drafter {name!r} proposed {wrong}")
-    return draft
-
-
-def _misfit(draft: Draft, target: Target) -> str | None:
-    """What is of a wrong type in a draft, and what it must be, or None."""
-    if not isinstance(draft, Draft):
-        return f"{_typed(draft)}; it must propose a Draft"
-    for what, rows in ("token", draft.tokens), ("parent", draft.parents):
-        if type(rows) not in _SOUND and not _INT.issuperset(map(type, rows)):  # numpy's integers are some, too
-            odd = [row for row in rows if not isinstance(row, Integral) or isinstance(row, bool)]
-            if odd:
-                return f"{what} {_typed(odd[0])}; {what}s are integers"
-    if type(draft.q) is dict and not draft.q and draft.entry is None:
-        return None
-    if type(draft.q) is not dict and not isinstance(draft.q, Mapping):
-        return f"a draft whose q is {_typed(draft.q)}; it must be a mapping from rows to distributions"
-    for row, q in draft.q.items():
-        if not isinstance(q, torch.Tensor) or not q.is_floating_point() or q.shape != (target.vocab_size,):
-            return f"a draft whose q of row {row} is {_kind(q)}; it must be floats of shape [{target.vocab_size}]"
-    entry = draft.entry
-    if entry is None:
-        return None
-    if not isinstance(entry, Entry):
-        return f"a draft whose entry is {_typed(entry)}; it must be an Entry"
-    if not isinstance(entry.layer, int) or not 0 < entry.layer <= target.num_layers:
-        return f"a draft whose entry.layer is {shown(entry.layer)}; it must be a layer from 1 to {target.num_layers}"
-    hidden, shape = entry.hidden, [len(draft), target.hidden_size]
-    if not isinstance(hidden, torch.Tensor) or hidden.dtype != target.dtype or list(hidden.shape) != shape:
-        return (
-            f"a draft whose entry.hidden is {_kind(hidden)}; it must be {str(target.dtype).removeprefix('torch.')} of "
-            f"shape {shape}: one row per draft row, in the same order"
-        )
-    return None
-
-
-def _typed(value: object) -> str:
-    return f"{shown(value)}, of type {type(value).__name__}"
-
-
-def _kind(value: object) -> str:
-    """A tensor by its dtype and shape, all else by itself."""
-    if not isinstance(value, torch.Tensor):
-        return _typed(value)
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"

@@ -144,7 +144,7 @@ class Generation:
         text: of the new tokens, special tokens left out, cut before a stop string.
         token_ids: the new tokens, an end-of-sequence token and a stop string's included.
         finish_reason: ``eos``, ``stop`` (a stop string or criterion), ``length`` (max_new_tokens) or ``context``; in
-            a batch also ``error``, and ``cancelled`` where :meth:`specdec.batch.Scheduler.cancel` ended it.
+            a batch also ``error``, and ``cancelled`` where :meth:`specdec.engine.scheduler.Scheduler.cancel` ended it.
         stats: what it cost.
         steps: step by step, for traces.
         logprobs: per token, if they were asked for.

@@ -1,4 +1,4 @@
-"""Target: what engine and drafters need of a model; :mod:`specdec.model` is the one over transformers."""
+"""Target: what engine and drafters need of a model; :mod:`specdec.models.transformers_target` is over transformers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
-from specdec.block import Rows
-from specdec.cache import KVCache
-from specdec.draft import Draft, Entry
 from specdec.runners.runner import FINAL
-from specdec.sampling import Peaks, Sampler, Scores
-from specdec.verify import Verdict
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.scores import Peaks, Scores
+from specdec.sampling.verify import Verdict
+from specdec.step.block import Rows
+from specdec.step.cache import KVCache
+from specdec.step.tree import Draft, Entry
 
 __all__ = ["FINAL", "Target", "TargetOutput"]
 

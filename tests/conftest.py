@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from specdec import Engine
-    from specdec.model import TransformersTarget
+    from specdec.models.transformers_target import TransformersTarget
 
 settings.register_profile(
     "specdec",
@@ -53,10 +53,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test's verdict depends on who else has the processor: measurements are short, and count as undisturbed."""
-    from specdec import cost
+    from specdec.costs import measuring
 
-    monkeypatch.setattr(cost, "_QUICK_SECONDS", 0.1)
-    monkeypatch.setattr(cost, "thread_time", count(step=10**9).__next__)
+    monkeypatch.setattr(measuring, "_QUICK_SECONDS", 0.1)
+    monkeypatch.setattr(measuring, "thread_time", count(step=10**9).__next__)
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +77,9 @@ def tiny_engine() -> Engine:
     import torch
 
     from specdec import Engine
-    from specdec.cost import roofline
-    from specdec.model import TransformersTarget
-    from specdec.text import load_tokenizer
+    from specdec.costs.curve import roofline
+    from specdec.models.tokenizer import load_tokenizer
+    from specdec.models.transformers_target import TransformersTarget
 
     target = TransformersTarget.from_pretrained("tiny", dtype=torch.float64, execution="fused")
     return Engine(target, load_tokenizer("tiny"), policy="acceptance", costs=roofline("cpu"))

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from specdec import Context, Draft, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
-from specdec.block import Block, Rows
-from specdec.cache import KVCache, LayerSpec
-from specdec.draft import Entry
-from specdec.sampling import Noise, Sampler, Scores
+from specdec.sampling.noise import Noise
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.scores import Scores
+from specdec.sampling.verify import Verdict, verify
+from specdec.step.block import Block, Rows
+from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.tree import Entry
 from specdec.target import TargetOutput
-from specdec.verify import Verdict, verify
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specdec.files import digest_of
-from specdec.named import NamedModel
+from specdec.models.catalog import NamedModel
+from specdec.settings.files import digest_of
 
 TOKENS = [*sorted(bytes_to_unicode().values()), "ĊĊ", "12", "<s>", "</s>"]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1

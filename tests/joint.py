@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chi2
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
 
-from specdec.model import TransformersTarget
+from specdec.models.transformers_target import TransformersTarget
 
 Joint = dict[tuple[int, ...], float]
 

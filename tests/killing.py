@@ -28,10 +28,10 @@ from specdec.bench.plan import Plan
 from specdec.bench.records import RunFolder
 from specdec.bench.report import write_report
 from specdec.bench.runner import Runner
-from specdec.config import parse
+from specdec.engine.load import load
 from specdec.errors import SpecdecError
-from specdec.load import load
-from specdec.model import TransformersTarget
+from specdec.models.transformers_target import TransformersTarget
+from specdec.settings.parsing import parse
 from training.log import read_log
 
 KILLED, REFUSED = -signal.SIGKILL, 2

@@ -14,16 +14,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec import TransformersTarget, copies
-from specdec.rotary import rotate, signed
-from specdec.runners import plan
+from specdec import TransformersTarget
+from specdec.runners import choice as choices
 from specdec.runners.graphs import Outcome
+from specdec.runners.rotary import rotate, signed
+from specdec.step import device_copies
 
 __all__ = ["Kernels", "Recorder", "launch"]
 
 
 class Kernels:
-    """What :mod:`specdec.kernels.layer` computes, in any precision."""
+    """What :mod:`specdec.runners.kernels.layer` computes, in any precision."""
 
     def __init__(self) -> None:
         self._memory: dict[int, torch.Tensor] = {}
@@ -131,10 +132,10 @@ def launch(patch: pytest.MonkeyPatch, kernels: Any = None) -> Recorder:
     """From now on every device is apart, and fused runners are those of a CUDA device, recorded by this recorder."""
     recorder, stand_ins = Recorder(), Kernels()
     if kernels is None:
-        patch.setattr(copies, "address", stand_ins.address)
-    patch.setattr(copies, "is_apart", lambda device: True)
-    patch.setattr(plan.RunnerMaker, "_kernels", lambda maker: stand_ins if kernels is None else kernels)
-    patch.setattr(plan, "CudaRecorder", lambda device: recorder)
+        patch.setattr(device_copies, "address", stand_ins.address)
+    patch.setattr(device_copies, "is_apart", lambda device: True)
+    patch.setattr(choices.RunnerMaker, "_kernels", lambda maker: stand_ins if kernels is None else kernels)
+    patch.setattr(choices, "CudaRecorder", lambda device: recorder)
     return recorder
 
 

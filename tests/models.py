@@ -12,11 +12,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from drafters.adapter import Adapter, AdapterConfig, fitting_heads
-from drafters.datastore import build_datastore
-from drafters.fingerprint import fingerprint, known_tokenizer
-from drafters.medusa_heads import HeadsConfig, MedusaHeads
-from specdec.model import TransformersTarget
+from drafters.kangaroo.adapter import Adapter, AdapterConfig, fitting_heads
+from drafters.medusa.heads import HeadsConfig, MedusaHeads
+from drafters.rest.datastore import build_datastore
+from drafters.shared.fingerprint import fingerprint, known_tokenizer
+from specdec.models.transformers_target import TransformersTarget
 from specdec.target import Target
 
 WINDOW = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.registry import drafter_names
+from specdec.drafting.registry import drafter_names
 
 Always = Callable[..., bool]
 

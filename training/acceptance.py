@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.engine import Engine
-from specdec.sampling import SamplingParams
-from specdec.values import AtLeast1, check_fields
+from specdec.engine.engine import Engine
+from specdec.settings.sampling_params import SamplingParams
+from specdec.settings.validation import AtLeast1, check_fields
 from training.data import Sample
 
 __all__ = ["EvalConfig", "Tally", "Written", "continued_texts"]

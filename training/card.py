@@ -14,7 +14,7 @@ import torch
 import transformers
 import yaml
 
-from specdec.files import write_text, writing
+from specdec.settings.files import write_text, writing
 from training.packing import Windows
 
 __all__ = ["CardText", "among", "command_line", "identity", "model_card", "write_card"]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specdec.errors import CheckpointError, ConfigError
-from specdec.files import check_same_run, parse_json, replacing
+from specdec.settings.files import check_same_run, parse_json, replacing
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 

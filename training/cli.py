@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specdec.config import RunConfig, WeightsOptions, check_positive, resolve
+from specdec.engine.config import RunConfig, WeightsOptions, resolve
 from specdec.errors import ConfigError, check_choice
-from specdec.files import check_place, refuse_existing
-from specdec.options import Given, with_options
+from specdec.settings.files import check_place, refuse_existing
+from specdec.settings.options import Given, with_options
+from specdec.settings.parsing import check_positive
 
 __all__ = ["convert", "distill_data", "show_sample", "train", "tree_search"]
 
@@ -52,7 +53,7 @@ def convert(
 ) -> None:
     """Convert a published drafter checkpoint to safetensors."""
     check_choice("drafter to convert", drafter, ["kangaroo"])
-    from specdec.model import TransformersTarget
+    from specdec.models.transformers_target import TransformersTarget
     from training.convert import convert as convert_kangaroo
 
     check_place(out, "the adapter", folder=True)
@@ -69,8 +70,9 @@ def show_sample(
     tokens: int = typer.Option(1500, help="At most this many tokens."),
 ) -> None:
     """Print one sample with the trained tokens in green and the others dimmed."""
-    from specdec.text import load_tokenizer
-    from training.data import Skips, TextConfig, read_samples
+    from specdec.models.tokenizer import load_tokenizer
+    from training.data import TextConfig, read_samples
+    from training.skips import Skips
 
     tokenizer = load_tokenizer(model)
     skips = Skips()
@@ -111,8 +113,8 @@ def distill_data(
 
     The model's options and the drafter are those of `generate`; the drafter changes the speed, not the answers.
     """
-    from specdec.bench.questions import FORMATS
-    from specdec.load import load_run
+    from specdec.engine.load import load_run
+    from specdec.engine.questions import FORMATS
     from training.distill import SELF, distill, own_prompts, prompts_of
     from training.skips import SKIPPING, Skips
 
@@ -173,7 +175,7 @@ def tree_search(
 
     How often each head's ranks are right, and what a step of so many rows costs, are both measured.
     """
-    from specdec.load import load
+    from specdec.engine.load import load
     from training.acceptance import EvalConfig
     from training.tree_search import report
 
@@ -191,7 +193,7 @@ def tree_search(
 
 def coloured(tokens: list[int], trained: list[bool], tokenizer: Any) -> Text:
     """The tokens' text; runs of one kind are decoded together, so that no character is cut."""
-    from specdec.text import continuation
+    from specdec.engine.text_stream import continuation
 
     text = Text()
     begin = 0

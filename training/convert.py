@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from drafters.adapter import Adapter, AdapterConfig
-from drafters.fingerprint import fingerprint
-from drafters.kangaroo import check_adapter
-from drafters.weights import load_strictly, load_tensors, read_config, reading
+from drafters.kangaroo.adapter import Adapter, AdapterConfig
+from drafters.kangaroo.drafter import check_adapter
+from drafters.shared.fingerprint import fingerprint
+from drafters.shared.weights import load_strictly, load_tensors, read_config, reading
 from specdec.errors import CheckpointError, ConfigError
 from specdec.target import Target
 

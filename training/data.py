@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.conversations import is_text, turns_of, writes_chats
+from drafters.rest.stdlib_corpus import STDLIB, read_files
+from specdec.engine.conversations import is_text, turns_of, writes_chats
 from specdec.errors import ConfigError, shown
-from specdec.formats import read_content
-from specdec.values import check_fields
+from specdec.settings.formats import read_content
+from specdec.settings.validation import check_fields
 from training.skips import Skipping, Skips
 from training.spans import Message, answer_spans, chat_spans, plain, trained_tokens, vicuna_writer
 
@@ -58,7 +58,7 @@ class Sample:
 
 
 def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, skips: Skips) -> Iterator[Sample]:
-    """Samples of all sources: ``stdlib``, or files of conversations or of text, see :mod:`specdec.formats`.
+    """Samples of all sources: ``stdlib``, or files of conversations or of text, see :mod:`specdec.settings.formats`.
 
     Raises:
         ConfigError: a file that is neither, or of which more than a few records are of no use (``config.skip``); or a

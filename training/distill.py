@@ -17,19 +17,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from drafters.stdlib_corpus import STDLIB, read_files
-from specdec.batch import Request, Scheduler
-from specdec.bench.questions import Question, build_prompt, form_of, read_questions
-from specdec.conversations import MARK, is_text, turns_of, writes_chats
-from specdec.engine import Engine
+from drafters.rest.stdlib_corpus import STDLIB, read_files
+from specdec.engine.conversations import MARK, is_text, turns_of, writes_chats
+from specdec.engine.engine import Engine
+from specdec.engine.prompt import token_ids
+from specdec.engine.questions import Question, build_prompt, form_of, read_questions
+from specdec.engine.requests import Request
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.text_stream import as_content, stop_strings
 from specdec.errors import ConfigError, PromptError
-from specdec.files import write_text
-from specdec.formats import LINES, Record, read_content
-from specdec.prompt import token_ids
 from specdec.results import Generation
-from specdec.sampling import SamplingParams
-from specdec.text import as_content, stop_strings
-from specdec.unfinished import unfinished
+from specdec.settings.files import write_text
+from specdec.settings.formats import LINES, Record, read_content
+from specdec.settings.sampling_params import SamplingParams
+from specdec.settings.unfinished import unfinished
 from training.skips import Skipping, Skips
 
 __all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of", "talk"]
@@ -64,7 +65,7 @@ def prompts_of(
 
     A source is ``stdlib`` (the training side of Python's own sources), a ShareGPT file (its human turns), a question
     file (JSON with turns, prompt or question), or text, of which every ``prompt_tokens`` tokens are a prompt; see
-    :mod:`specdec.formats` for what is which. ``skips`` counts the conversations without a question;
+    :mod:`specdec.settings.formats` for what is which. ``skips`` counts the conversations without a question;
     ``skipping`` bounds their number per file.
 
     Raises:
@@ -125,9 +126,9 @@ def distill(
             answers are the same under every drafter.
         stop: strings that end an answer; it is cut before them.
         stop_token_ids: tokens that end an answer, beside the target's own end tokens.
-        form: how turns become a prompt, see :func:`specdec.bench.questions.build_prompt`.
-        batch: how many are answered at once; it changes the speed, and the answers only where :mod:`specdec.batch` says
-            that numbers round otherwise.
+        form: how turns become a prompt, see :func:`specdec.engine.questions.build_prompt`.
+        batch: how many are answered at once; it changes the speed, and the answers only where
+            :mod:`specdec.engine.scheduler` says that numbers round otherwise.
         run: JSON values that say what this run is; the unfinished file of another is refused.
 
     Raises:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from specdec.block import Block
-from specdec.model import TransformersTarget
+from specdec.models.transformers_target import TransformersTarget
+from specdec.step.block import Block
 from specdec.target import FINAL
 from training.packing import Batch
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import nn
 
-from drafters.adapter import Adapter, AdapterConfig, fitting_heads
-from drafters.fingerprint import fingerprint
-from drafters.vocabulary import most_frequent, number_in, ranks_of
+from drafters.kangaroo.adapter import Adapter, AdapterConfig, fitting_heads
+from drafters.shared.fingerprint import fingerprint
+from drafters.shared.vocabulary import most_frequent, number_in, ranks_of
 from specdec.errors import ConfigError
-from specdec.model import TransformersTarget
+from specdec.models.transformers_target import TransformersTarget
 from training.acceptance import Tally, Written
 from training.card import CardText, among
 from training.packing import Batch

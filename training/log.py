@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError, pip_line
-from specdec.files import append_lines, read_lines, replacing, write_text, writing
-from specdec.values import read_json
+from specdec.settings.files import append_lines, read_lines, replacing, write_text, writing
+from specdec.settings.validation import read_json
 
 __all__ = ["TrainingLog", "draw_curves", "plot", "read_log"]
 

@@ -25,7 +25,7 @@ from torch import nn
 from tqdm import tqdm
 
 from specdec.errors import NumericalError, pip_line
-from specdec.values import AtLeast1, check_fields
+from specdec.settings.validation import AtLeast1, check_fields
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.log import TrainingLog
 from training.packing import Batch, Windows

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from annotated_types import Gt, Le
 from torch import nn
 
-from drafters.fingerprint import fingerprint
-from drafters.medusa import Node, check_tree, nodes_of, paths_of
-from drafters.medusa_heads import HeadsConfig, MedusaHeads, with_roots
-from drafters.vocabulary import most_frequent, number_in, ranks_of
-from specdec.model import TransformersTarget
+from drafters.medusa.heads import HeadsConfig, MedusaHeads, with_roots
+from drafters.medusa.rank_paths import Node, check_tree, nodes_of, paths_of
+from drafters.shared.fingerprint import fingerprint
+from drafters.shared.vocabulary import most_frequent, number_in, ranks_of
+from specdec.models.transformers_target import TransformersTarget
 from training.acceptance import Written
 from training.card import CardText, among
 from training.packing import Batch

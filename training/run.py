@@ -13,16 +13,16 @@ from accelerate import Accelerator
 from annotated_types import Ge
 from torch import nn
 
-from drafters.fingerprint import fingerprint
-from drafters.vocabulary import token_counts
-from drafters.weights import check_fit
-from specdec.config import WeightsOptions
-from specdec.engine import Engine
+from drafters.shared.fingerprint import fingerprint
+from drafters.shared.vocabulary import token_counts
+from drafters.shared.weights import check_fit
+from specdec.engine.config import WeightsOptions
+from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
-from specdec.files import check_place, held_folder
-from specdec.model import TransformersTarget
-from specdec.text import load_tokenizer
-from specdec.values import check_fields
+from specdec.models.tokenizer import load_tokenizer
+from specdec.models.transformers_target import TransformersTarget
+from specdec.settings.files import check_place, held_folder
+from specdec.settings.validation import check_fields
 from training.acceptance import EvalConfig, Written, continued_texts
 from training.card import identity, model_card, write_card
 from training.data import TextConfig, load_samples
@@ -39,7 +39,7 @@ class TrainConfig(WeightsOptions):
     """Of any drafter's training; ``model`` and ``dtype`` are the frozen target's.
 
     Attributes:
-        data: ``stdlib``, files of conversations, or of text; :mod:`specdec.formats` says which is which.
+        data: ``stdlib``, files of conversations, or of text; :mod:`specdec.settings.formats` says which is which.
         eval_data: the same for evaluation; empty holds out a share of ``data``.
         out: folder of checkpoint, log and result.
         start: folder of weights to go on from, such as those in this package, on data of one's own; what is trained is

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specdec.errors import ConfigError
-from specdec.formats import Record
+from specdec.settings.formats import Record
 
 __all__ = ["SKIPPING", "Skipping", "Skips"]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specdec.conversations import vicuna
+from specdec.engine.conversations import vicuna
 from specdec.errors import first_line
 
 __all__ = ["Message", "Span", "Writer", "answer_spans", "chat_spans", "plain", "trained_tokens", "vicuna_writer"]

@@ -24,20 +24,23 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from drafters.medusa import Medusa, MedusaConfig, nodes_of
-from drafters.medusa_heads import MedusaHeads
-from drafters.stdlib_corpus import STDLIB
-from drafters.weights import check_fit, weights_folder
+from drafters.medusa.drafter import Medusa, MedusaConfig
+from drafters.medusa.heads import MedusaHeads
+from drafters.medusa.rank_paths import nodes_of
+from drafters.rest.stdlib_corpus import STDLIB
+from drafters.shared.weights import check_fit, weights_folder
 from specdec.drafter import Drafter
-from specdec.engine import Decoding, Engine
+from specdec.engine.engine import Engine
+from specdec.engine.sequence import Decoding
 from specdec.errors import ConfigError, pip_line
-from specdec.files import write_text, writing
 from specdec.results import Statistics
-from specdec.sampling import SamplingParams
+from specdec.settings.files import write_text, writing
+from specdec.settings.sampling_params import SamplingParams
 from training.acceptance import EvalConfig, Written, continued_texts
-from training.data import Skips, TextConfig, read_samples
+from training.data import TextConfig, read_samples
 from training.log import draw_curves
 from training.medusa import Config, MedusaTraining, roots_of
+from training.skips import Skips
 
 __all__ = [
     "Judged",

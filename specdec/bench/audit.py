@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from specdec.bench.plan import BASELINE
-from specdec.bench.questions import QuestionId
 from specdec.bench.records import Record, repeats_of
+from specdec.engine.questions import QuestionId
 from specdec.errors import ConfigError, shown
-from specdec.model import TransformersTarget
-from specdec.sampling import Sampler, SamplingParams, Scores
+from specdec.models.transformers_target import TransformersTarget
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.scores import Scores
+from specdec.settings.sampling_params import SamplingParams
 
 __all__ = ["Audit", "Divergence", "audit", "rounding_bound"]
 

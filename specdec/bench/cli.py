@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from specdec.bench.plan import Plan
-from specdec.config import parse, resolve
+from specdec.engine.config import resolve
 from specdec.errors import ConfigError
-from specdec.options import Given, with_options
+from specdec.settings.options import Given, with_options
+from specdec.settings.parsing import parse
 
 if TYPE_CHECKING:
     from specdec.bench.audit import Audit
@@ -49,7 +50,7 @@ def bench(
         typer.echo(f"{path}\nsha256 {digest}\nuse it with --questions spec_bench")
         return
     plan = resolve(Plan, given, where="bench")
-    from specdec.bench.figures import require_bench_extra
+    from specdec.costs.plots import require_bench_extra
 
     require_bench_extra()  # before the work, not after it
     folder = out or Path("runs") / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -80,8 +81,8 @@ def audit(
     from specdec.bench.environment import describe_model
     from specdec.bench.records import RunFolder
     from specdec.bench.tables import print_verdicts
-    from specdec.load import load
-    from specdec.model import TransformersTarget
+    from specdec.engine.load import load
+    from specdec.models.transformers_target import TransformersTarget
 
     folder = RunFolder(run)
     manifest = folder.manifest()

@@ -14,8 +14,8 @@ from typing import Any
 
 from specdec.bench.metrics import OVERALL, Interval, ratio_interval, speed_of
 from specdec.bench.plan import BASELINE
-from specdec.bench.questions import QuestionId, group_of
 from specdec.bench.records import Record, RunFolder, repeats_of
+from specdec.engine.questions import QuestionId, group_of
 from specdec.errors import ConfigError
 
 __all__ = ["Change", "Comparison", "compare_runs"]

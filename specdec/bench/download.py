@@ -7,9 +7,9 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
 
-from specdec.bench.questions import group_of, read_questions, spec_bench_path
+from specdec.engine.questions import group_of, read_questions, spec_bench_path
 from specdec.errors import ConfigError
-from specdec.files import digest_of, replacing, write_text
+from specdec.settings.files import digest_of, replacing, write_text
 
 __all__ = ["SPEC_BENCH_URL", "download_spec_bench"]
 

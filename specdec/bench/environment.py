@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from specdec.machine import processor
-from specdec.model import TransformersTarget
+from specdec.costs.machine import processor
+from specdec.models.transformers_target import TransformersTarget
 from specdec.version import __version__
 
 __all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model"]

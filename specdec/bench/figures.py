@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.bench.metrics import DEPTH, OVERALL, Metrics, Row
 from specdec.bench.plan import BASELINE, at_once
-from specdec.errors import ConfigError, pip_line
+from specdec.costs.plots import new_figure, scale_to_rows, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_figures", "new_figure", "require_bench_extra", "scale_to_rows", "sign", "tidy"]
+__all__ = ["draw_figures", "sign"]
 
 # Okabe and Ito's colours, told apart by most colour-blind eyes, and three more; then markers tell.
 _COLOURS = (
@@ -37,24 +37,6 @@ _PHASES = {
     "verify": "#009E73",
     "host": "#CC79A7",
 }
-
-
-def require_bench_extra() -> None:
-    """Raises ConfigError where matplotlib or jinja2 is not installed; specdec imports them only where it draws."""
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"figures and reports need {error.name}, which is not installed; run {pip_line('bench')}"
-        ) from error
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
 def draw_figures(metrics: Metrics, manifest: Mapping[str, Any], caption: str) -> dict[str, Figure]:
@@ -91,25 +73,6 @@ def _styles(systems: Sequence[str]) -> dict[str, Style]:
 def sign(figure: Figure, caption: str) -> None:
     """Say at the foot of a figure how it was made."""
     figure.supxlabel(caption, fontsize=6.5, color="#666666", x=0.01, ha="left")
-
-
-def tidy(axes: Axes, title: str, x: str = "", y: str = "") -> None:
-    """Titles on the left, labels, and no more lines than are needed."""
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-
-
-def scale_to_rows(axes: Axes, rows: Sequence[int]) -> None:
-    """Rows of a step across, on a scale of powers of two; what they cost upwards from 0."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(rows, [str(count) for count in rows])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.grid(color="#E5E5E5", lw=0.7)
 
 
 def _panels(titles: Sequence[str], title: str, x: str, y: str, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:

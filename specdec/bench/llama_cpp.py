@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from specdec.bench.plan import Plan
-from specdec.bench.systems import Output, Rival
-from specdec.engine import Engine
+from specdec.bench.records import Output
+from specdec.bench.rival import Rival
+from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
-from specdec.model import TransformersTarget
+from specdec.models.transformers_target import TransformersTarget
 
 __all__ = ["LlamaCpp"]
 

@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from specdec.bench.plan import BASELINE, at_once, with_batch
-from specdec.bench.questions import QuestionId, group_of
 from specdec.bench.records import Record, Turn, repeats_of
+from specdec.engine.questions import QuestionId, group_of
 
 __all__ = [
     "DEPTH",

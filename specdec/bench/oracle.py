@@ -12,13 +12,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from specdec.cost import measure
-from specdec.draft import Draft
+from specdec.costs.measuring import measure
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.engine import Engine
+from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
 from specdec.results import Generation
-from specdec.sampling import SamplingParams
+from specdec.settings.sampling_params import SamplingParams
+from specdec.step.tree import Draft
 
 __all__ = ["Oracle", "OraclePoint", "sweep_oracle"]
 

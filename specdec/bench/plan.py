@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge
-
-from specdec.bench.questions import FORMATS
-from specdec.config import EngineOptions
+from specdec.engine.config import EngineOptions
+from specdec.engine.questions import FORMATS
 from specdec.errors import ConfigError, check_choice
-from specdec.options import option
-from specdec.params import SamplingParams
-from specdec.values import AtLeast1, check_fields
+from specdec.settings.options import option
+from specdec.settings.sampling_params import SamplingParams
+from specdec.settings.validation import AtLeast1, Sizes, check_fields
 
 __all__ = ["ALL", "BASELINE", "Plan", "at_once", "label_of", "with_batch"]
 
@@ -23,8 +21,6 @@ ALL = "all"
 
 Spec = str | dict[str, Any]
 """A name, or a mapping with ``name``, ``label`` and options."""
-
-Sizes = Annotated[list[Annotated[int, Ge(1)]], "a list of sizes of at least 1, such as 1,2,4,8"]
 
 _sampling_option = functools.partial(option, panel="Sampling")
 

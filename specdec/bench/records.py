@@ -11,10 +11,18 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Lt, MaxLen, MinLen, Predicate
 
-from specdec.bench.questions import QuestionId
+from specdec.engine.questions import QuestionId
 from specdec.errors import ConfigError
-from specdec.files import append_lines, check_place, drop_unfinished, held_folder, read_lines, write_json, writing
-from specdec.values import read_json
+from specdec.settings.files import (
+    append_lines,
+    check_place,
+    drop_unfinished,
+    held_folder,
+    read_lines,
+    write_json,
+    writing,
+)
+from specdec.settings.validation import read_json
 
 __all__ = ["Key", "Output", "Record", "RunFolder", "Turn", "repeats_of"]
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from specdec.bench.audit import Audit
 from specdec.bench.environment import caption
-from specdec.bench.figures import draw_figures, require_bench_extra
+from specdec.bench.figures import draw_figures
 from specdec.bench.metrics import DEPTH, OVERALL, Metrics
 from specdec.bench.plan import BASELINE, at_once
-from specdec.bench.questions import QuestionId, group_of
 from specdec.bench.records import Record, RunFolder
 from specdec.bench.tables import batch_figures, figures_of
-from specdec.files import replacing, write_json, write_text
+from specdec.costs.plots import require_bench_extra
+from specdec.engine.questions import QuestionId, group_of
+from specdec.settings.files import replacing, write_json, write_text
 
 __all__ = ["answer_of", "caption_of", "markdown", "write_answers", "write_report"]
 

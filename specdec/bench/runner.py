@@ -20,17 +20,25 @@ from typing import Any
 
 from specdec.bench.environment import MemoryMeter, describe_environment, describe_model
 from specdec.bench.plan import Plan
-from specdec.bench.questions import Question, QuestionId, build_prompt, find_questions, group_of, read_questions, select
-from specdec.bench.records import Record, RunFolder, Turn
-from specdec.bench.systems import Contestant, Output, System, check_specs, make_systems
-from specdec.cost import measure
-from specdec.engine import Engine
+from specdec.bench.records import Output, Record, RunFolder, Turn
+from specdec.bench.systems import Contestant, System, check_specs, make_systems
+from specdec.costs.measuring import measure
+from specdec.engine.engine import Engine
+from specdec.engine.load import load
+from specdec.engine.questions import (
+    Question,
+    QuestionId,
+    build_prompt,
+    find_questions,
+    group_of,
+    read_questions,
+    select,
+)
+from specdec.engine.text_stream import TextStream, continuation
 from specdec.errors import ConfigError, ParallelError
-from specdec.files import check_same_run, digest_of
-from specdec.load import load
-from specdec.model import TransformersTarget
+from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.target import ParallelTarget
-from specdec.text import TextStream, continuation
+from specdec.settings.files import check_same_run, digest_of
 
 __all__ = ["Runner", "answer_prompts"]
 

@@ -13,35 +13,27 @@ from importlib.metadata import entry_points
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
-import torch
-from transformers.generation.streamers import BaseStreamer
-
-from specdec.batch import Request, Scheduler
 from specdec.bench.plan import ALL, BASELINE, Plan, label_of, with_batch
 from specdec.bench.records import Output
-from specdec.copies import wait
-from specdec.decoding import Decoding
-from specdec.engine import Engine
-from specdec.errors import CheckpointError, ConfigError, SpecdecError, check_choice
-from specdec.model import TransformersTarget
-from specdec.prefix import PrefixCache
-from specdec.pretrained import load_model
-from specdec.registry import drafter_names, make_drafter, parse_drafter
+from specdec.bench.rival import spelt_out
+from specdec.bench.transformers_systems import (
+    TransformersAssisted,
+    TransformersBatches,
+    TransformersEarlyExit,
+    TransformersLookup,
+)
+from specdec.drafting.registry import drafter_names, make_drafter, parse_drafter
+from specdec.engine.engine import Engine
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.requests import Request
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.sequence import Decoding
+from specdec.errors import ConfigError, SpecdecError, check_choice
+from specdec.step.device_copies import wait
 
-__all__ = [
-    "GROUP",
-    "Batching",
-    "Contestant",
-    "Drafted",
-    "Output",
-    "Rival",
-    "System",
-    "TransformersSystem",
-    "check_specs",
-    "make_systems",
-]
+__all__ = ["GROUP", "Batching", "Contestant", "Drafted", "System", "check_specs", "make_systems"]
 
 GROUP = "specdec.bench_systems"
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -197,162 +189,6 @@ def _output(decoding: Decoding, times: list[float]) -> Output:
     )
 
 
-class Rival:
-    """What rivals have in common; subclasses say what ``Options`` they take, and how they answer."""
-
-    ours = False
-    lossy = False
-    Options: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
-        for name in options:
-            check_choice(f"option of {label}", name, self.Options)
-        self.label, self.options = label, {**self.Options, **options}
-        self.target, self.plan = engine.target, plan
-        self.comparable = plan.temperature == 0  # else its random numbers are its own
-
-    @classmethod
-    def build(cls, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> Rival:
-        return cls(label, engine, plan, options)
-
-    def warm_up(self, prompt: list[int], budget: int) -> None:
-        self.answer(prompt, budget)
-
-    def reset(self) -> None:
-        pass
-
-    def answer(self, prompt: list[int], budget: int) -> Output:
-        raise NotImplementedError
-
-
-class TransformersSystem(Rival):
-    """Transformers' ``generate`` on the same model object, with its own attention; subclasses add their arguments."""
-
-    def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
-        super().__init__(label, engine, plan, options)
-        if not isinstance(engine.target, TransformersTarget):
-            raise ConfigError(f"{label} needs a transformers model, and the target is {type(engine.target).__name__}")
-        self._model: Any = engine.target.plain_model()  # ours may have repacked its weights
-
-    def arguments(self) -> dict[str, Any]:
-        """Further arguments of ``generate``."""
-        return dict(self.options)
-
-    def answer(self, prompt: list[int], budget: int) -> Output:
-        return self._generate([prompt], budget)[0]
-
-    def _generate(self, prompts: Sequence[list[int]], budget: int) -> list[Output]:
-        """Answer all prompts at once, padded on the left."""
-        plan, device, eos = self.plan, self.target.device, self.target.eos_ids
-        width = max(map(len, prompts))
-        padding, clock = min(eos, default=0), _Clock(len(prompts))
-        padded = [[padding] * (width - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        ids, attention_mask = torch.tensor(padded, device=device), torch.tensor(mask, device=device)
-        arguments: dict[str, Any] = {
-            "max_new_tokens": min(budget, self.target.context_length - width),
-            "do_sample": plan.temperature > 0,
-            "num_beams": 1,
-            "repetition_penalty": 1.0,  # a checkpoint may bring its own, and ours does not take it either
-            "eos_token_id": sorted(eos) or None,
-            "pad_token_id": padding,
-        }
-        if plan.temperature > 0:
-            arguments |= {"temperature": plan.temperature, "top_k": 0, "top_p": 1.0}
-        torch.manual_seed(plan.seed)
-        wait(device)
-        began = perf_counter()
-        out = self._model.generate(ids, attention_mask=attention_mask, streamer=clock, **arguments, **self.arguments())
-        wait(device)
-        ended = perf_counter()
-        # All rows run to the end of the longest text, and so have the same share of the clock.
-        seconds = {"wall": ended - began, "prefill": [*clock.times, ended][1] - began}
-        shares = {phase: spent / len(prompts) for phase, spent in seconds.items()}
-        times = [time - began for time in clock.times[1:]]
-        outputs = []
-        for row in out[:, width:].tolist():
-            ends = next((place for place, token in enumerate(row, 1) if token in eos), len(row))
-            counts = _fit(clock.counts[1:], ends)
-            reason = "eos" if ends and row[ends - 1] in eos else "length"
-            outputs.append(Output(row[:ends], counts, [], dict(shares), reason, times=times[: len(counts)]))
-        return outputs
-
-
-def _fit(counts: Sequence[int], total: int) -> list[int]:
-    """Step sizes that add up to ``total``: a block that is streamed may reach beyond the end that is returned."""
-    fitted: list[int] = []
-    for count in counts:
-        if sum(fitted) < total:
-            fitted.append(min(count, total - sum(fitted)))
-    return fitted
-
-
-class _Clock(BaseStreamer):
-    """A streamer that notes how many tokens each text gets, and when: the prompt first, then those of each step."""
-
-    def __init__(self, texts: int) -> None:
-        self._texts = texts
-        self.counts: list[int] = []
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.counts.append(value.numel() // self._texts)
-        self.times.append(perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-class TransformersBatches(TransformersSystem):
-    """Transformers' ``generate``, which takes a batch as a whole: the next one when all its texts have ended."""
-
-    def answer_batch(self, prompts: Sequence[list[int]], budget: int, batch: int) -> list[Output | Exception]:
-        found: list[Output | Exception] = []
-        for start in range(0, len(prompts), batch):
-            found += self._generate(prompts[start : start + batch], budget)
-        return found
-
-
-class TransformersLookup(TransformersSystem):
-    """Transformers' prompt lookup decoding."""
-
-    Options: ClassVar[dict[str, Any]] = {"prompt_lookup_num_tokens": 10}
-
-
-class TransformersEarlyExit(TransformersSystem):
-    """Transformers' self-speculation: the first layers draft, through the model's own head (LayerSkip)."""
-
-    Options: ClassVar[dict[str, Any]] = {"assistant_early_exit": 4}
-
-
-class TransformersAssisted(TransformersSystem):
-    """Transformers' assisted generation: ``assistant`` is a smaller model with the same tokenizer."""
-
-    Options: ClassVar[dict[str, Any]] = {"assistant": None}
-
-    def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
-        super().__init__(label, engine, plan, options)
-        path = self.options["assistant"]
-        if not isinstance(path, str):
-            raise ConfigError(f"{label} needs a draft model; give --set {label}.assistant=PATH")
-        try:
-            assistant: Any = load_model(
-                path, dtype=self._model.dtype, device=self.target.device, device_map=None, trust_remote_code=False
-            )
-        except CheckpointError as error:
-            raise CheckpointError(f"cannot load the assistant {path!r} of {label}: {error}") from error
-        sizes = [m.config.get_text_config().vocab_size for m in (assistant, self._model)]
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"the assistant {path!r} of {label} has {sizes[0]} tokens, and the model {sizes[1]}; "
-                "give one with the same tokenizer"
-            )
-        self._assistant = assistant.eval()
-
-    def arguments(self) -> dict[str, Any]:
-        return {"assistant_model": self._assistant}
-
-
 _BUILT_IN: Mapping[str, Any] = {
     "transformers": TransformersBatches,
     "transformers_lookup": TransformersLookup,
@@ -383,9 +219,11 @@ def make_systems(plan: Plan, engine: Engine) -> tuple[list[Contestant], dict[str
     if BASELINE not in map(label_of, specs):
         specs.append(BASELINE)
     specs.sort(key=lambda spec: label_of(spec) != BASELINE)
-    makers: list[Callable[[], Any]] = [partial(Drafted, label_of(spec), engine, _bare(spec), plan) for spec in specs]
+    makers: list[Callable[[], Any]] = [
+        partial(Drafted, label_of(spec), engine, spelt_out(spec), plan) for spec in specs
+    ]
     for spec in plan.systems:
-        options = _bare(spec)
+        options = spelt_out(spec)
         makers.append(partial(_system_type(options.pop("name")).build, label_of(spec), engine, plan, options))
     systems: list[Contestant] = []
     larger = plan.sizes[1:]
@@ -412,14 +250,9 @@ def check_specs(plan: Plan) -> None:
     """
     for spec in plan.drafters:
         if spec != ALL:
-            parse_drafter(_bare(spec))
+            parse_drafter(spelt_out(spec))
     for spec in plan.systems:
-        _system_type(_bare(spec).pop("name", ""))
-
-
-def _bare(spec: str | Mapping[str, Any]) -> dict[str, Any]:
-    """A spec's name and options, without its label."""
-    return {"name": spec} if isinstance(spec, str) else {key: spec[key] for key in spec if key != "label"}
+        _system_type(spelt_out(spec).pop("name", ""))
 
 
 def _system_type(name: str) -> Any:

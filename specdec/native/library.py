@@ -1,4 +1,5 @@
-"""The compiled library: ``layers.c`` built once per machine and compiler, kept on disk, and its functions and types.
+"""The compiled library: ``layers.c`` and its parts built once per machine and compiler, kept on disk, and its
+functions.
 
 Where there is no C compiler that works there is no library, and torch's kernels do the work.
 """
@@ -17,55 +18,15 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
-from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError, SpecdecWarning
-from specdec.files import cache_folder, digest_of, held
+from specdec.native.types import FUNCTIONS
+from specdec.settings.files import cache_folder, digest_of, held
 
-__all__ = [
-    "CODES",
-    "CODE_BYTES",
-    "PAIR",
-    "PANEL",
-    "STEP",
-    "CHead",
-    "CHeads",
-    "CLayer",
-    "CProduct",
-    "CRows",
-    "CShape",
-    "CSlots",
-    "CTurns",
-    "Kind",
-    "compiler",
-    "digest_of_library",
-    "install",
-    "library",
-    "products",
-]
-
-PANEL, PAIR = 32, 64
-"""Outputs that lie together in a weight, and to a multiple of which it is padded, as in ``layers.c``."""
-
-CODES, CODE_BYTES = 16, 96
-"""High bytes that have a code, and bytes that a panel has of two inputs' codes and low bytes, as there."""
-
-STEP = 32
-"""Inputs that a tile has of a row, as there."""
-
-
-class Kind(IntEnum):
-    """How a weight is stored: float32; bfloat16; bfloat16 by two inputs, for rows that are rounded to it too.
-
-    And the latter two with codes for high bytes.
-    """
-
-    FULL, HALF, PAIRS, CODED, CODED_PAIRS = range(5)
-
+__all__ = ["compiler", "digest_of_library", "install", "library", "products", "source"]
 
 _SOURCE = Path(__file__).with_name("layers.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
@@ -75,119 +36,19 @@ _UNFINISHED = ".unfinished-"  # what the folder is called in which the compiler 
 _SECONDS = 120  # a compiler that takes longer is not going to come back
 
 
-class CProduct(Structure):
-    _fields_ = (
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("highs", c_void_p),
-        ("odd", c_void_p),
-        ("odd_end", c_void_p),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("kind", c_int64),
-        ("tiles", c_int64),
-    )
-
-
-class CLayer(Structure):
-    _fields_ = (
-        ("qkv", CProduct),
-        ("out", CProduct),
-        ("gate_up", CProduct),
-        ("down", CProduct),
-        ("first_norm", c_void_p),
-        ("second_norm", c_void_p),
-        ("head_norm", c_void_p),
-        ("out_norm", c_void_p),
-        ("down_norm", c_void_p),
-        ("first_epsilon", c_float),
-        ("second_epsilon", c_float),
-        ("head_epsilon", c_float),
-        ("out_epsilon", c_float),
-        ("down_epsilon", c_float),
-        ("scale", c_float),
-        ("cap", c_float),
-        ("turns", c_int32),
-    )
-
-
-class CShape(Structure):
-    _fields_ = tuple(
-        (name, c_int64) for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "half", "gelu", "tiles")
-    )
-
-
-class CSlots(Structure):
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("size", c_int64),
-        ("stride", c_int64),
-        ("window", c_int64),
-    )
-
-
-class CTurns(Structure):
-    _fields_ = (("cosines", c_void_p), ("sines", c_void_p))
-
-
-class CRows(Structure):
-    _fields_ = (
-        ("rows", c_int64),
-        ("count", c_int64),
-        ("keys", c_int64),
-        ("blocks", c_void_p),
-        ("turns", c_void_p),
-        ("by_row", c_int64),
-        ("tokens", c_void_p),
-        ("embedding", c_void_p),
-    )
-
-
-class CHead(Structure):
-    _fields_ = (("product", CProduct), ("norm", c_void_p), ("epsilon", c_float))
-
-
-class CHeads(Structure):
-    _fields_ = (
-        ("blocks", c_void_p),
-        ("ends", c_void_p),
-        ("layers", c_int64),
-        ("heads", c_int64),
-        ("size", c_int64),
-        ("own", c_int64),
-    )
-
-
-_FUNCTIONS: dict[str, list[Any]] = {
-    "specdec_run_layers": [
-        POINTER(CShape), c_void_p, POINTER(CRows), c_void_p, c_void_p, c_void_p, c_int64, c_int64,
-        POINTER(CHead), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p,
-        c_void_p, c_void_p, c_void_p, c_int,
-    ],
-    "specdec_product": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
-    "specdec_guess": [POINTER(CHeads), c_void_p, c_void_p, c_int64, c_void_p, c_int, c_int],
-    "specdec_look_up": [POINTER(CProduct), c_void_p, c_int64, c_void_p, c_int],
-    "specdec_move": [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
-    "specdec_top": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int64, c_void_p, c_void_p],
-    "specdec_draw": [c_void_p, c_int64, c_int, c_float, c_uint64],
-    "specdec_rank": [
-        c_void_p, c_void_p, c_void_p, c_int64, c_double, c_uint64, c_int64, c_void_p, c_void_p,
-    ],
-    "specdec_chances": [
-        c_void_p, c_int64, c_int64, c_int, c_float, c_float, c_void_p, c_void_p, c_int64, c_void_p, c_void_p,
-    ],
-    "specdec_count_highs": [c_void_p, c_int64, c_void_p],
-    "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
-    "specdec_pairs": [],
-    "specdec_codes": [],
-    "specdec_tiles": [],
-}  # fmt: skip
-
-
 def compiler() -> str | None:
     """The C compiler that is used here, or None."""
     return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+
+def source(path: Path | None = None) -> str:
+    """The text of a C file, of ``layers.c`` for None, with the parts that it includes in their places."""
+    path = path or _SOURCE
+
+    def part(match: re.Match[str]) -> str:
+        return (path.parent / match[1]).read_text(encoding="utf-8")
+
+    return re.sub(r'(?m)^#include "(\w+\.h)"$', part, path.read_text(encoding="utf-8"))
 
 
 @cache
@@ -273,7 +134,7 @@ def _installed() -> Any:
 
 def _machine() -> str:
     """A note's name for this source and processor, which is known without a compiler."""
-    made_of = "|".join((_SOURCE.read_text(encoding="utf-8"), platform.machine(), *_flags(), *_FLAGS))
+    made_of = "|".join((source(), platform.machine(), *_flags(), *_FLAGS))
     return hashlib.sha256(made_of.encode()).hexdigest()[:16] + ".sha256"
 
 
@@ -369,7 +230,7 @@ def _load(path: Path) -> Any:
     """
     loaded = ctypes.CDLL(str(path))
     try:
-        for name, arguments in _FUNCTIONS.items():
+        for name, arguments in FUNCTIONS.items():
             getattr(loaded, name).argtypes = arguments
         for allocating in (
             loaded.specdec_run_layers,
@@ -400,7 +261,7 @@ def _key(compiler: str) -> str:
     # Its macros name its version and every instruction set that it takes from this machine; a chip's name may not.
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     macros = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout
-    made_of = "|".join((_SOURCE.read_text(encoding="utf-8"), macros, *_FLAGS))
+    made_of = "|".join((source(), macros, *_FLAGS))
     return hashlib.sha256(made_of.encode()).hexdigest()[:16]
 
 

@@ -173,7 +173,7 @@ def rank(
 ) -> tuple[list[int], list[float]] | None:
     """The ``count`` likeliest winners of a draw by the Gumbel numbers that a key gives, and their sums.
 
-    What is drawn from, and the order, are those of :meth:`specdec.sampling.Noise.ranked`.
+    What is drawn from, and the order, are those of :meth:`specdec.sampling.noise.Noise.ranked`.
     """
     if library() is None:
         return None

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from specdec.errors import ConfigError
+from specdec.models.loading import load_model
 from specdec.parallel.ranks import join, local_device
 from specdec.parallel.rows import ShardedTarget
 from specdec.parallel.target import ParallelTarget
 from specdec.parallel.tensor import TensorTarget
-from specdec.pretrained import load_model
 
 __all__ = ["load_parallel"]
 

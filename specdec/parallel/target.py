@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from specdec.cost import CostCurve, describe, kept_curve, new_curve, stored_at
-from specdec.model import TransformersTarget
+from specdec.costs.curve import CostCurve
+from specdec.costs.measuring import describe, kept_curve, new_curve, stored_at
+from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.ranks import Ranks, checksum
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 
 __all__ = ["ParallelTarget"]
 

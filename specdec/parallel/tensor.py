@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from specdec.block import Block, Rows
-from specdec.draft import Entry
 from specdec.parallel.ranks import checksum
 from specdec.parallel.target import ParallelTarget
+from specdec.step.block import Block, Rows
+from specdec.step.tree import Entry
 from specdec.target import TargetOutput
 
 __all__ = ["TensorTarget"]

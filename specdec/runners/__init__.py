@@ -3,7 +3,7 @@
 :mod:`runner` is the interface, :mod:`known` reads and recognises layers like Llama's and Gemma's, :mod:`layers` runs
 layers one after the other (``transformers``, ``fused``), :mod:`cuda` does so on a GPU in a few launches a layer
 (``fused`` there), :mod:`native` runs all in one call of C, and :mod:`plan` chooses. Every runner is held
-against the model's own logits before it is used (:mod:`specdec.selfcheck`).
+against the model's own logits before it is used (:mod:`specdec.models.self_check`).
 """
 
 __all__ = ["EXECUTIONS"]

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from specdec.attention import attend
-from specdec.block import Block, Rows
-from specdec.pages import FilePages
+from specdec.runners.attention import attend
 from specdec.runners.graphs import Recorder, StepGraphs, StepInputs, Turns
-from specdec.runners.known import KnownLayer
+from specdec.runners.known_layers import KnownLayer
 from specdec.runners.layers import LayerByLayer, stack_linears
+from specdec.runners.memory_pages import FilePages
+from specdec.step.block import Block, Rows
 
 __all__ = ["CudaLayer", "CudaRunner"]
 

@@ -1,11 +1,12 @@
 """Steps as CUDA graphs: what takes hundreds of launches from Python is recorded once, and takes one from then on.
 
 A graph repeats its launches with the very same arguments, so whatever differs from step to step is in memory that does
-not move: hidden states, cosines and sines, and what the block sends (:attr:`specdec.block.Block.step`), the addresses
+not move: hidden states, cosines and sines, and what the block sends (:attr:`specdec.step.block.Block.step`), the
+    addresses
 of the sequence's cache among it. So one graph does for every text of every length, for caches that grow, and for as
 many as there are; it is recorded per bucket of rows, of the tree's rows, and per layers that are run. Rows that fill a
-bucket are computed and read by nobody; they store nothing. Of a batch (:class:`specdec.block.Batch`) each sequence
-has a bucket.
+bucket are computed and read by nobody; they store nothing. Of a batch (:class:`specdec.step.batched_rows.Batch`) each
+sequence has a bucket.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from specdec import copies
-from specdec.block import Batch, Rows
 from specdec.errors import SpecdecWarning, first_line
+from specdec.step import device_copies
+from specdec.step.batched_rows import Batch
+from specdec.step.block import Rows
 
 __all__ = ["CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
 
@@ -104,7 +106,7 @@ class StepInputs:
         )
         self.windows = [group.window for group in block.parts[0][0].cache.group_of]
         self._bytes = torch.empty_like(block.sent["step"])
-        self._where = copies.views(self._bytes, block.shapes)
+        self._where = device_copies.views(self._bytes, block.shapes)
         self.parts = ((self, 0, rows),)
 
     def where(self) -> dict[str, torch.Tensor]:

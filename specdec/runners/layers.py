@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specdec.attention import ATTENTION, update_and_attend
-from specdec.block import Rows
 from specdec.errors import TargetError
-from specdec.pages import FilePages
-from specdec.replicas import Evaluated
-from specdec.rotary import Angles, Rotary, rotate
-from specdec.runners.known import KnownLayer, is_known_norm, stacked
+from specdec.runners.attention import ATTENTION, update_and_attend
+from specdec.runners.known_layers import KnownLayer, is_known_norm, stacked
 from specdec.runners.linear import DenseLinear
+from specdec.runners.memory_pages import FilePages
+from specdec.runners.replicas import Evaluated
+from specdec.runners.rotary import Angles, Rotary, rotate
 from specdec.runners.runner import Layer, LayerRunner
 from specdec.runners.snapshot import Snapshot
+from specdec.step.block import Rows
 
 __all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer", "stack_linears"]
 

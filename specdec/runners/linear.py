@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from specdec.errors import shown
-from specdec.joints import Joints
-from specdec.native.library import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct, Kind, library
-from specdec.pages import HugePages
+from specdec.native.library import library
+from specdec.native.types import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct, Kind
+from specdec.runners.boundary_ops import Joints
+from specdec.runners.memory_pages import HugePages
 
 __all__ = [
     "DenseLinear",

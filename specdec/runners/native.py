@@ -6,67 +6,29 @@ are beside it, so accepted rows are plain decoding's bit for bit.
 
 from __future__ import annotations
 
-import ctypes
-from array import array
-from collections.abc import Collection, Mapping, Sequence
-from ctypes import addressof, byref, c_float, c_int32, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from specdec.block import Block, Rows
-from specdec.cache import KVCache
-from specdec.joints import Joints
-from specdec.native.library import CHead, CLayer, CRows, CShape, CSlots, CTurns, library
-from specdec.native.scores import Found, Stored
-from specdec.pages import FilePages, trim_heap
-from specdec.replicas import Evaluated
-from specdec.rotary import Rotary
-from specdec.runners.known import KnownHead, KnownLayer, gain, gains, is_known_norm, stacked
+from specdec.native.library import library
+from specdec.runners.boundary_ops import Joints
+from specdec.runners.known_layers import KnownHead, KnownLayer, gain, gains, is_known_norm, stacked
 from specdec.runners.layers import FusedNorm
 from specdec.runners.linear import PackedWeight, TiedEmbedding
+from specdec.runners.memory_pages import FilePages, trim_heap
+from specdec.runners.native_layers import NativeHead, NativeLayer, NativeLayers, Reading, runs_heads_of
+from specdec.runners.replicas import Evaluated
+from specdec.runners.rotary import Rotary
 from specdec.runners.runner import FINAL, Finished, LayerRunner
 from specdec.runners.snapshot import Snapshot
-from specdec.sampling import Peaks
+from specdec.sampling.scores import Peaks
+from specdec.step.block import Rows
 
-__all__ = ["NativeLayer", "NativeLayers", "NativeRunner", "runs_heads_of", "why_not"]
+__all__ = ["DTYPES", "NativeRunner", "why_not"]
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NativeLayer:
-    """What the library needs of a layer.
-
-    Attributes:
-        products: of queries, keys and values; after attention; of gate and up; and down.
-        norms: [D] weights of the norms before attention and before the MLP.
-        epsilons: of these norms, and of those per head.
-        heads: of queries, and of keys.
-        head_norm: [heads, 1, head_dim] weights of norms per query and key head, or None.
-        after: weights [D] and epsilons of the norms of what attention and the MLP add, or none.
-        cap: of attention's scores, by a tanh; 0 for none.
-        turns: which of several rotary tables it reads.
-    """
-
-    products: tuple[PackedWeight, ...]
-    norms: tuple[torch.Tensor, torch.Tensor]
-    epsilons: tuple[float, float, float]
-    heads: tuple[int, int]
-    head_dim: int
-    scale: float
-    head_norm: torch.Tensor | None = None
-    after: Sequence[tuple[torch.Tensor, float]] = ()
-    cap: float = 0.0
-    turns: int = 0
-
-
-def runs_heads_of(head_dim: int, inner: int) -> bool:
-    """Whether the library has code for such heads and such an MLP."""
-    return head_dim % 16 == 0 and inner % 16 == 0
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
@@ -75,7 +37,7 @@ def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
     weight = first.linears[0][0].module.weight
     if weight.device.type != "cpu":
         return f"native layers run on a CPU, and the model is on {weight.device}"
-    if weight.dtype not in _DTYPES:
+    if weight.dtype not in DTYPES:
         return f"native layers compute in float32 and bfloat16, and the model in {str(weight.dtype)[6:]}"
     sizes = {(layer.query_heads, layer.key_heads, layer.head_dim, layer.inner, layer.gelu) for layer in layers}
     if len(sizes) > 1:
@@ -88,167 +50,6 @@ def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
     if library() is None:
         return "native layers need a C compiler (cc, gcc or clang), and none works here"
     return None
-
-
-class NativeLayers:
-    """Layers of the same sizes behind one call."""
-
-    def __init__(self, layers: Sequence[NativeLayer], *, gelu: bool = False) -> None:
-        first = layers[0]
-        self._dtype = first.products[0].dtype
-        self._held: list[Any] = [*layers]  # whose weights the library reads by address
-        inner = first.products[3].inputs
-        half = self._dtype is torch.bfloat16
-        self._library = library()
-        tiles = self._library.specdec_tiles()
-        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, half, gelu, tiles)
-        self._layers = (CLayer * len(layers))(*map(self._describe, layers))
-        self._turns: tuple[torch.Tensor, torch.Tensor, ctypes.Array[CTurns]] | None = None
-
-    def run(
-        self,
-        hidden: torch.Tensor | None,
-        block: Rows,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-        first: int,
-        last: int,
-        taps: Collection[int],
-        *,
-        by_row: bool = True,
-        reading: Reading | None = None,
-        embedding: PackedWeight | None = None,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``.
-
-        Where ``hidden`` is None it is the rows' tokens by the ``embedding``. Cosines and sines are float32: [T, d], of
-        the rows; if not ``by_row`` [K, positions, d], of positions 0, 1, 2, ... by the layers' tables. What a
-        ``reading`` asks for is there afterwards.
-        """
-        tokens, start = None, None
-        if hidden is None:
-            assert embedding is not None
-            tokens = (c_int64 * block.rows)(*block.ids)
-        else:
-            if hidden.dtype is not self._dtype or not hidden.is_contiguous():
-                hidden = hidden.to(self._dtype).contiguous()
-            start = hidden.data_ptr()
-        out = torch.empty(block.rows, self._shape.hidden, dtype=self._dtype)
-        keys, described, held = 0, list[int](), list[Any]()
-        for part, _, _ in block.parts:
-            tree, slots = _tree(part), _slots_of(part.cache)
-            held.append((tree, slots))
-            keys = max(keys, part.length + part.first + part.rows)
-            described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
-        blocks = (c_int64 * len(described))(*described)  # a Block of layers.c is six numbers
-        turns = self._described(cos, signed_sin, by_row)
-        told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(turns), by_row)
-        if tokens is not None and embedding is not None:
-            told.tokens, told.embedding = addressof(tokens), addressof(embedding.described)
-        found = {tap: torch.empty(out.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
-        wanted = None
-        if found:
-            wanted = (c_void_p * last)(*(found[n].data_ptr() if n in found else None for n in range(last)))
-        self._library.specdec_run_layers(
-            byref(self._shape),
-            self._layers,
-            byref(told),
-            start,
-            out.data_ptr(),
-            wanted,
-            first,
-            last,
-            *(_NO_HEAD if reading is None else reading.arguments),
-            torch.get_num_threads(),
-        )
-        return out, found
-
-    def _described(self, cos: torch.Tensor, signed_sin: torch.Tensor, by_row: bool) -> ctypes.Array[CTurns]:
-        """Where rotary tables lie; those of positions, which come again, are asked once."""
-        known = self._turns
-        if known is not None and known[0] is cos and known[1] is signed_sin:
-            return known[2]
-        tables = [(cos, signed_sin)] if by_row else [*zip(cos, signed_sin, strict=True)]
-        turns = (CTurns * len(tables))(*(CTurns(one.data_ptr(), other.data_ptr()) for one, other in tables))
-        if not by_row:
-            self._turns = cos, signed_sin, turns
-        return turns
-
-    def _describe(self, layer: NativeLayer) -> CLayer:
-        products = [product.described for product in layer.products]
-        per_head = None if layer.head_norm is None else self._hold(layer.head_norm)
-        after = map(self._hold, (weight for weight, _ in layer.after)) if layer.after else (None, None)
-        epsilons = [*layer.epsilons, *(epsilon for _, epsilon in layer.after)] + [0.0] * (2 - len(layer.after))
-        norms = [*map(self._hold, layer.norms), per_head, *after]
-        return CLayer(*products, *norms, *epsilons, layer.scale, layer.cap, layer.turns)
-
-    def _hold(self, weight: torch.Tensor) -> int:
-        held = weight.float().contiguous()
-        self._held.append(held)
-        return held.data_ptr()
-
-
-class NativeHead:
-    """The last norm and a packed head, which follow the last layer in the same call."""
-
-    def __init__(self, weight: torch.Tensor, epsilon: float, product: PackedWeight) -> None:
-        self._norm, self._product = weight.float().contiguous(), product
-        self._head = CHead(product.described, self._norm.data_ptr(), epsilon)
-
-    def reading(
-        self,
-        total: int,
-        rows: Sequence[int] | None,
-        final: bool,
-        likeliest: int = 1,
-        draws: Mapping[int, tuple[float, int]] | None = None,
-    ) -> Reading:
-        """What is to be read of ``total`` rows after the last layer; ``draws``: of those rows, some."""
-        count, dtype = total if rows is None else len(rows), self._product.dtype
-        normed = torch.empty(total, self._product.inputs, dtype=dtype) if final else None
-        logits = torch.empty(count, self._product.outputs, dtype=dtype) if count else None
-        best, address, half = (c_int64 * count)(), _address(logits), dtype is torch.bfloat16
-        wanted = None if rows is None else (c_int64 * count)(*rows)
-        most = min(likeliest, self._product.outputs) if likeliest > 1 else 0  # the largest alone takes less
-        found = Found(most, array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))) if most else None
-        stored = None if address is None else Stored(address, count, self._product.outputs, half, found)
-        places = (None, None) if found is None else (found.places.buffer_info()[0], found.values.buffer_info()[0])
-        by = keys = drawn = None
-        if draws and count:
-            by, keys, drawn = (c_float * count)(), (c_uint64 * count)(), (c_int64 * count)()
-            for place, row in enumerate(range(count) if rows is None else rows):
-                if row in draws:
-                    by[place], keys[place] = draws[row]
-        given = (self._head, _address(normed), wanted, count, address, best, most, *places, by, keys, drawn)
-        return Reading(normed, logits, stored, best, drawn, given)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """What is read after the last layer.
-
-    Attributes:
-        normed: [T, D] all rows after the last norm, if they are wanted.
-        logits: [R, V] of the rows that are, if any.
-        stored: where they lie.
-        best: the token with the largest of each row's, -1 where they are no distribution.
-        drawn: the tokens that were drawn, -1 where none was or it is to be found otherwise; None where none are to be.
-        arguments: of the library, that say so.
-    """
-
-    normed: torch.Tensor | None
-    logits: torch.Tensor | None
-    stored: Stored | None
-    best: ctypes.Array[c_int64]
-    drawn: ctypes.Array[c_int64] | None
-    arguments: tuple[Any, ...]
-
-
-_NO_HEAD = (None, None, None, 0, None, None, 0, None, None, None, None, None)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 class NativeRunner(LayerRunner):
@@ -415,28 +216,3 @@ class _PackedHead:
             logits: torch.Tensor = self._module(hidden)
             return logits
         return self.packed(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
-
-
-def _slots_of(cache: KVCache) -> ctypes.Array[CSlots]:
-    """A cache's slots of every layer, described anew where they have moved."""
-    if cache.described is None:
-        layers = zip(cache.keys, cache.values, cache.group_of, strict=True)
-        slots = [
-            CSlots(k.data_ptr(), v.data_ptr(), group.size, k.shape[2], group.window or 0) for k, v, group in layers
-        ]
-        cache.described = (CSlots * len(slots))(*slots)
-    return cache.described  # type: ignore[no-any-return]
-
-
-def _tree(block: Block) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
-    """Parents and depths of the tree's rows up to the block's last."""
-    end = block.first + block.rows
-    if block.parents is None:
-        return _chain(end)
-    return (c_int32 * end)(*block.parents[:end]), (c_int32 * end)(*block.depths[:end])
-
-
-@cache
-def _chain(rows: int) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
-    """Parents and depths of a chain."""
-    return (c_int32 * rows)(*range(-1, rows - 1)), (c_int32 * rows)(*range(rows))

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from specdec.block import Rows
-from specdec.joints import Joints
-from specdec.replicas import Evaluated
-from specdec.rotary import Angles
-from specdec.sampling import Peaks
+from specdec.runners.boundary_ops import Joints
+from specdec.runners.replicas import Evaluated
+from specdec.runners.rotary import Angles
+from specdec.sampling.scores import Peaks
+from specdec.step.block import Rows
 
 __all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
 

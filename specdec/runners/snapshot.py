@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_modules
 
 from specdec.errors import shown
-from specdec.runners.known import why_special
+from specdec.runners.known_layers import why_special
 
 __all__ = ["Outline", "Snapshot"]
 

@@ -14,16 +14,17 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from specdec import Draft, Engine, SamplingParams, TransformersTarget, copies
-from specdec.attention import BACKENDS as ALL_BACKENDS
-from specdec.attention import attend
+from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.bench.shapes import random_model, random_prompt
-from specdec.block import Block
-from specdec.cache import KVCache, LayerSpec
-from specdec.draft import ancestors
-from specdec.registry import drafter_names
+from specdec.drafting.registry import drafter_names
+from specdec.runners.attention import BACKENDS as ALL_BACKENDS
+from specdec.runners.attention import attend
 from specdec.runners.graphs import CudaRecorder
-from specdec.sampling import Noise
+from specdec.sampling.noise import Noise
+from specdec.step import device_copies
+from specdec.step.block import Block
+from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.tree import ancestors
 from tests.fakes import Alternating
 from tests.models import new_model, prompt_of, reference, settings_of
 
@@ -163,7 +164,7 @@ def naive(
 
 def test_numbers_are_read_as_they_were_when_asked_for() -> None:
     numbers = torch.arange(3.0, device=DEVICE)
-    told, late = copies.reading(numbers), copies.Later(numbers.long())
+    told, late = device_copies.reading(numbers), device_copies.Later(numbers.long())
     numbers += 1
     assert (told(), [*late]) == ([0, 1, 2], [0, 1, 2])
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specdec import Engine, Generation, SamplingParams, TransformersTarget
+from specdec.drafting.registry import drafter_names
 from specdec.native import library as native
-from specdec.registry import drafter_names
 from tests.fakes import Oracle
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
 from tests.tiers import each_once, matrix

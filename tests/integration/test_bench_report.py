@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from specdec import Engine, cli
+from specdec import Engine
 from specdec.bench.audit import audit
 from specdec.bench.metrics import measure
 from specdec.bench.plan import Plan
@@ -25,8 +25,9 @@ from specdec.bench.records import RunFolder
 from specdec.bench.report import write_report
 from specdec.bench.runner import Runner
 from specdec.bench.tables import batch_table
-from specdec.model import TransformersTarget
-from specdec.sampling import SamplingParams
+from specdec.cli import main as cli
+from specdec.models.transformers_target import TransformersTarget
+from specdec.settings.sampling_params import SamplingParams
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 

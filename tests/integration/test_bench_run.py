@@ -13,18 +13,19 @@ import pytest
 import torch
 
 from specdec import Engine
-from specdec.batch import forward_together
 from specdec.bench.audit import Audit, audit, rounding_bound
 from specdec.bench.plan import Plan
-from specdec.bench.records import Record, RunFolder, Turn
+from specdec.bench.records import Output, Record, RunFolder, Turn
 from specdec.bench.runner import Runner, answer_prompts
-from specdec.bench.systems import Drafted, Output, TransformersSystem, make_systems
+from specdec.bench.systems import Drafted, make_systems
+from specdec.bench.transformers_systems import TransformersSystem
+from specdec.drafting.joint_forward import forward_together
+from specdec.engine.load import load
 from specdec.errors import CheckpointError, ConfigError
-from specdec.load import load
-from specdec.model import TransformersTarget
-from specdec.pretrained import embedded_model
-from specdec.sampling import SamplingParams
-from specdec.values import read_json
+from specdec.models.loading import embedded_model
+from specdec.models.transformers_target import TransformersTarget
+from specdec.settings.sampling_params import SamplingParams
+from specdec.settings.validation import read_json
 from tests.models import new_model
 
 QUESTIONS = [
@@ -258,7 +259,7 @@ def test_several_at_once_write_what_one_by_one_writes(
         widths.append(len(turns))
         return forward_together(target, turns, *rest, **options)
 
-    monkeypatch.setattr("specdec.batch.forward_together", forward)
+    monkeypatch.setattr("specdec.engine.scheduler.forward_together", forward)
     runner = make(batch=[2], drafters=["none", "prompt_lookup"], systems=SYSTEMS)
     assert [system.label for system in runner.systems] == LABELS
     assert runner.manifest["left_out"] == {"transformers_lookup@2": "transformers_lookup answers one prompt at a time"}
@@ -500,7 +501,7 @@ def test_a_third_party_system_is_found(
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sample-system\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[specdec.bench_systems]\nbeams = specdec.bench.systems:TransformersSystem\n"
+        "[specdec.bench_systems]\nbeams = specdec.bench.transformers_systems:TransformersSystem\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
     runner = make(systems=["beams"])

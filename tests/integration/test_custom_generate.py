@@ -14,8 +14,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from specdec import Engine, TransformersTarget, custom_generate
+from specdec.drafting.registry import drafter_names
 from specdec.errors import ConfigError, NumericalError
-from specdec.registry import drafter_names
 from tests.fakes import Oracle
 from tests.models import PAD, VOCAB, greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
 from tests.tiers import matrix

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specdec import Engine, SamplingParams
 from specdec.bench.shapes import write_rule
-from specdec.registry import drafter_names
+from specdec.drafting.registry import drafter_names
 from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
 from tests.tiers import matrix
 

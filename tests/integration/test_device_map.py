@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.registry import drafter_names
+from specdec.drafting.registry import drafter_names
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
 
 PROMPT = prompt_of(11)

@@ -15,15 +15,16 @@ from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
 from specdec import Engine, SamplingParams
-from specdec.bench.questions import Question
-from specdec.cli import build, main
+from specdec.cli.main import build, main
+from specdec.engine.questions import Question
+from specdec.engine.text_stream import continuation
 from specdec.errors import CheckpointError, ConfigError, NumericalError
 from specdec.results import Generation, Statistics
-from specdec.text import continuation
 from tests.fakes import Reciter
 from tests.small_tokenizers import ids_of, tokenizer_of
-from training.data import Skips, TextConfig, read_samples
+from training.data import TextConfig, read_samples
 from training.distill import SELF, Distilled, distill, own_prompts, prompts_of, talk
+from training.skips import Skips
 
 TEXTS = ("import os\n", "def f(x):\n", "class A:\n", "for i in ")
 PROMPTS = [Question(id=n, category="code", turns=(text,), format="plain") for n, text in enumerate(TEXTS)]
@@ -194,7 +195,7 @@ def test_a_disk_that_refuses_is_named(tiny_engine: Engine, tmp_path: Path, monke
     def full(*given: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("specdec.unfinished.append_lines", full)
+    monkeypatch.setattr("specdec.settings.unfinished.append_lines", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*the same command goes on where it was"):
         made(tiny_engine, tmp_path / "out.json")
 

@@ -20,15 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from transformers import MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from drafters.adapter import Adapter
-from drafters.medusa_heads import MedusaHeads
-from specdec import Draft, Engine, SamplingParams, TransformersTarget, attention, copies, cost, model, processors
-from specdec.block import Block
-from specdec.cache import LayerSpec
-from specdec.joints import Joints
-from specdec.pages import FilePages
-from specdec.registry import drafter_names
-from specdec.runners import known, plan
+from drafters.kangaroo.adapter import Adapter
+from drafters.medusa.heads import MedusaHeads
+from specdec import Draft, Engine, SamplingParams, TransformersTarget
+from specdec.costs import measuring
+from specdec.drafting.registry import drafter_names
+from specdec.models import transformers_target
+from specdec.runners import attention, known_layers
+from specdec.runners import choice as choices
+from specdec.runners.boundary_ops import Joints
+from specdec.runners.memory_pages import FilePages
+from specdec.sampling import processors
+from specdec.step import device_copies
+from specdec.step.block import Block
+from specdec.step.cache import LayerSpec
 from specdec.target import FINAL
 from tests import models
 from tests.models import FAMILIES, prompt_of, settings_of
@@ -152,7 +157,7 @@ LAYER = SimpleNamespace(add_norm=_add_norm, turn_and_store=_turned, gate=_gated,
 
 
 def copy_in(arrays: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    return copies.views(torch.empty(copies.pack(arrays)[1], dtype=torch.uint8, device=device), arrays)
+    return device_copies.views(torch.empty(device_copies.pack(arrays)[1], dtype=torch.uint8, device=device), arrays)
 
 
 def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
@@ -169,22 +174,24 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(
         TransformersTarget, "_read_joints", lambda self, *_: {real.name: real.joints}.get(self.name, Joints())
     )
-    monkeypatch.setattr(copies, "copy_in", copy_in)
-    monkeypatch.setattr(copies, "copy_out", copy_out)
-    monkeypatch.setattr(copies, "reading", lambda tensor: tensor.tolist)
+    monkeypatch.setattr(device_copies, "copy_in", copy_in)
+    monkeypatch.setattr(device_copies, "copy_out", copy_out)
+    monkeypatch.setattr(device_copies, "reading", lambda tensor: tensor.tolist)
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: tree_kernel)
-    monkeypatch.setattr(copies, "address", lambda tensor: 0)
-    monkeypatch.setattr(plan, "layer_kernels", lambda *shapes: LAYER)
-    monkeypatch.setattr(plan, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list)))
-    monkeypatch.setattr(plan.RunnerMaker, "unpack", lambda maker: None)
-    monkeypatch.setattr(model, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB))
+    monkeypatch.setattr(device_copies, "address", lambda tensor: 0)
+    monkeypatch.setattr(choices, "layer_kernels", lambda *shapes: LAYER)
+    monkeypatch.setattr(choices, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list)))
+    monkeypatch.setattr(choices.RunnerMaker, "unpack", lambda maker: None)
+    monkeypatch.setattr(
+        transformers_target, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB)
+    )
     checks = SimpleNamespace(check_modules=lambda _: None, differs=lambda: None)
-    monkeypatch.setattr(model, "Reference", lambda *_: checks)
-    monkeypatch.setattr(known, "why_special", why_special)
-    monkeypatch.setattr(cost, "processor", lambda device: "none")
-    monkeypatch.setattr(copies, "wait", lambda device: None)
-    monkeypatch.setattr(copies, "seconds_of", lambda work, *_: 1.0 if work() else 0.0)
+    monkeypatch.setattr(transformers_target, "Reference", lambda *_: checks)
+    monkeypatch.setattr(known_layers, "why_special", why_special)
+    monkeypatch.setattr(measuring, "processor", lambda device: "none")
+    monkeypatch.setattr(device_copies, "wait", lambda device: None)
+    monkeypatch.setattr(device_copies, "seconds_of", lambda work, *_: 1.0 if work() else 0.0)
     with FakeTensorMode(allow_non_fake_inputs=True), Numbers():
         yield
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, SamplingParams, TransformersTarget, copies
+from specdec import Engine, SamplingParams, TransformersTarget
+from specdec.step import device_copies
 from tests.fakes import Drawing, Oracle
 from tests.models import VOCAB, new_model, prompt_of, reference
 from tests.unit.third_party_grammar import JsonSchema, JsonState
@@ -178,6 +179,6 @@ def test_on_a_device_masks_are_asked_for_on_the_host(tiny_engine: Engine, monkey
         return mask(state, scores)
 
     monkeypatch.setattr(JsonState, "mask", checked)
-    monkeypatch.setattr(copies, "is_apart", lambda device: True)
+    monkeypatch.setattr(device_copies, "is_apart", lambda device: True)
     assert engine.generate("config = ", 40, logits_processor=[grammar]).token_ids == expected.token_ids
     assert expected.stats.steps < len(expected.token_ids)

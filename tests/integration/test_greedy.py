@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.datastore import build_datastore
+from drafters.rest.datastore import build_datastore
 from specdec import Context, Engine, Generation, Observation
-from specdec.registry import drafter_names
+from specdec.drafting.registry import drafter_names
 from tests.fakes import Oracle, Spy
 from tests.models import FAMILIES, WINDOWS, greedy, model_of, prompt_of, reference, settings_of, target_of
 from tests.tiers import each_once, matrix
@@ -85,7 +85,7 @@ def plain(tiny_engine: Engine) -> Generation:
     return tiny_engine.generate(TEXT, 40)
 
 
-# Jacobi's guesses are seldom right on any text; tests/unit/test_jacobi.py has one on which they are.
+# Jacobi's guesses are seldom right on any text; tests/unit/drafters/test_jacobi.py has one on which they are.
 @pytest.mark.parametrize("drafter", [name for name in drafter_names() if name not in ("none", "jacobi")])
 def test_every_drafter_has_drafts_accepted(
     tiny_engine: Engine, plain: Generation, drafter: str, tmp_path: Path

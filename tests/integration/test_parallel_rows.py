@@ -18,10 +18,10 @@ import torch
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from specdec import Draft, Drafter, Engine, Generation, PrefixCache, SamplingParams
+from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.errors import ConfigError, NumericalError, ParallelError
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.rows import ShardedTarget
-from specdec.registry import drafter_names, make_drafter
 from tests.fakes import Drawing, Oracle, Scripted
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
 from tests.ranks import ThreadRanks, results, run_ranks

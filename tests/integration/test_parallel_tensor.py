@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from specdec import Draft, Engine, SamplingParams
+from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.errors import ParallelError
 from specdec.parallel.tensor import TensorTarget
-from specdec.registry import drafter_names, make_drafter
 from tests.fakes import Scripted
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
 from tests.ranks import ThreadRanks, results, run_ranks

@@ -17,8 +17,8 @@ import torch
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from specdec import Draft, Engine, SamplingParams
-from specdec.cost import roofline
-from specdec.registry import drafter_names, make_drafter
+from specdec.costs.curve import roofline
+from specdec.drafting.registry import drafter_names, make_drafter
 from tests.fakes import Oracle, Spy
 from tests.joint import assert_joint, five_token_target, joint_of
 from tests.models import VOCAB, prompt_of, settings_of, target_of

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from specdec import Drafter, Engine, SamplingParams, Step
-from specdec.model import TransformersTarget
-from specdec.registry import drafter_names
+from specdec.drafting.registry import drafter_names
+from specdec.models.transformers_target import TransformersTarget
 from tests.fakes import Oracle, Spy
 from tests.models import greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import Chunk, Engine, SamplingParams, TransformersTarget
-from specdec.text import TextStream, stop_strings
+from specdec.engine.text_stream import TextStream, stop_strings
 from tests.fakes import Oracle
 from tests.models import reference
 from tests.tiers import each_once

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from specdec.config import override
-from specdec.conversations import vicuna
+from specdec.engine.config import override
+from specdec.engine.conversations import vicuna
 from specdec.errors import ConfigError
-from specdec.pretrained import embedded_model
+from specdec.models.loading import embedded_model
 from tests.trained_texts import trained_texts
-from training.data import Sample, Skips, TextConfig, read_samples
+from training.data import Sample, TextConfig, read_samples
 from training.packing import pack
 from training.run import TrainConfig
+from training.skips import Skips
 
 
 @pytest.fixture(scope="module")

@@ -20,19 +20,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from drafters.adapter import Adapter
-from drafters.fingerprint import fingerprint
-from drafters.kangaroo import Kangaroo, KangarooConfig
-from drafters.vocabulary import most_frequent, token_counts
+from drafters.kangaroo.adapter import Adapter
+from drafters.kangaroo.drafter import Kangaroo, KangarooConfig
+from drafters.shared.fingerprint import fingerprint
+from drafters.shared.vocabulary import most_frequent, token_counts
 from specdec import Engine
-from specdec.cli import build, main
-from specdec.config import WeightsOptions, parse
-from specdec.draft import Draft
+from specdec.cli.main import build, main
+from specdec.engine.config import WeightsOptions
 from specdec.errors import CheckpointError, ConfigError
-from specdec.files import held_folder
-from specdec.model import TransformersTarget
-from specdec.pretrained import embedded_model
-from specdec.text import load_tokenizer
+from specdec.models.loading import embedded_model
+from specdec.models.tokenizer import load_tokenizer
+from specdec.models.transformers_target import TransformersTarget
+from specdec.settings.files import held_folder
+from specdec.settings.parsing import parse
+from specdec.step.tree import Draft
 from tests.fakes import Spy
 from tests.models import FAMILIES, prompt_of, random_adapter
 from training import kangaroo, medusa

@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from drafters.medusa import Medusa, MedusaConfig, nodes_of
-from drafters.medusa_heads import with_roots
+from drafters.medusa.drafter import Medusa, MedusaConfig
+from drafters.medusa.heads import with_roots
+from drafters.medusa.rank_paths import nodes_of
 from specdec import Engine, SamplingParams
-from specdec.cli import build
-from specdec.config import load_yaml
+from specdec.cli.main import build
+from specdec.drafting.registry import make_drafter
 from specdec.errors import CheckpointError, ConfigError
-from specdec.model import TransformersTarget
-from specdec.registry import make_drafter
+from specdec.models.transformers_target import TransformersTarget
+from specdec.settings.parsing import load_yaml
 from tests.models import prompt_of
 from training.acceptance import Written
 from training.medusa import NewHeads, new_heads

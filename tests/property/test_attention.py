@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.attention import attend, check_backend
-from specdec.block import Block
-from specdec.cache import KVCache, LayerSpec
-from specdec.draft import Draft
 from specdec.errors import ConfigError
+from specdec.runners.attention import attend, check_backend
+from specdec.step.block import Block
+from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.tree import Draft
 from tests.property.trees import parent_lists
 
 HEADS, GROUPS, WIDTH, VALUE_WIDTH = 4, 2, 8, 8

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
-from specdec.engine import Decoding
-from specdec.sampling import Noise
+from specdec.engine.sequence import Decoding
+from specdec.sampling.noise import Noise
 from tests.models import VOCAB, model_of, prompt_of, target_of
 
 TEMPERATURE = 0.8

@@ -7,16 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
-from specdec.block import Batch, Block
 from specdec.errors import SpecdecWarning
-from specdec.rotary import rotate, signed
-from specdec.runners import plan
+from specdec.runners import choice as choices
 from specdec.runners.cuda import CudaRunner
+from specdec.runners.rotary import rotate, signed
+from specdec.step.batched_rows import Batch
+from specdec.step.block import Block
 from tests.launching import launch
 from tests.models import new_model, prompt_of
 
 CompilationError = pytest.importorskip("triton", reason="Triton is not installed").CompilationError
-kernels = pytest.importorskip("specdec.kernels.layer")
+kernels = pytest.importorskip("specdec.runners.kernels.layer")
 
 # As little as shows every index at work: the interpreter takes its time for each program of each layer.
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -66,7 +67,7 @@ def test_turn_and_store(width: int, stored: int, normed: bool, first: int) -> No
 
 def test_kernels_are_tried_on_the_layers_that_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's errors are no RuntimeErrors, and one in the midst of loading would end it."""
-    load, shapes = plan.layer_kernels.__wrapped__, frozenset({(4, 2, 12, True), (4, 4, 8, False)})
+    load, shapes = choices.layer_kernels.__wrapped__, frozenset({(4, 2, 12, True), (4, 4, 8, False)})
     assert load(torch.device("cpu"), torch.float32, shapes) is kernels
     tried = []
 
@@ -83,13 +84,13 @@ def test_kernels_are_tried_on_the_layers_that_they_are_for(monkeypatch: pytest.M
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of few processors: in 32 parts of a short list of keys all but one would be empty."""
-    monkeypatch.setattr("specdec.kernels.step._PROGRAMS", 16)
+    monkeypatch.setattr("specdec.runners.kernels.step._PROGRAMS", 16)
 
 
 @pytest.fixture
 def interpreted(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused runners are those of a CUDA device."""
-    monkeypatch.setattr(plan.RunnerMaker, "_kernels", lambda maker: kernels)
+    monkeypatch.setattr(choices.RunnerMaker, "_kernels", lambda maker: kernels)
 
 
 @pytest.mark.usefixtures("interpreted")

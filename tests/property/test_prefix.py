@@ -24,11 +24,12 @@ from hypothesis.stateful import (
 )
 
 from specdec import Engine, PrefixCache
-from specdec.batch import Request, Scheduler
-from specdec.block import Block
-from specdec.cache import KVCache, LayerSpec
-from specdec.engine import Decoding
-from specdec.passes import alone
+from specdec.engine.requests import Request
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.sequence import Decoding
+from specdec.step.block import Block
+from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.forward_passes import alone
 from specdec.target import FINAL
 from tests.fakes import Oracle, Spy
 from tests.models import VOCAB, target_of

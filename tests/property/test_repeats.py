@@ -18,13 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from drafters.draft_model import DraftModel, DraftModelConfig
 from specdec import Drafter, Engine, PrefixCache, SamplingParams, TransformersTarget
-from specdec.live import LiveCosts
+from specdec.costs.live_curve import LiveCosts
+from specdec.drafting.registry import make_drafter
 from specdec.native import library as native
-from specdec.registry import make_drafter
 from specdec.target import Target
 from tests.models import BOS, VOCAB, new_model, settings_of, target_of
 from tests.property.test_engine import Letters
-from tests.unit.test_policy import curve_of
+from tests.unit.costs.test_policy import curve_of
 
 Job = tuple[tuple[int, ...], int, SamplingParams]
 LIGHT: tuple[Any, ...] = (

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from specdec.block import Block
-from specdec.cache import KVCache, LayerSpec
+from specdec.step.block import Block
+from specdec.step.cache import KVCache, LayerSpec
 from tests.property.test_attention import GROUPS, HEADS, MOST, WIDTH, Case, World, cases
 from tests.tiers import each_once
 
 pytest.importorskip("triton", reason="Triton is not installed")
-step = pytest.importorskip("specdec.kernels.step")
+step = pytest.importorskip("specdec.runners.kernels.step")
 
 
 def attended(world: World) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import Draft, Engine
-from specdec.text import TextStream, as_content, continuation
+from specdec.engine.text_stream import TextStream, as_content, continuation
 from tests.fakes import Reciter, Scripted
 from tests.small_tokenizers import KINDS, SPECIAL, ids_of, tokenizer_of
 

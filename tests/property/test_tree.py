@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import Draft, DraftBuilder, TransformersTarget
-from specdec.block import Block
-from specdec.cache import KVCache
-from specdec.draft import Entry, ancestors
 from specdec.errors import DraftError
+from specdec.step.block import Block
+from specdec.step.cache import KVCache
+from specdec.step.tree import Entry, ancestors
 from tests.models import VOCAB, model_of, prompt_of, target_of
 from tests.property.trees import parent_lists
 from tests.tiers import each_once

@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from specdec import attention
-from specdec.draft import Draft, ancestors
 from specdec.errors import SpecdecWarning
+from specdec.runners import attention, attention_kernels
+from specdec.step.tree import Draft, ancestors
 from tests.property.test_attention import Case, World, cases
 from tests.tiers import each_once
 
 CompilationError = pytest.importorskip("triton", reason="Triton is not installed").CompilationError
-kernel = pytest.importorskip("specdec.kernels.tree").tree_attention
+kernel = pytest.importorskip("specdec.runners.kernels.tree").tree_attention
 if not torch.cuda.is_available():
     assert type(kernel.__globals__["_tree"]).__name__ == "InterpretedFunction", "tests/conftest.py sets the interpreter"
 
@@ -76,7 +76,7 @@ def test_grouped_heads_of_width_128(indexed: bool, rows: int, window: int | None
     mask = torch.zeros(rows, edge + rows).masked_fill_(~seen, -torch.inf)
     first, scale = 20, 128**-0.5
     tail = torch.randperm(40, generator=generator)[: edge + rows] + first if indexed else (first, first + edge + rows)
-    prior = attention._plain(query, keys[:, :, :first], values[:, :, :first], scale, None)
+    prior = attention_kernels.plain_attention(query, keys[:, :, :first], values[:, :, :first], scale, None)
     got = kernel(query, keys, values, tail, mask, scale, prior)
     slots = tail if isinstance(tail, torch.Tensor) else torch.arange(*tail)
     chosen = torch.cat([torch.arange(first), slots])
@@ -105,9 +105,9 @@ def test_a_kernel_that_fails_is_replaced_and_named(monkeypatch: pytest.MonkeyPat
     shape = (torch.device("cpu"), torch.float32, 2, 8, 8)
     assert attention._load_tree_kernel.__wrapped__(*shape) is kernel
     with monkeypatch.context() as patch:
-        patch.setattr("specdec.kernels.tree.tree_attention", refused)
+        patch.setattr("specdec.runners.kernels.tree.tree_attention", refused)
         with pytest.warns(SpecdecWarning, match=r"Triton kernel for trees is not used.*CompilationError"):
             assert attention._load_tree_kernel.__wrapped__(*shape) is None
-    monkeypatch.setitem(sys.modules, "specdec.kernels.tree", None)
+    monkeypatch.setitem(sys.modules, "specdec.runners.kernels.tree", None)
     with pytest.warns(SpecdecWarning, match=r"Triton kernel for trees is not used.*ModuleNotFoundError"):
         assert attention._load_tree_kernel.__wrapped__(*shape) is None

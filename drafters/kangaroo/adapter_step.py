@@ -1,0 +1,210 @@
+"""An adapter at work: a few rows of each sequence at a time, with keys and values kept.
+
+It computes what ``Adapter.forward`` does for a whole text, in half the operations: one product for queries, keys and
+values and one for gate and up, residuals added by the product itself; where the adapter is a whole layer and there is
+a native library, in one call, up to the head's logits where the head is packed, too. A draft costs little more than
+reading weights, so what surrounds the products counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drafters.kangaroo.adapter import Adapter, rotations
+from specdec.runners.attention import attend, attend_all
+from specdec.runners.linear import HeadOf, LinearKernel, PackedWeight, linear_kernel
+from specdec.runners.native_layers import NativeHead, NativeLayer, NativeLayers, runs_heads_of
+from specdec.runners.rotary import rotate, signed
+from specdec.step.batched_rows import rows_of
+from specdec.step.block import Block
+from specdec.step.cache import KVCache, LayerSpec
+
+__all__ = ["AdapterCache", "AdapterStep", "Nodes"]
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class AdapterStep:
+    """An adapter's weights, laid out for drafting; the adapter itself is not needed any more.
+
+    Args:
+        adapter: as it was trained.
+        head: the target's, over the draft vocabulary if there is one; used unless the adapter has its own.
+        target_norm: the target's last norm, which the variant ``none`` ends with.
+
+    Attributes:
+        config: the adapter's.
+        norm: [D] weight of its last norm, which tells dtype and device.
+        alike: whether a sequence's logits are the same, bit for bit, whatever sequences are beside it.
+    """
+
+    def __init__(self, adapter: Adapter, head: Linear, target_norm: Linear | None = None) -> None:
+        self.config, self.norm = adapter.config, adapter.norm.detach()
+        self._target_norm = target_norm if adapter.config.variant == "none" else None
+        self._head = head if adapter.head is None else _stored(adapter.head)
+        if self.config.attends:
+            self._input_norm = adapter.input_norm.detach()
+            self._qkv = _stored(adapter.q_proj, adapter.k_proj, adapter.v_proj)
+            self._out = _stored(adapter.o_proj)
+        if self.config.has_mlp:
+            self._mlp_norm = adapter.mlp_norm.detach()
+            self._gate_up, self._down = _stored(adapter.gate_proj, adapter.up_proj), _stored(adapter.down_proj)
+        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._layer: NativeLayers | None = None
+        self._native_head: NativeHead | None = None
+        if self.config.attends and self.config.has_mlp:
+            eps = self.config.norm_eps
+            products, norms = (self._qkv, self._out, self._gate_up, self._down), (self._input_norm, self._mlp_norm)
+            packed = [product for product in products if isinstance(product, PackedWeight)]
+            size = self.config.head_dim
+            if len(packed) == len(products) and runs_heads_of(size, self.config.intermediate_size):
+                layer = NativeLayer(tuple(packed), norms, (eps, eps, 0.0), self.config.groups, size, size**-0.5)
+                self._layer = NativeLayers([layer])
+                own = self._head.packed if isinstance(self._head, HeadOf) else self._head
+                if isinstance(own, PackedWeight):
+                    self._native_head = NativeHead(self.norm, eps, own)
+        self.alike = self._layer is not None
+
+    def absorb(self, features: torch.Tensor, cache: AdapterCache) -> None:
+        """Cache keys and values of ``features`` [T, D] as the next T positions."""
+        states = self._qkv(self._normed(features, self._input_norm))
+        self._store(states, cache, cache.length, range(cache.length, cache.length + len(features)))
+        cache.length += len(features)
+
+    def _store(self, states: torch.Tensor, cache: AdapterCache, first: int, places: Sequence[int]) -> torch.Tensor:
+        """Cache keys and values from slot ``first`` on, and give the queries [H, T, d].
+
+        ``states`` [T, (H + 2 Hk) d] are queries, keys and values that are not rotated yet, to ``places``.
+        """
+        rows, (heads, key_heads) = len(states), self.config.groups
+        states = states.view(rows, heads + 2 * key_heads, -1).transpose(0, 1)  # [H + 2 Hk, T, d]
+        at = slice(places.start, places.stop) if isinstance(places, range) else places
+        cos, signed_sin = (table[0, at] for table in self._rotary(max(places) + 1))
+        turned = rotate(states[: heads + key_heads], cos, signed_sin)
+        cache.write(0, turned[None, heads:], states[None, heads + key_heads :], first)
+        return turned[:heads]
+
+    def guess(self, brought: Sequence[Nodes]) -> list[torch.Tensor]:
+        """[N, d] logits of what follows the nodes that each sequence brought.
+
+        Where they begin a tree, only the last one is asked; those before it are text from now on. With a single layer,
+        keys and values depend on the features alone, so they need no query.
+        """
+        features = [nodes.features for nodes in brought]
+        sizes, wanted = [len(own) for own in features], [len(one.features) if one.first else 1 for one in brought]
+        rows = features[0] if len(features) == 1 else torch.cat(features)
+        if self._layer is None:
+            logits = self._apart(rows, brought, sizes, wanted)
+        else:
+            logits = self._native(self._layer, rows, brought, sizes, wanted)
+        for nodes in brought:
+            if not nodes.first:
+                nodes.cache.length += len(nodes.features) - 1
+        return [logits] if len(brought) == 1 else [*torch.split(logits, wanted)]
+
+    def _apart(self, rows: torch.Tensor, brought: Sequence[Nodes], sizes: list[int], wanted: list[int]) -> torch.Tensor:
+        hidden = torch.cat([own[-count:] for own, count in zip(torch.split(rows, sizes), wanted, strict=True)])
+        if self.config.attends:
+            states = torch.split(self._qkv(self._normed(rows, self._input_norm)), sizes)
+            seen = [self._attended(*one) for one in zip(states, brought, wanted, strict=True)]
+            hidden = self._out.add(torch.cat(seen), hidden)
+        if self.config.has_mlp:
+            gate, up = self._gate_up(self._normed(hidden, self._mlp_norm)).chunk(2, -1)
+            hidden = self._down.add(F.silu(gate).mul_(up), hidden)
+        return self._head(self._normed(hidden, self.norm) if self._target_norm is None else self._target_norm(hidden))
+
+    def _attended(self, states: torch.Tensor, nodes: Nodes, wanted: int) -> torch.Tensor:
+        """[N, H d] what the last N nodes attend to; ``states`` as in ``_store``."""
+        cache, first = nodes.cache, nodes.cache.length + nodes.first
+        last = first + len(states)
+        if nodes.parents is None:  # the last one sees everything
+            queries = self._store(states, cache, first, range(first, last))
+            keys, values = (stored[0].narrow(2, 0, last) for stored in (cache.keys, cache.values))
+            found = attend_all(queries[None, :, -1:], keys, values)
+        else:
+            block = nodes.block()
+            places = [cache.length + depth for depth in block.depths[nodes.first :]]
+            found = attend(self._store(states, cache, first, places)[None], block, 0, self.config.head_dim**-0.5)
+        return found[0].transpose(0, 1).reshape(wanted, -1)
+
+    def _native(
+        self,
+        layer: NativeLayers,
+        rows: torch.Tensor,
+        brought: Sequence[Nodes],
+        sizes: list[int],
+        wanted: list[int],
+    ) -> torch.Tensor:
+        block, ends = rows_of([nodes.block() for nodes in brought]), accumulate(sizes)
+        asked = [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]
+        head = self._native_head
+        reading = None if head is None else head.reading(len(rows), asked, False)
+        cos, signed_sin = self._rotary(block.end)
+        hidden, _ = layer.run(rows, block, cos, signed_sin, 0, 1, (), by_row=False, reading=reading)
+        if reading is None:
+            return self._head(self._normed(hidden[asked], self.norm))
+        assert reading.logits is not None
+        return reading.logits
+
+    def _rotary(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines, and sines with the first half negated, [1, positions, d] of so many positions from 0 on, or more.
+
+        In float32 for the library, which reads them so.
+        """
+        if self._turns is None or self._turns[0].shape[1] < end:
+            places = torch.arange(max(1024, 1 << end.bit_length()), device=self.norm.device)
+            cos, sin = rotations(places, self.config, self.norm.dtype)
+            turns = cos[None], signed(sin)[None]
+            self._turns = turns if self._layer is None else (turns[0].float(), turns[1].float())
+        return self._turns
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
+
+
+class AdapterCache(KVCache):
+    """Keys and values of one sequence's adapter, a single layer; its positions are its own.
+
+    Args:
+        capacity: most tokens that will ever be committed.
+        rows: most rows of a tree behind them.
+    """
+
+    def __init__(self, adapter: AdapterStep, capacity: int, rows: int = 1) -> None:
+        config, like = adapter.config, adapter.norm
+        size, heads = config.head_dim, config.groups[1]
+        super().__init__([LayerSpec(heads, size, size, None, like.device, like.dtype)], capacity=capacity, rows=rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The next nodes of the tree behind a sequence's text, or its root after some more text.
+
+    Attributes:
+        features: [T, D] behind the exit layer.
+        cache: the adapter's, of what they follow.
+        first: nodes of the tree before these; 0: these are a chain that ends in the root.
+        parents, depths: of all nodes up to the last of these; None where each follows the one before it.
+    """
+
+    features: torch.Tensor
+    cache: AdapterCache
+    first: int = 0
+    parents: Sequence[int] | None = None
+    depths: Sequence[int] | None = None
+
+    def block(self) -> Block:
+        """Their rows."""
+        rows = range(len(self.features))
+        return Block(self.cache, rows, parents=self.parents, depths=self.depths, first=self.first)
+
+
+def _stored(*parts: nn.Linear) -> LinearKernel:
+    """One product for linears of one input."""
+    return linear_kernel(torch.cat([part.weight.detach() for part in parts]))

@@ -1,0 +1,473 @@
+"""Kangaroo (Liu, Tang, Liu, Ni, Wang and Han 2024, arXiv 2404.18911): the target's first layers draft for it.
+
+A round runs the newest token through layers [0, l), keeps its feature, and lets the adapter guess the next token from
+it; in the paper it ends after gamma guesses, or after one that the adapter does not trust (confidence <= eta), which is
+kept. Without an eta what pays is drafted: of a guess those tokens whose chances are worth their rows of verification
+and a shallow pass for all of them; and another guess behind the likeliest one if that one's chance is worth adapter and
+head, too, and in the same pass of the adapter behind those others that are worth a row of it. Verification enters at
+layer l with the kept features, so no layer runs twice for a token, and draft and verification share one cache. When
+sampling, tokens are ranked with the noise with which the target will draw.
+
+On a device nothing is read before the step is verified: there the chances of a token are what became of tokens of its
+rank in steps that are over, so that a round's guesses and their alternatives are settled before they are made. Where an
+eta is given, which has to be held against each guess, a chain's next shallow pass is launched first, so that the device
+has work while the host waits (docs/gpu.md has the sums).
+
+The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows that no guess was made
+behind wait in ``_pending`` and go in with the next root. So full acceptance is no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from drafters.kangaroo.adapter import Adapter, AdapterConfig
+from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
+from drafters.shared.vocabulary import DraftVocabulary, coupled, likeliest, processed
+from drafters.shared.weights import check_fit, weights_folder
+from specdec.costs.curve import pass_price
+from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
+from specdec.drafting.joint_forward import Forward
+from specdec.errors import CheckpointError, ConfigError, shown
+from specdec.sampling.noise import Noise
+from specdec.settings.parsing import check_positive
+from specdec.step import device_copies
+from specdec.step.block import Block
+from specdec.step.forward_passes import Pass, Passes
+from specdec.step.tree import Draft, Entry
+from specdec.target import Target
+
+__all__ = ["Kangaroo", "KangarooConfig", "check_adapter"]
+
+_BRANCH = 8  # most tokens of a guess that are verified because they pay
+_ACCEPTED, _GUESSES = 0.6, 4.0  # share of guesses that were accepted before any was made, and those it counts as
+_RIGHT, _PROMISED = 0.9, 8.0  # likeliest tokens that are right for one that is promised, and the promises it counts as
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KangarooConfig:
+    """Options.
+
+    Attributes:
+        adapter: folder of a trained adapter; None is the one in this package that was trained for the model.
+        exit_layer: draft with no adapter at all: leave behind this layer through the target's own norm and head, for
+            models that were trained for it (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710). The head is then run
+            for every draft.
+        eta: confidence at or below which a round ends; None takes the adapter's own, and where that is None, too, a
+            round goes on while it pays: of a guess as many tokens are verified as have a chance that is worth more than
+            their rows, if together they are worth a shallow pass, too; and the next guess is made behind the likeliest
+            one if its chance is worth adapter and head, too. On a device these chances are those of other
+            tokens of the same rank, and a round stays there.
+        gamma: most guesses of a round; None takes the adapter's own.
+        branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
+            paper's chain; None takes the adapter's own. Without an eta the most tokens of any guess, 8 for None; under
+            ``reject`` it is 1.
+        check_target: refuse a model that is not the one the adapter was trained for.
+    """
+
+    adapter: str | None = None
+    exit_layer: int | None = None
+    eta: float | None = None
+    gamma: int | None = None
+    branch: int | None = None
+    check_target: bool = True
+
+    def __post_init__(self) -> None:
+        if self.eta is not None and not 0 <= self.eta <= 1:
+            raise ConfigError(f"kangaroo.eta is {self.eta}; it is a probability, in [0, 1]")
+        check_positive("kangaroo.", gamma=self.gamma, branch=self.branch, exit_layer=self.exit_layer)
+        if self.adapter is not None and self.exit_layer is not None:
+            raise ConfigError(
+                f"kangaroo.exit_layer={shown(self.exit_layer)} drafts without an adapter, and kangaroo.adapter is "
+                f"{self.adapter!r}; give one of them"
+            )
+
+
+class Kangaroo(DrafterBase):
+    """A trained adapter and when to stop."""
+
+    name = "kangaroo"
+    draws = False
+    Config = KangarooConfig
+
+    def __init__(self, config: KangarooConfig, adapter: Adapter, target: Target) -> None:
+        super().__init__(config)
+        self.vocabulary = DraftVocabulary(adapter.draft_tokens, target)
+        self.adapter = AdapterStep(adapter, self.vocabulary.head, target.norm)
+        self.alike = self.adapter.alike and target.alike
+        self.exit_layer = adapter.config.exit_layer
+        self.eta = adapter.config.eta if config.eta is None else config.eta
+        self.gamma = adapter.config.gamma if config.gamma is None else config.gamma
+        own = adapter.config.branch if self.eta is not None else _BRANCH
+        self.branch = own if config.branch is None else config.branch
+        self.taps = frozenset({self.exit_layer})
+        # What is read by a shallow pass, and by adapter and head for a guess.
+        self.shallow_weights = target.layer_weights * self.exit_layer / target.num_layers
+        head = (adapter.config.draft_vocab or target.vocab_size) * target.hidden_size
+        self.guess_weights = head + sum(weight.numel() for weight in adapter.parameters())
+
+    @classmethod
+    def build(cls, config: KangarooConfig, target: Target) -> Kangaroo:
+        """Load the adapter for a target.
+
+        Raises:
+            CheckpointError: no adapter, a broken one, or one of another model.
+        """
+        if config.exit_layer is None:
+            adapter = Adapter.from_pretrained(weights_folder(config.adapter, target, "kangaroo.adapter"))
+        else:
+            size, vocabulary, layer = target.hidden_size, target.vocab_size, config.exit_layer
+            adapter = Adapter(
+                AdapterConfig(hidden_size=size, vocab_size=vocabulary, heads=1, exit_layer=layer, variant="none")
+            )
+        check_adapter(adapter.config, target, check_target=config.check_target)
+        return cls(config, adapter.to(target.head_device, target.dtype).requires_grad_(False).eval(), target)
+
+    def start(self, context: Context) -> KangarooSession:
+        return KangarooSession(self, context)
+
+    def guess(self, brought: Sequence[Nodes]) -> Sequence[torch.Tensor]:
+        """[N, d] logits of what follows the nodes that each sequence brought."""
+        return self.adapter.guess(brought)
+
+
+def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool = True) -> None:
+    """Raises CheckpointError where an adapter cannot serve a target, or was trained for another one."""
+    check_fit(config, target, Kangaroo.name, check_target=check_target)
+    if config.exit_layer >= target.num_layers:
+        raise CheckpointError(
+            f"drafting leaves behind layer {shown(config.exit_layer)}, and the model has {target.num_layers} layers; "
+            f"the exit layer must be in [1, {target.num_layers - 1}]"
+        )
+
+
+class KangarooSession(BatchedSession):
+    def __init__(self, drafter: Kangaroo, context: Context) -> None:
+        self._drafter, self._adapter, self._context = drafter, drafter.adapter, context
+        self._forward = Forward(context.target, drafter.exit_layer)
+        self._gamma = min(drafter.gamma, context.max_rows)  # more would not fit a step
+        most = min(self._gamma * drafter.branch, context.max_rows)  # rows below the root
+        self._cache = AdapterCache(drafter.adapter, context.prompt_length + context.remaining, most + 1)
+        self._pending: list[torch.Tensor] = []  # [1, D] features of committed tokens that the adapter has not seen
+        self._tokens: Sequence[int] = []  # of this round's draft
+        # The tree of the rows that the adapter has seen in this round: which rows of the draft, and the parents in it.
+        self._drafted: list[int] = []
+        self._above: list[int] = []
+        params = context.sampling
+        self._temperature, self._processors = params.temperature, params.processors()
+        self._reads_prefix = params.repetition_penalty != 1
+        self._ids: Any = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)  # where they are read
+        sampled = params.temperature > 0 and params.acceptance != "typical"
+        self._draws = sampled and params.acceptance == "reject"  # from q, or else with the target's own noise
+        self._noise = drafter.vocabulary.noise(context.noise) if sampled and not self._draws else None
+        target = context.target
+        self._apart = apart = device_copies.is_apart(target.device) and device_copies.is_apart(target.head_device)
+        self._stays = apart and drafter.eta is None
+        self._wide = drafter.eta is None and not (apart or self._draws or self._reads_prefix)  # guess behind siblings
+        self._ahead = apart and drafter.eta is not None and drafter.branch == 1  # else what is read says how many rows
+        # In plain steps: a shallow pass of one row, a guess, and a step by its rows.
+        costs, length = context.costs, context.prompt_length
+        self._shallow_price, self._guess_price = (
+            pass_price(weights, context.target, costs, length)
+            for weights in (drafter.shallow_weights, drafter.guess_weights)
+        )
+        self._steps = costs.steps(length, 2 * most + 1)
+        self._deep = 1 - drafter.exit_layer / context.target.num_layers
+        # Of each row that the adapter has seen the chance of its likeliest token, and those kept: or where they are.
+        self._guessed: list[tuple[float, list[int] | slice]] = []
+        self._accepted, self._guesses = _ACCEPTED * _GUESSES, _GUESSES  # where all above was right
+        self._right, self._promised = _RIGHT * _PROMISED, _PROMISED
+        # By rank how many were right, and how many there were; what is not known takes its share of what is left over.
+        ranks = range(min(drafter.branch, context.max_rows))
+        self._ranks = [[_ACCEPTED * (1 - _ACCEPTED) ** rank * _GUESSES, _GUESSES] for rank in ranks]
+
+    def passes(self, room: int) -> Passes[Draft]:
+        """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
+        drafter, context, drawn_from = self._drafter, self._context, None
+        most = min(self._gamma, room - 1, context.remaining - 1)
+        parents, depths = [-1], [0]
+        self._drafted, self._above, self._guessed = [], [], []
+        tokens: list[int] = [context.root]
+        self._tokens = tokens
+        if most < 1:
+            return Draft(tokens, parents)
+        if self._reads_prefix:
+            self._ids = torch.tensor([context.tokens], device=self._ids.device)
+        root = self._shallow(tokens, parents, depths)
+        features = [(yield root).hidden]
+        unread: list[torch.Tensor] = [root.brought.block.tokens[0]] if self._stays else []
+        q: dict[int, torch.Tensor] = {}
+        nodes, reached, cost = range(1), [1.0], 0.0  # rows to guess behind, and the chances that all above is right
+        while nodes and depths[nodes[0]] < most and len(parents) < room:
+            scores = self._scores((yield self._guess(nodes, features[-1], parents, depths)))
+            cost += self._guess_price * self._steps[len(nodes)]
+            last, first, left = nodes[0], len(parents), min(drafter.branch, room - len(parents))
+            listed = None if self._draws else self._listed(scores, depths[last])
+            if listed is None:
+                shares, places, drawn_from = (self._draw if self._draws else self._rank)(scores[0], depths[last])
+            chosen: Sequence[int]
+            if self._stays:
+                count, reached = self._unread(reached[0], first, min(left, len(places)))
+                unread.append(drafter.vocabulary.tokens_at(places[:count].clamp(min=0)))
+                chosen, above = device_copies.Later(unread[-1]), [last] * count
+            else:
+                if listed is None:
+                    # In one copy from the device; a number is exact in float64, too.
+                    read = device_copies.reading(torch.cat((places.double(), shares.double())))
+                    if self._ahead:
+                        ahead = device_copies.Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
+                        hidden = (yield self._shallow(ahead, [*parents, last], [*depths, depths[last] + 1])).hidden
+                    found = read()
+                    listed = [(found[: len(places)], found[len(places) :])]
+                guesses = [
+                    [(int(number), chance) for number, chance in zip(*one, strict=True) if chance > 0 and number >= 0]
+                    for one in listed
+                ]
+                if not guesses[0]:  # weights so large that the adapter says NaN
+                    break
+                if drafter.eta is None:
+                    above, numbers, reached = self._worth(nodes, reached, guesses, first, left)
+                else:
+                    numbers, reached = self._trusted(guesses[0], drawn_from, left)
+                    above = [last] * len(numbers)
+                chosen = [drafter.vocabulary.token(number) for number in numbers]
+                tokens += chosen
+                for node, guess in zip(nodes, guesses, strict=True):
+                    kept = [token for token, row in zip(chosen, above, strict=True) if row == node]
+                    # The likeliest one is judged, kept or not.
+                    judged = kept or [drafter.vocabulary.token(number) for number, _ in guess[:1]]
+                    self._guessed.append((guess[0][1] if guess else 0.0, judged))
+            if not above:
+                break
+            if drawn_from is not None:
+                q[last] = drafter.vocabulary.spread(drawn_from, 0.0)
+            if self._reads_prefix:
+                newest = unread[-1][:1] if self._stays else torch.tensor(chosen[:1], device=self._ids.device)
+                self._ids = torch.cat((self._ids, newest.to(self._ids.device)[None]), 1)
+            parents += above
+            depths += [depths[last] + 1] * len(above)
+            features.append(hidden if self._ahead else (yield self._shallow(chosen, parents, depths)).hidden)
+            nodes = range(first, first + len(reached))
+        cost += (len(features) - 1) * self._shallow_price
+        entry = Entry(drafter.exit_layer, torch.cat(features))
+        if self._stays:
+            self._tokens = device_copies.Later(torch.cat([own.to(self._ids.device) for own in unread]))
+        return Draft(self._tokens, parents, q=q, entry=entry, cost=cost)
+
+    def _unread(self, reached: float, rows: int, most: int) -> tuple[int, list[float]]:
+        """How many tokens of a guess are verified that nobody has read, and :meth:`_onward` of the first."""
+        chances = [right / made for right, made in self._ranks[:most]]
+        hopes = self._hopes(reached, chances)
+        count = max(self._paying(hopes, rows), 1)  # or nothing would be learned; the policy may say to draft nothing
+        self._guessed.append((chances[0], slice(rows, rows + count)))
+        return count, self._onward(hopes[:1], rows + count)
+
+    def _trusted(
+        self, guess: Sequence[tuple[int, float]], drawn_from: torch.Tensor | None, most: int
+    ) -> tuple[list[int], list[float]]:
+        """The likeliest token's number, and that a guess follows; with no confidence, its alternatives, and none."""
+        assert self._drafter.eta is not None
+        if guess[0][1] > self._drafter.eta:
+            return [guess[0][0]], [1.0]
+        count = min(most, len(guess))
+        if drawn_from is not None and count > 1:
+            return self._alternatives(drawn_from, count), []
+        return [number for number, _ in guess[:count]], []
+
+    def _worth(
+        self,
+        nodes: Sequence[int],
+        reached: Sequence[float],
+        guesses: Sequence[Sequence[tuple[int, float]]],
+        rows: int,
+        most: int,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """What pays of the guesses, each a number and its chance, behind some rows: the likeliest to be reached first.
+
+        Returns:
+            The row that each token follows; the token's number; and :meth:`_onward`.
+        """
+        found = [
+            (hope, node, number)
+            for node, reach, guess in zip(nodes, reached, guesses, strict=True)
+            for (number, _), hope in zip(guess, self._hopes(reach, [chance for _, chance in guess]), strict=True)
+        ]
+        if len(nodes) > 1:
+            found.sort(key=itemgetter(0), reverse=True)
+        hopes = [hope for hope, _, _ in found[:most]]
+        count = self._paying(hopes, rows)
+        onward = self._onward(hopes[: count if self._wide else min(count, 1)], rows + count)
+        return [node for _, node, _ in found[:count]], [number for _, _, number in found[:count]], onward
+
+    def _hopes(self, reached: float, chances: Sequence[float]) -> list[float]:
+        """That tokens are right with all above them: by how often what was promised has come."""
+        sure = self._right / self._promised
+        return [reached * min(1.0, sure * chance) for chance in chances]
+
+    def _paying(self, hopes: Sequence[float], rows: int) -> int:
+        """How many tokens bring most over what they cost, the likeliest first; ``rows``: of the draft, so far."""
+        steps, nets = self._steps, [0.0]
+        for row, hope in enumerate(hopes, rows):
+            # The first one pays for a shallow pass, in which the others are but rows.
+            price = self._first_price(rows) if row == rows else steps[row + 1] - steps[row]
+            nets.append(nets[-1] + hope - price)
+        return nets.index(max(nets))
+
+    def _onward(self, hopes: Sequence[float], rows: int) -> list[float]:
+        """Of those behind which another guess pays, the hopes.
+
+        The first one pays for adapter, head and a shallow pass, in which the others are but rows.
+        """
+        steps, accepted, onward = self._steps, self._accepted / self._guesses, list[float]()
+        price = self._guess_price + self._first_price(rows)
+        for row, hope in enumerate(hopes, rows):
+            if row > rows:
+                guessed = len(onward)
+                price = self._guess_price * (steps[guessed + 1] - steps[guessed]) + steps[row + 1] - steps[row]
+            if hope * accepted <= price:
+                break
+            onward.append(hope)
+        return onward
+
+    def _first_price(self, rows: int) -> float:
+        """Of a token behind ``rows`` others: a shallow pass and a deep row."""
+        return self._shallow_price + self._deep * (self._steps[rows + 1] - self._steps[rows])
+
+    def observe(self, seen: Observation) -> None:
+        features = seen.taps[self._drafter.exit_layer]
+        if seen.draft is None:
+            if len(self._context.tokens) > self._context.prompt_length:  # it rests, and a pass now would be for one row
+                self._pending += [features[row : row + 1] for row in range(len(features))]
+            elif self._adapter.config.attends:
+                self._adapter.absorb(features.to(self._adapter.norm.device), self._cache)
+            return
+        committed = [seen.draft.tokens[0], *seen.tokens[:-1]]
+        known = self._known(committed)
+        self._cache.commit(known)
+        for own, token in zip(known, seen.tokens, strict=False):
+            if own >= len(self._guessed):
+                break
+            chance, guess = self._guessed[own]
+            chosen = guess if isinstance(guess, list) else self._tokens[guess]
+            for guessed, rank in zip(chosen, self._ranks, strict=False):
+                rank[0] += guessed == token
+                rank[1] += 1
+            self._guesses += 1
+            self._accepted += token in chosen
+            self._promised += chance
+            self._right += chosen[:1] == [token]
+        if len(known) < len(committed):
+            self._pending += [features[row : row + 1] for row in seen.path[len(known) :]]
+        self._drafted, self._above, self._guessed = [], [], []
+
+    def _known(self, committed: Sequence[int]) -> list[int]:
+        """Of the rows that the adapter has seen in this round those that became text; by tokens, whoever drafted."""
+        path, above, first = list[int](), -1, 0
+        for token in committed:
+            rows = range(first, len(self._drafted))
+            here = next(
+                (own for own in rows if self._above[own] == above and self._tokens[self._drafted[own]] == token), None
+            )
+            if here is None:
+                break
+            path.append(here)
+            above, first = here, here + 1
+        return path
+
+    def _shallow(self, rows: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Pass:
+        """These tokens, the draft's last rows, through layers [0, l), into their slots."""
+        context, target = self._context, self._context.target
+        chain = depths[-1] == len(depths) - 1
+        block = Block(
+            context.cache, rows, parents=None if chain else parents, depths=None if chain else depths,
+            first=len(depths) - len(rows), device=target.device, backend=target.backend,
+        )  # fmt: skip
+        return self._forward.of(block)
+
+    def _guess(
+        self, rows: Sequence[int], features: torch.Tensor, parents: Sequence[int], depths: Sequence[int]
+    ) -> Pass:
+        """The adapter's guesses after some rows, whose features come first; the root, row 0, brings what waited."""
+        features, first = features[: len(rows)], len(self._drafted)
+        self._above += [self._drafted.index(parents[row]) if row else -1 for row in rows]
+        self._drafted += rows
+        chain = self._above[-1] == len(self._above) - 2 and len(rows) == 1 and depths[rows[0]] == first
+        if self._pending:
+            features = torch.cat((*self._pending, features))
+            self._pending.clear()
+        places, seen = (None, None) if chain else (self._above, [depths[row] for row in self._drafted])
+        nodes = Nodes(features.to(self._adapter.norm.device), self._cache, first, places, seen)
+        return Pass(self._drafter.guess, nodes, self._drafter.alike)
+
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, d] guesses, under the processors that the target's logits are under."""
+        if not self._processors:
+            return logits
+        vocabulary, scores = self._drafter.vocabulary, logits.float()
+        if not self._reads_prefix:
+            return processed(scores, self._ids, self._processors)
+        scores = vocabulary.spread(scores[0], -torch.inf)  # by the tokens' ids
+        return vocabulary.gather(processed(scores[None], self._ids, self._processors)[0])[None]
+
+    def _listed(self, scores: torch.Tensor, depth: int) -> list[tuple[Sequence[float], Sequence[float]]] | None:
+        """Of each guess the likeliest tokens' numbers, likeliest first, and their chances to be the target's choice.
+
+        All are behind rows of one depth. None where reading them means waiting for a device.
+        """
+        if self._apart:
+            return None
+        found, place = list[tuple[Sequence[float], Sequence[float]]](), self._place(depth)
+        for row in scores:
+            one = likeliest(row, self._drafter.branch, self._noise, place, self._temperature)
+            if one is None:
+                shares, places, _ = self._rank(row, depth)
+                found.append((places.tolist(), shares.tolist()))
+            else:
+                found.append((one[0][0], one[1][0]))
+        return found
+
+    def _rank(self, scores: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Of one guess the chances of the likeliest tokens, and their numbers."""
+        if self._noise is not None:
+            scores = coupled(scores, self._noise.gumbel(self._place(depth)), self._temperature)
+        found = torch.softmax(scores, -1, dtype=torch.float32).topk(min(self._drafter.branch, len(scores)))
+        return found.values, found.indices, None
+
+    def _draw(self, scores: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As ``_rank``, of one token drawn from q, which is the third.
+
+        Its chance rests on q and on what became of other draws, never on the token itself.
+        """
+        q = torch.softmax(scores, -1, dtype=torch.float64)
+        if self._stays:  # where nobody sees that an adapter says NaN
+            q = q.nan_to_num(1 / len(q))
+        return (q.max()[None] + self._accepted / self._guesses) / 2, self._choice(q)[None], q
+
+    def _place(self, depth: int) -> int:
+        """Position of a token that is guessed behind a row of a depth."""
+        return len(self._context.tokens) + depth
+
+    def _choice(self, q: torch.Tensor, before: int = 0) -> torch.Tensor:
+        """A draw's number, int64 [], behind ``before`` siblings; -1 where there is none.
+
+        It inverts the distribution function, for which one number does.
+        """
+        sums = q.cumsum(-1)
+        drafted = len(self._drafted) - 1 + before
+        # The first sum that is not below a positive number ends a step up: its token has probability.
+        drawn = sums[-1:] * self._context.noise.uniform(len(self._context.tokens), Noise.DRAFT, drafted)
+        return torch.where(sums[-1] > 0, torch.searchsorted(sums, drawn)[0], -1)
+
+    def _alternatives(self, q: torch.Tensor, count: int) -> list[int]:
+        """Numbers of up to ``count`` tokens drawn without replacement, the first being ``_choice``'s."""
+        chosen = list[torch.Tensor]()
+        for before in range(count):
+            chosen.append(self._choice(q, before))
+            q = q.scatter(0, chosen[-1].clamp(min=0)[None], 0)
+        found: list[int] = torch.stack(chosen).tolist()
+        return [number for number in found if number >= 0]

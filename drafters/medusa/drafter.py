@@ -1,0 +1,245 @@
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the last hidden state guess several tokens at once.
+
+The root stands at position n, and the last accepted row left the hidden state of position n - 1, from which the target
+chose the root. Head k reads that state, and if it was trained so the root's embedding, too, and guesses position n + k,
+knowing of no token in between. So a tree is a list of *rank paths*: path (0, 2) is the first head's best token and
+behind it the second head's third best. In the paper it is the same in every step. Here, where none is given, it grows
+anew by how probable the heads find their guesses, as far as its rows pay; where the heads are not sure, that is not at
+all. Ranks are chosen, not drawn, so a draft carries no q. When sampling, tokens are ranked with the noise with which
+the target will draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import numpy as np
+import torch
+
+from drafters.medusa.heads import MedusaHeads
+from drafters.medusa.heads_step import HeadsStep, State
+from drafters.medusa.rank_paths import Node, check_tree, nodes_of, paths_of
+from drafters.shared.scored_tree import Grown, Margin, grow
+from drafters.shared.vocabulary import DraftVocabulary, coupled, likeliest, processed
+from drafters.shared.weights import check_fit, weights_folder
+from specdec.costs.curve import pass_price
+from specdec.drafter import BatchedSession, Context, DrafterBase, Observation, Question
+from specdec.step import device_copies
+from specdec.step.forward_passes import Pass, Passes
+from specdec.step.tree import Draft
+from specdec.target import FINAL, Target
+
+__all__ = ["Medusa", "MedusaConfig"]
+
+Guesses = Sequence[Sequence[Sequence[float]]]  # per head, of its likeliest tokens: numbers, and chances
+_MOST, _RANKS = 63, 10  # nodes of a tree, and ranks in it, as the authors' has
+_FAINT = 0.01  # a node of a smaller chance is not looked at, even where rows are free
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # guesses that are right for one that the heads promise, and those it counts as
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """Options.
+
+    Attributes:
+        heads: folder of trained heads, ours or published ones; None is the one in this package that was trained for the
+            model.
+        tree: a name in ``TREES``, a ``.yaml`` file (of ``specdec tree-search``, or with a list), or rank paths such as
+            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None grows one in every step, of
+            the rows that pay by how probable the heads find them, and by how often that was right in this text.
+        check_target: refuse a model that is not the one the heads were trained for.
+    """
+
+    heads: str | None = None
+    tree: str | list[list[int]] | None = None
+    check_target: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tree is not None:
+            check_tree(paths_of(self.tree))
+
+
+class Medusa(DrafterBase):
+    """Trained heads, stacked so that all run at once, and the tree."""
+
+    name = "medusa"
+    draws = False
+    Config = MedusaConfig
+    taps = frozenset({FINAL})
+    needs_draft = False
+    fixed_cost_rows = 3  # what a pass's price leaves out: noise and best tokens of every head, and the tree
+
+    def __init__(self, config: MedusaConfig, heads: MedusaHeads, target: Target) -> None:
+        super().__init__(config)
+        self.vocabulary = DraftVocabulary(heads.draft_tokens, target)
+        own = heads.config
+        self.nodes: list[Node] | None = None
+        depth, self.ranks = own.heads, min(_RANKS, own.ranks)
+        if config.tree is not None:
+            paths = paths_of(config.tree)
+            check_tree(paths, heads=own.heads, ranks=own.ranks)
+            self.nodes = nodes_of(paths)
+            depth, self.ranks = max(map(len, paths)), max(map(max, paths)) + 1
+        self.step = HeadsStep(heads, depth, self.vocabulary.head, target)
+        head = own.ranks * own.hidden_size * (depth if own.own_head else 1)
+        blocks = depth * own.hidden_size * (own.input_size + (own.layers - 1) * own.hidden_size)
+        self.weights = head + blocks  # that a guess reads
+
+    @classmethod
+    def build(cls, config: MedusaConfig, target: Target) -> Medusa:
+        """Load the heads for a target.
+
+        Raises:
+            CheckpointError: no heads, broken ones, or those of another model.
+            ConfigError: a tree that the heads or the vocabulary cannot fill.
+        """
+        heads = MedusaHeads.from_pretrained(weights_folder(config.heads, target, "medusa.heads"))
+        check_fit(heads.config, target, cls.name, check_target=config.check_target)
+        return cls(config, heads.to(target.head_device, target.dtype), target)
+
+    def start(self, context: Context) -> MedusaSession:
+        return MedusaSession(self, context)
+
+    def ranked(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[N, heads, 2, ranks] float64: numbers and chances of heads' likeliest tokens, by N times [heads, d]."""
+        best = torch.softmax(torch.stack([*logits]), -1, dtype=torch.float32).topk(self.ranks, -1)
+        return torch.stack((best.indices.double(), best.values.double()), -2)
+
+    def lists(self, brought: Sequence[tuple[State, MedusaSession | None]]) -> list[Guesses]:
+        """The same as lists, of the state that each sequence brought; with the session of one that samples."""
+        states, sessions = zip(*brought, strict=True)
+        logits = self.step.each(states)
+        found = list[Guesses]()
+        for own, session in zip(logits, sessions, strict=True):
+            ranked = likeliest(own, self.ranks, None, 0, 0.0) if session is None else session.likeliest(own)
+            if ranked is None:  # then of all of them
+                break
+            found.append([*zip(*ranked, strict=True)])
+        else:
+            return found
+        parts = zip(logits, sessions, strict=True)
+        drawn = [own if session is None else session.drawn(own) for own, session in parts]
+        return self.ranked(drawn).tolist()
+
+
+def _fitting(nodes: Sequence[Node], rates: Sequence[Sequence[float]], most: int) -> list[Grown]:
+    """The first ``most`` nodes that may be right: not deeper than the rates, nor forbidden by processors."""
+    rows, found = [0], list[Grown]()  # of each node its row; -1: left out
+    for node in nodes:
+        if len(found) == most:
+            break
+        parent = rows[node.parent]
+        if parent < 0 or node.depth > len(rates) or not rates[node.depth - 1][node.rank] > 0:
+            rows.append(-1)
+            continue
+        found.append(Grown(parent, node.rank, node.depth, rates[node.depth - 1][node.rank]))
+        rows.append(len(found))
+    return found
+
+
+def _sound(guesses: Guesses) -> Guesses:
+    """Those of the heads before the first that says NaN, as weights may that are so large that a product overflows."""
+    return [*takewhile(lambda guess: not any(map(math.isnan, guess[1])), guesses)]
+
+
+class MedusaSession(BatchedSession):
+    def __init__(self, drafter: Medusa, context: Context) -> None:
+        self._drafter, self._context = drafter, context
+        costs, length = context.costs, context.prompt_length
+        self._price = pass_price(drafter.weights, context.target, costs, length)
+        self._margin = Margin(costs, length, _MOST, _FAINT)
+        self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT  # first ranks, behind those that were right
+        self._seen: Mapping[int, torch.Tensor] | None = None  # the latest taps; none for a prompt of one token ...
+        self._last = 0  # ... and the row before the root
+        self._guesses: Guesses | None = None  # of the latest step, where they came with it or were asked for
+        params = context.sampling
+        self._temperature = params.temperature
+        self._samples = params.temperature > 0 and params.acceptance != "typical"
+        self._noise = drafter.vocabulary.noise(context.noise)
+        self._processors = replace(params, repetition_penalty=1.0).processors()  # those that read no prefix
+
+    def passes(self, room: int) -> Passes[Draft]:
+        """The tree, less what is deeper than the text may get, has no chance at all or does not fit."""
+        drafter, context = self._drafter, self._context
+        deepest = context.remaining - 1
+        if self._seen is None or room < 2 or deepest < 1:
+            return Draft.chain([context.root])
+        if self._guesses is None:
+            self._guesses = _sound((yield Pass(drafter.lists, self._brought())))
+        guesses = self._guesses
+        sure = self._right / self._promised  # guesses that were right in this text, for one that the heads promised
+        rates = [chances for _, chances in guesses[:deepest]]
+        if not rates:
+            return Draft([context.root], [-1], cost=self._price)
+        tokens, parents, token_of = [context.root], [-1], drafter.vocabulary.token
+        for parent, rank, depth, _ in self._nodes(rates, room - 1, sure):
+            tokens.append(token_of(int(guesses[depth - 1][0][rank])))
+            parents.append(parent)
+        wrong = max(1 - sure * rates[0][0], 0.01)
+        # As many tokens as a match that is right so often goes on for.
+        return Draft(tokens, parents, match_length=int(1 / wrong), cost=self._price)
+
+    def _nodes(self, rates: Sequence[Sequence[float]], most: int, sure: float) -> Sequence[Grown]:
+        """Those of the given tree, or else the likeliest ones, as many as pay."""
+        if self._drafter.nodes is not None:
+            return _fitting(self._drafter.nodes, rates, most)
+        nodes = grow(rates, min(most, _MOST), self._margin.least, sure)
+        return nodes[: self._margin.size([worth for _, _, _, worth in nodes])]
+
+    def likeliest(self, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]] | None:
+        """By the heads' logits [heads, d], the likeliest ones of the tokens that the target will draw; or None."""
+        scores, ranks, position = self._processed(logits), self._drafter.ranks, len(self._context.tokens)
+        return likeliest(scores, ranks, self._noise, position, self._temperature)
+
+    def drawn(self, logits: torch.Tensor, depth: torch.Tensor | None = None) -> torch.Tensor:
+        """Of the heads' logits [heads, d], those of the tokens that the target will draw.
+
+        ``depth``: of the row that ends a step which is not over, see :class:`specdec.drafter.Question`.
+        """
+        position, heads = len(self._context.tokens), range(len(logits))
+        if depth is None:
+            noise = torch.stack([self._noise.gumbel(position + head) for head in heads])
+        else:
+            noise = self._noise.gumbel_at(depth + torch.arange(1, 1 + len(heads), device=depth.device) + position)
+        return coupled(self._processed(logits), noise, self._temperature)
+
+    def _processed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The heads' logits [heads, d] under the processors that the target's are under."""
+        if not self._processors:
+            return logits
+        ids = torch.empty(1, 0, dtype=torch.long, device=logits.device)
+        return processed(logits.float(), ids, self._processors)
+
+    def _brought(self) -> tuple[State, MedusaSession | None]:
+        """What the heads guess from."""
+        assert self._seen is not None
+        return State(self._seen[FINAL], self._last, self._context.root), self if self._samples else None
+
+    def ask(self, question: Question) -> torch.Tensor | None:
+        hidden = question.taps[FINAL]
+        if question.last is None:
+            return None
+        assert question.root is not None
+        (logits,) = self._drafter.step.logits(hidden.index_select(0, question.last.to(hidden.device)), question.root)
+        found = self._drafter.ranked([self.drawn(logits, question.depth) if self._samples else logits])
+        return found.flatten().view(torch.int64)  # the numbers' bits
+
+    def observe(self, seen: Observation) -> None:
+        guesses = self._guesses if self._guesses is not None and seen.draft is not None else ()
+        for (numbers, chances), token in zip(guesses, seen.tokens, strict=False):
+            right = self._drafter.vocabulary.token(int(numbers[0])) == token
+            self._promised += chances[0]
+            self._right += right
+            if not right:
+                break
+        self._seen, self._last, self._guesses = seen.taps, seen.path[-1], None
+        prompt_ends = seen.draft is None and self._context.cache.length == self._context.prompt_length - 1
+        if prompt_ends and device_copies.is_apart(self._context.target.head_device):
+            # Read with the prompt, as later guesses come with a step's copy: no step has a copy of its own for them.
+            self._guesses = _sound(*self._drafter.lists([self._brought()]))
+        if seen.answer is not None:
+            found = np.array(seen.answer, dtype=np.int64).view(np.float64)
+            self._guesses = _sound([(own[0], own[1]) for own in found.reshape(-1, 2, self._drafter.ranks).tolist()])

@@ -1,0 +1,269 @@
+"""Medusa's heads: small residual blocks on the last hidden state, each guessing one position further ahead.
+
+A checkpoint is a folder in the published layout: ``medusa_lm_head.safetensors`` (or ``.pt``) and ``config.json``. A
+merged model, whose own weights hold the heads under ``medusa_head.``, is read as well, and so is the layout of vLLM's
+Medusa: ``blocks.0.layers.0.weight``, ``lm_heads.0.weight``, ``token_map``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Ge, Le
+from safetensors import safe_open
+from torch import nn
+
+from drafters.shared.vocabulary import check_draft_tokens
+from drafters.shared.weights import (
+    CONFIG,
+    WeightsConfig,
+    load_strictly,
+    load_tensors,
+    read_config,
+    reading,
+    save_weights,
+)
+from specdec.errors import ConfigError, shown
+from specdec.settings.validation import check_fields
+from specdec.target import Target
+
+__all__ = ["HeadsConfig", "MedusaHeads", "with_roots"]
+
+_WEIGHTS, _PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+_MERGED = "medusa_head."
+Few = Annotated[int, Ge(1), Le(64), "an integer from 1 to 64"]  # heads, and blocks of a head
+_NAME = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
+_BLOCK, _HEAD = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), re.compile(r"lm_heads\.(\d+)\.weight")
+_TOKENS, _MAP = "draft_tokens", "token_map"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsConfig(WeightsConfig):
+    """What a set of heads is.
+
+    Attributes:
+        heads: K; head k guesses the token k + 1 places behind the one whose hidden state it reads.
+        layers: residual blocks of a head.
+        hidden_size, vocab_size, target: see :class:`drafters.shared.weights.WeightsConfig`.
+        sees_root: a head's first block reads, behind the hidden state, the embedding of the token that the target chose
+            from it, scaled to a mean square of 1, as the first of Hydra's heads do (Ankner et al. 2024, arXiv
+            2402.05109): what was drawn is not to be seen in the state from which it was drawn.
+        own_head: each head ends in its own [V, D] matrix; else in the target's.
+        draft_vocab: d, tokens that they propose among, see :mod:`drafters.shared.vocabulary`; 0 is all of them.
+        accuracy: per head, how often its guess of each rank was right on held-out text, for the record; empty if not
+            known.
+    """
+
+    heads: Few
+    layers: Few
+    sees_root: bool = False
+    own_head: bool = False
+    draft_vocab: Annotated[int, Ge(0), "an integer >= 0"] = 0
+    accuracy: list[list[float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "heads.")
+        if self.draft_vocab > self.vocab_size:
+            raise ConfigError(
+                f"heads.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {shown(self.vocab_size)}]"
+            )
+
+    @property
+    def input_size(self) -> int:
+        """Of what a head reads."""
+        return self.hidden_size * (1 + self.sees_root)
+
+    @property
+    def ranks(self) -> int:
+        """Tokens that a head ranks."""
+        return self.draft_vocab or self.vocab_size
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b); where there is more to see than x, the first of what is brought, W reads it too."""
+
+    def __init__(self, size: int, seen: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(seen, size)
+
+    def forward(self, brought: torch.Tensor) -> torch.Tensor:
+        return brought[..., : self.linear.out_features] + F.silu(self.linear(brought))
+
+
+class MedusaHeads(nn.ModuleList):
+    """K heads; parameter names are the published ones, ``{head}.{layer}.linear.weight`` and ``{head}.{layers}.weight``.
+
+    Example: with D = 192 and shared matrices, 3 heads of one block have 3 (D^2 + D) = 111,168 weights.
+    """
+
+    draft_tokens: torch.Tensor | None  # [d] int64, ascending
+
+    def __init__(self, config: HeadsConfig) -> None:
+        size = config.hidden_size
+        super().__init__(
+            nn.Sequential(
+                *(ResBlock(size, size if layer else config.input_size) for layer in range(config.layers)),
+                *([nn.Linear(size, config.ranks, bias=False)] if config.own_head else []),
+            )
+            for _ in range(config.heads)
+        )
+        self.config = config
+        self.register_buffer(_TOKENS, torch.arange(config.draft_vocab) if config.draft_vocab else None)
+
+    def forward(self, brought: torch.Tensor) -> list[torch.Tensor]:
+        """Each head's logits if it has its own matrix, else what the target's is to read.
+
+        ``brought`` are hidden states [..., D], or of heads that see the root what :func:`with_roots` gives.
+        """
+        return [head(brought) for head in self]
+
+    def seeing_root(self) -> MedusaHeads:
+        """Heads that say what these do, and may learn to see the root: it has weights of 0."""
+        if self.config.sees_root:
+            return self
+        made = MedusaHeads(replace(self.config, sees_root=True))
+        weights, size = self.state_dict(), self.config.hidden_size
+        for head in range(self.config.heads):
+            name = f"{head}.0.linear.weight"
+            weights[name] = F.pad(weights[name], (0, size))
+        made.load_state_dict(weights)
+        return made
+
+    def start_from(self, target: Target) -> None:
+        """Initial weights: every head repeats the target's own next token."""
+        head = target.head if self.draft_tokens is None else target.head_of(self.draft_tokens)
+        units = torch.eye(self.config.hidden_size, dtype=target.dtype, device=target.head_device)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if ".linear." in name:
+                    parameter.zero_()
+                else:
+                    parameter.copy_(head(units).T)  # what a linear says of unit vectors is its weight
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write weights and config; each file beside its name first, so that a full disk leaves the former ones whole.
+
+        Args:
+            folder: made if it is not there.
+            dtype: of the weights in the file; None keeps theirs.
+
+        Raises:
+            CheckpointError: the files could not be written.
+        """
+        own = self.config
+        values = {"medusa_num_heads": own.heads, "medusa_num_layers": own.layers, **asdict(own)}
+        save_weights(Path(folder), _WEIGHTS, self.state_dict(), values, what="the heads", dtype=dtype)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> MedusaHeads:
+        """Load a folder of heads, or a merged model's; how many there are is what the file holds.
+
+        The published 7B config counts 2 heads where its file holds 5, so a config's count is not asked.
+
+        Raises:
+            CheckpointError: no heads there, or tensors that make no whole set of heads.
+        """
+        folder = Path(folder)
+        remedy = f"it takes {CONFIG} beside {_WEIGHTS}, {_PICKLED} or a model's *.safetensors with {_MERGED}* in it"
+        with reading("Medusa heads", folder, remedy):
+            values = read_config(folder)
+            tensors = _published(_tensors(folder), values)
+            config = config_of(tensors, values)
+            with torch.device("meta"):  # one bias may say any size
+                heads = cls(config)
+        load_strictly(heads, tensors, folder, "a set of Medusa heads")
+        check_draft_tokens(heads.draft_tokens, heads.config.vocab_size, folder)
+        return heads
+
+
+def with_roots(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    """[..., 2 D] of hidden states and embedded roots, for heads that see them."""
+    return torch.cat((hidden, F.rms_norm(embedded, embedded.shape[-1:]).to(hidden)), -1)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """By name; of a merged model, the heads' alone are read, by the names that they have without the others."""
+    for name in (_WEIGHTS, _PICKLED):
+        if (folder / name).exists():
+            tensors = load_tensors(folder / name)
+            return {name.removeprefix(_MERGED): tensor for name, tensor in tensors.items()}
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            alone = any(_BLOCK.fullmatch(name.removeprefix("medusa_heads.")) for name in names)
+            found |= {
+                name.removeprefix("medusa_heads.").removeprefix(_MERGED): file.get_tensor(name)
+                for name in names
+                if alone or name.startswith(_MERGED)
+            }
+    return found
+
+
+def _published(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors by their published names, where they have those of vLLM's layout.
+
+    There blocks may do without biases, heads that all are the target's own lie there once (``original_lm_head``), and
+    ``token_map`` lists the draft vocabulary in any order.
+    """
+    blocks = {name: part for name in tensors if (part := _BLOCK.fullmatch(name))}
+    if not blocks:
+        return dict(tensors)
+    layers = 1 + max(int(part[2]) for part in blocks.values())
+    tokens = tensors.get(_MAP)
+    order = None if tokens is None else tokens.long().argsort()
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if (part := blocks.get(name)) is not None:
+            found[f"{part[1]}.{part[2]}.linear.{part[3]}"] = tensor
+            found.setdefault(f"{part[1]}.{part[2]}.linear.bias", tensor.new_zeros(len(tensor)))
+        elif values.get("original_lm_head") and (name == "lm_head.weight" or _HEAD.fullmatch(name)):
+            continue
+        elif (head := _HEAD.fullmatch(name)) is not None:
+            whole = tokens is None or order is None or len(tensor) > len(tokens)
+            rows = order if not whole else None if tokens is None else tokens.long().sort().values
+            found[f"{head[1]}.{layers}.weight"] = tensor if rows is None else tensor[rows]
+        elif name == _MAP:
+            found[_TOKENS] = tensor.long().sort().values
+        else:
+            found[name] = tensor
+    return found
+
+
+def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> HeadsConfig:
+    """What the tensors are, read off their names and shapes, with the fingerprint from ``config.json``, if any.
+
+    Raises:
+        ConfigError: they are no heads, or not as many layers as ``config.json`` says.
+    """
+    parts = {name: _NAME.fullmatch(name) for name in tensors if name != _TOKENS}
+    strange = [name for name, part in parts.items() if part is None]
+    if strange:
+        raise ConfigError(f"{strange[0]!r} is none of theirs")
+    blocks = [part for part in parts.values() if part is not None and part[3]]
+    if not blocks:
+        raise ConfigError("no tensor is called {head}.{layer}.linear.weight")
+    heads, layers = (len({part[group] for part in blocks}) for group in (1, 2))
+    if (told := values.get("medusa_num_layers", layers)) != layers:
+        raise ConfigError(f"{CONFIG} counts {shown(told)} layers, the tensors {layers}")
+    if type(vocabulary := values.get("vocab_size", 1)) is not int:
+        raise ConfigError(f"vocab_size in {CONFIG} is {shown(vocabulary)}; it must be a whole number")
+    matrix, tokens = tensors.get(f"0.{layers}.weight"), tensors.get(_TOKENS)
+    size, first = len(tensors[blocks[0][0]]), tensors.get("0.0.linear.weight")
+    return HeadsConfig(
+        heads=heads,
+        layers=layers,
+        hidden_size=size,
+        sees_root=first is not None and first.shape[-1] == 2 * size,
+        vocab_size=vocabulary if matrix is None or tokens is not None else len(matrix),
+        draft_vocab=0 if tokens is None else len(tokens),
+        own_head=len(blocks) < len(parts),
+        accuracy=[[float(rate) for rate in rates] for rates in values.get("accuracy", [])],
+        target=str(values.get("target", "")),
+    )

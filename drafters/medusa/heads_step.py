@@ -1,0 +1,114 @@
+"""Medusa's heads at work: all of them on the states of one sequence or several, in one native call where that can be.
+
+What surrounds the products costs as much as they do: a forward of the target has driven its code out of the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import addressof, byref, c_void_p
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from drafters.medusa.heads import MedusaHeads, with_roots
+from specdec.native.library import library
+from specdec.native.types import CHeads, CProduct
+from specdec.runners.linear import HeadOf, LinearKernel, PackedWeight, linear_kernel
+from specdec.target import Target
+
+__all__ = ["HeadsStep", "State"]
+
+
+class State(NamedTuple):
+    """What the heads guess from: a row of ``hidden`` [T, D], and the token that the target chose from it."""
+
+    hidden: torch.Tensor
+    row: int
+    root: int
+
+
+class HeadsStep:
+    """The weights of some heads, laid out for drafting; the heads themselves are not needed any more.
+
+    Args:
+        heads: as they were trained.
+        count: the first ones of them, which are used.
+        head: the target's, over the draft vocabulary if there is one; used unless the heads have their own.
+        target: what embeds the roots.
+    """
+
+    def __init__(
+        self, heads: MedusaHeads, count: int, head: Callable[[torch.Tensor], torch.Tensor], target: Target
+    ) -> None:
+        own, weights = heads.config, {name: weight.detach() for name, weight in heads.named_parameters()}
+        # Per layer its products, to [K D] together; as all heads read the same state, the first layer's are one.
+        self._blocks: list[list[LinearKernel]] = []
+        for layer in range(own.layers):
+            parts = [[weights[f"{k}.{layer}.linear.{part}"] for k in range(count)] for part in ("weight", "bias")]
+            stacked = zip(*parts, strict=True) if layer else [map(torch.cat, parts)]
+            self._blocks.append([linear_kernel(weight, bias) for weight, bias in stacked])
+        self._embed = target.embed if own.sees_root else None
+        first = weights["0.0.linear.bias"]
+        self._place, self._count, self._size = (first.device, first.dtype), count, own.hidden_size
+        self._matrices = [linear_kernel(weights[f"{k}.{own.layers}.weight"]) for k in range(count) if own.own_head]
+        self._head = head
+        self._described = self._describe()
+
+    def _describe(self) -> CHeads | None:
+        """All of it as the library reads it; None where it computes none of it."""
+        blocks = [block for layer in self._blocks for block in layer]
+        packed = [block for block in blocks if isinstance(block, PackedWeight)]
+        shared: Sequence[object] = [self._head.packed] if isinstance(self._head, HeadOf) else []
+        ends = [end for end in self._matrices or shared if isinstance(end, PackedWeight)]
+        if len(packed) < len(blocks) or (self._matrices and not ends):
+            return None
+        self._outputs = ends[0].outputs if ends else None
+        self._products = [(CProduct * len(some))(*(one.described for one in some)) for some in (packed, ends)]
+        first, last = map(addressof, self._products)
+        return CHeads(first, last if ends else None, len(self._blocks), self._count, self._size, bool(self._matrices))
+
+    @property
+    def native(self) -> bool:
+        """Whether the compiled library computes what it can of it."""
+        return self._described is not None
+
+    @torch.no_grad()
+    def each(self, states: Sequence[State]) -> list[torch.Tensor]:
+        """Of every state the logits [heads, d]."""
+        dtype, roots = self._place[1], [state.root for state in states]
+        read = all(rows.dtype is dtype and rows.is_cpu and rows.is_contiguous() for rows, _, _ in states)
+        if self._described is None or not read:
+            hidden = torch.cat([rows[row : row + 1] for rows, row, _ in states])
+            return [*self.logits(hidden, torch.tensor(roots)).unbind()]
+        embedded = None if self._embed is None else self._embed(roots).to(*self._place).contiguous()
+        each = self._size * dtype.itemsize
+        places = [rows.data_ptr() + row * each for rows, row, _ in states]
+        found = [torch.empty(self._count, self._outputs or self._size, dtype=dtype) for _ in states]
+        many = c_void_p * len(states)
+        library().specdec_guess(
+            byref(self._described),
+            many(*places),
+            None if embedded is None else embedded.data_ptr(),
+            len(states),
+            many(*(one.data_ptr() for one in found)),
+            dtype is torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return found if self._outputs else [*self._head(torch.stack(found)).unbind()]
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+        """[N, heads, d] from hidden states [N, D] and roots [N]."""
+        hidden = hidden.to(*self._place)
+        states = hidden[:, None]  # [N, 1, D], later [N, K, D]
+        parts: Sequence[torch.Tensor] = [hidden if self._embed is None else with_roots(hidden, self._embed(roots))]
+        for products in self._blocks:
+            found = [product(own) for product, own in zip(products, parts, strict=True)]
+            more = found[0] if len(found) == 1 else torch.cat(found, -1)
+            states = states + F.silu(more).view(len(hidden), -1, hidden.shape[-1])
+            parts = states.unbind(1)
+        if not self._matrices:
+            return self._head(states)
+        return torch.stack([head(own) for head, own in zip(self._matrices, states.unbind(1), strict=True)], 1)

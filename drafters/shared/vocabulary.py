@@ -1,0 +1,147 @@
+"""A draft vocabulary: the d tokens among which a drafter with a head proposes.
+
+A head over all tokens may be a fifth of a small model, and most of what it weighs is hardly ever written. So a drafter
+scores only the most frequent tokens, with their rows of the target's head (FR-Spec, Zhao et al. 2025, arXiv 2502.14856;
+EAGLE-3's ``d2t``). It is counted on the training data and lies in the weights' file as ``draft_tokens``. What it leaves
+out is never proposed, which costs acceptance and never exactness: its probability under q is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.errors import CheckpointError
+from specdec.native.scores import chances
+from specdec.sampling.noise import Noise
+from specdec.step import device_copies
+from specdec.target import Target
+
+__all__ = [
+    "DraftVocabulary",
+    "check_draft_tokens",
+    "coupled",
+    "likeliest",
+    "most_frequent",
+    "number_in",
+    "processed",
+    "ranks_of",
+    "token_counts",
+]
+
+
+class DraftVocabulary:
+    """From numbers in a draft vocabulary to tokens and back; without ``tokens`` both are the same.
+
+    Attributes:
+        tokens: [d] int64, ascending, or None.
+        head: the target's head over these tokens, [..., D] to [..., d].
+    """
+
+    head: Callable[[torch.Tensor], torch.Tensor]
+
+    def __init__(self, tokens: torch.Tensor | None, target: Target) -> None:
+        self.tokens, self._size = tokens, target.vocab_size
+        self.head = target.head if tokens is None else target.head_of(tokens)
+        self._listed: list[int] | None = None if tokens is None else tokens.tolist()
+
+    def token(self, number: int) -> int:
+        """The token that has this number."""
+        return number if self._listed is None else self._listed[number]
+
+    def noise(self, whole: Noise) -> Noise:
+        """The noise of these tokens, by their numbers."""
+        return whole if self.tokens is None else whole.among(self.tokens)
+
+    def tokens_at(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The tokens, int64 [N], that have these numbers."""
+        return numbers if self.tokens is None else self.tokens[numbers]
+
+    def spread(self, values: torch.Tensor, rest: float) -> torch.Tensor:
+        """[d] values to [V], with ``rest`` for the tokens that are left out."""
+        if self.tokens is None:
+            return values
+        return values.new_full((self._size,), rest).index_copy_(0, self.tokens, values)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[V] values to those [d] of the vocabulary."""
+        return values if self.tokens is None else values[self.tokens]
+
+
+def processed(scores: torch.Tensor, ids: torch.Tensor, processors: Iterable[Any]) -> torch.Tensor:
+    """[N, V] scores after each of transformers' processors; their list looks up each one's signature every time."""
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores
+
+
+def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of guessed ``scores``, which were divided by the temperature, logits of the tokens that the target will draw.
+
+    Where it draws with the same ``noise``, the largest sum of scores and noise is a guess at its draw (Daliri et al.
+    2024), and likelier to be right the further it is ahead of the others. How far the guess at the target's logits may
+    be off has nothing to do with the temperature, so the softmax is that of the logits with so much noise: without
+    noise it is the guess's own.
+    """
+    return (scores + noise) * temperature
+
+
+def likeliest(
+    scores: torch.Tensor, count: int, noise: Noise | None, position: int, temperature: float
+) -> tuple[list[list[int]], list[list[float]]] | None:
+    """The numbers of the ``count`` likeliest tokens by each row of ``scores`` [R, d] or [d], and their chances.
+
+    With ``noise`` they are those that the target will draw at ``position`` and the ones behind it, see :func:`coupled`.
+    None where torch has to find them.
+    """
+    if device_copies.is_apart(scores.device):
+        return None
+    if noise is None:
+        return chances(scores, count)
+    return noise.foreseen(scores, position, temperature, count)
+
+
+def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
+    """[size] int64 tokens, ascending: those with the largest of ``counts`` [V], the lower token where they tie.
+
+    Low tokens are the early merges of a tokenizer, so they are also a fair guess at what never came.
+    """
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def token_counts(texts: Iterable[Iterable[int]], vocab_size: int) -> torch.Tensor:
+    """[V] int64, how often each token comes in the texts."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for text in texts:
+        counts += torch.bincount(torch.tensor(list(text), dtype=torch.int64), minlength=vocab_size)
+    return counts
+
+
+def number_in(drafted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """The numbers of ``tokens`` in a draft vocabulary, -1 for those that are not in it."""
+    if drafted is None:
+        return tokens
+    places = torch.searchsorted(drafted, tokens).clamp(max=len(drafted) - 1)
+    return torch.where(drafted[places] == tokens, places, -1)
+
+
+def ranks_of(guess: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[N] how many of the guesses [N, d] are above that of number ``right`` [N]; d where it is -1, in none of them."""
+    own = guess.gather(1, right.clamp(min=0)[:, None])
+    return torch.where(right < 0, guess.shape[1], (guess > own).sum(1))
+
+
+def check_draft_tokens(tokens: torch.Tensor | None, vocab_size: int, source: Path) -> None:
+    """Raises CheckpointError where they are no ascending token ids of the vocabulary."""
+    if tokens is None:
+        return
+    if tokens.is_floating_point() or not (
+        bool((tokens.diff() > 0).all()) and int(tokens[0]) >= 0 and int(tokens[-1]) < vocab_size
+    ):
+        raise CheckpointError(
+            f"draft_tokens in {str(source)!r} are no ascending tokens in [0, {vocab_size}); the file is broken or of "
+            "another model"
+        )

@@ -1,0 +1,153 @@
+"""Token recycling (Luo et al. 2024, arXiv 2408.08696): what the target thought of last time is the next draft.
+
+Every verified row, accepted or not, leaves its k likeliest successors behind under its own token. The next draft walks
+these lists from the root along a fixed template of rank paths. It needs no training and no text to copy from. Where
+tokens are drawn with the target's own noise, :mod:`drafters.token_recycling.recycled` ranks what is known with that
+noise instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from drafters.shared.scored_tree import Grown, grow, paying
+from drafters.token_recycling.recycled import KEPT, Distributions, DrawnSession
+from specdec.drafter import Context, DrafterBase, Observation
+from specdec.sampling.scores import Scores
+from specdec.settings.parsing import check_positive
+from specdec.step.tree import Draft
+
+__all__ = ["Successors", "TokenRecycling", "TokenRecyclingConfig", "template"]
+
+# How often the token of each rank proves right, roughly: FIRST at rank 0, falling as a power of the rank.
+_FIRST, _FALL = 0.5, 1.3
+_MOST = 80  # rows of the paper's tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRecyclingConfig:
+    """Options.
+
+    Attributes:
+        rows: rows below the root; None takes as many as pay, up to the paper's 80.
+        depth: longest path of the template.
+        successors: k, tokens kept per token; where tokens are drawn, 32 with their scores are.
+        from_prompt: start from the prompt's own pairs of tokens; off, the first steps have nothing to propose.
+        persistent: sequences share one table, so that it starts warm; then drafts depend on what was decoded before.
+            Where the text depends on the rows proposed, as under ``reject``, each sequence has a table of its own.
+    """
+
+    rows: int | None = None
+    depth: int = 6
+    successors: int = 8
+    from_prompt: bool = True
+    persistent: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("token_recycling.", rows=self.rows, depth=self.depth, successors=self.successors)
+
+
+class TokenRecycling(DrafterBase):
+    """The options, and the shared table where sequences share one."""
+
+    name = "token_recycling"
+    draws = False
+    Config = TokenRecyclingConfig
+    needs_draft = False
+    fixed_cost_rows = 1  # the best tokens of every row
+
+    def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
+        super().__init__(config)
+        self.likeliest = max(self.config.successors, KEPT)
+        self._shared: Successors | None = None
+        self._drawn: Distributions | None = None
+
+    def start(self, context: Context) -> TokenRecyclingSession | DrawnSession:
+        options: TokenRecyclingConfig = self.config
+        shares = options.persistent and not context.isolated
+        if context.sampling.temperature > 0 and context.sampling.acceptance in ("auto", "match"):
+            drawn = Distributions()
+            if shares:
+                drawn = self._drawn = self._drawn or drawn
+            if options.from_prompt:
+                drawn.read(context.tokens)
+            return DrawnSession(options.rows, options.depth, drawn, context)
+        kept = min(options.successors, context.max_rows)  # more would not be proposed
+        table = Successors(kept)
+        if shares:
+            table = self._shared = self._shared or table
+        if options.from_prompt:
+            table.read(context.tokens)
+        nodes = template(min(options.rows or _MOST, context.max_rows), min(options.depth, context.max_rows), kept)
+        if options.rows is None:
+            nodes = nodes[: paying(nodes, context.costs, context.prompt_length)]
+        return TokenRecyclingSession(nodes, table, context)
+
+
+@lru_cache(16)
+def template(rows: int, depth: int, ranks: int) -> tuple[Grown, ...]:
+    """The ``rows`` nodes that are likeliest to be right."""
+    return tuple(grow([[_FIRST / (rank + 1) ** _FALL for rank in range(ranks)]] * depth, rows))
+
+
+class Successors:
+    """Token -> its likeliest successors when last seen, best first: the filled rows of the paper's V x k matrix."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._of: dict[int, Sequence[int]] = {}
+
+    def of(self, token: int) -> Sequence[int]:
+        """At most k distinct tokens; none where the token was never verified."""
+        return self._of.get(token, ())
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Put the pairs of a text in, the latest ones foremost."""
+        for token, after in pairwise(tokens):
+            others = [known for known in self.of(token) if known != after]
+            self._of[token] = [after, *others[: self._size - 1]]
+
+    def learn(self, draft: Draft, path: Sequence[int], scores: Scores) -> None:
+        """Take the top k of every scored row; where a token stands in several rows, an accepted one counts."""
+        best, tokens = scores.likeliest(self._size), draft.tokens
+        scored = tokens if scores.rows is None else [tokens[row] for row in scores.rows]
+        self._of.update(zip(scored, best, strict=True))
+        self._of.update([(tokens[row], best[scores.place(row)]) for row in path])
+
+
+class TokenRecyclingSession:
+    def __init__(self, nodes: Sequence[Grown], table: Successors, context: Context) -> None:
+        self._nodes = nodes
+        self._table = table
+        self._context = context
+        self._learns = True
+
+    def propose(self, room: int) -> Draft:
+        self._learns = room > 1  # where nobody asks, taking the best of every row would be most of its time
+        root, deepest = self._context.root, self._context.remaining - 1
+        if not self._table.of(root):
+            return Draft.chain([root])
+        tokens, parents, depths, of = [root], [-1], [0], self._table.of
+        rows = [0]  # of the root and the template's nodes; -1: without a known token
+        for above, rank, _, _ in self._nodes:
+            row, size = rows[above], len(tokens)
+            if size >= room:
+                break
+            known = of(tokens[row]) if row >= 0 and depths[row] < deepest else ()
+            if rank >= len(known):
+                rows.append(-1)
+                continue
+            rows.append(size)
+            tokens.append(known[rank])
+            parents.append(row)
+            depths.append(depths[row] + 1)
+        return Draft(tokens, parents)
+
+    def observe(self, seen: Observation) -> None:
+        assert seen.draft is not None
+        assert seen.scores is not None
+        if self._learns:
+            self._table.learn(seen.draft, seen.path, seen.scores)

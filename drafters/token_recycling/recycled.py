@@ -1,0 +1,195 @@
+"""Recycled distributions: what the target thought of last time, ranked by the noise of this time.
+
+Where tokens are drawn, the likeliest one is often not the one that comes. The target draws the token of a position with
+noise that is known beforehand (:class:`specdec.sampling.noise.Noise`), so a guess at its distribution, ranked with the
+same noise, is a guess at its draw (Daliri, Musco and Suresh 2024, arXiv 2408.07978). A token's guess is the mean of
+what the target thought after it of late; after the same two tokens, where both are known.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from drafters.shared.scored_tree import Margin
+from specdec.drafter import Context, Observation
+from specdec.sampling.scores import Scores
+from specdec.step.tree import Draft
+
+__all__ = ["KEPT", "Distributions", "DrawnSession", "Guess"]
+
+KEPT = 32  # tokens of a distribution: noise lifts rare ones
+_LATEST = 3  # distributions of which the mean is taken
+_FALL = 1.8  # where logits are not at hand, they fall by the logarithm of the rank, so many times
+_BY_RANK = array("f", [-_FALL * math.log(rank) for rank in range(1, KEPT + 1)])
+_DOUBT = 2  # pairs of tokens in the prompt that are supposed to have gone on otherwise
+_ERROR = 1.25  # by how many logits a guess is off, so that a lead by as many is e to one
+_BEST = 8  # tokens of a guess that may be proposed
+_PRIOR, _PRIOR_WEIGHT = 0.75, 8.0  # rows that are right for one that was promised, and the promises that it counts as
+_FAINT = 0.02  # no row that is likelier wrong than this is looked at
+
+
+class Guess(NamedTuple):
+    """What may come next: distributions, of which the mean is meant, and the chance that it is one of their tokens.
+
+    Each is tokens ("q") and the target's logits of them ("f"), largest first.
+    """
+
+    known: Sequence[tuple[array[int], array[float]]]
+    mass: float
+
+
+class Distributions:
+    """Token -> the target's distributions after it of late; and the same for pairs of tokens."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int | None, ...], tuple[tuple[array[int], array[float]], ...]] = {}
+        self._pairs: dict[int, dict[int, int]] = {}  # of prompts
+
+    def of(self, before: int | None, token: int, temperature: float) -> Guess | None:
+        """What may come after ``before`` and ``token``, drawn at a temperature; None where nothing is known of them."""
+        known = self._of.get((before, token)) or self._of.get((token,))
+        if known:
+            return Guess(known, 1.0)
+        counts = self._pairs.get(token)
+        if counts is None:
+            return None
+        best, whole = sorted(counts, key=lambda after: -counts[after]), sum(counts.values())
+        logits = array("f", [temperature * math.log(counts[after]) for after in best])
+        return Guess([(array("q", best), logits)], whole / (whole + _DOUBT))
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Count the pairs of a text, for tokens after which nothing else is known."""
+        for token, after in pairwise(tokens):
+            counts = self._pairs.setdefault(token, {})
+            counts[after] = counts.get(after, 0) + 1
+
+    def learn(self, before: int | None, token: int, tokens: Sequence[int], logits: Sequence[float]) -> None:
+        """Take what the target thought after a token and the one before it (None: there is none), the latest so far.
+
+        Args:
+            before, token: of the text.
+            tokens: some that may be drawn, distinct.
+            logits: theirs, the largest first.
+        """
+        kept = array("q", tokens), array("f", logits)
+        for key in ((token,), (before, token)):
+            self._of[key] = (*self._of.get(key, ())[1 - _LATEST :], kept)
+
+
+class DrawnSession:
+    """A sequence whose tokens are drawn with the target's own noise.
+
+    Args:
+        rows: rows below the root; None takes as many as pay, by what is expected of each.
+        depth: of the tree.
+        table: what is known so far.
+    """
+
+    def __init__(self, rows: int | None, depth: int, table: Distributions, context: Context) -> None:
+        self._depth, self._table, self._context = depth, table, context
+        self._weighs, self._most = rows is None, context.max_rows if rows is None else rows
+        self._temperature = context.sampling.temperature
+        self._margin = Margin(context.costs, context.prompt_length, self._most, _FAINT)
+        self._least = self._margin.least if self._weighs else [0.0] * (self._most + 1)
+        self._faint = min(self._least)
+        self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._tokens, self._parents = [context.root], [-1]  # the latest draft, ...
+        self._chances = [1.0]  # ... and each row's chance where its parent is right, as promised
+        self._learns = True
+
+    def propose(self, room: int) -> Draft:
+        context = self._context
+        most, deepest = min(self._most, room - 1), min(self._depth, context.remaining - 1)
+        self._learns = room > 1  # where nobody asks, reading the best of every row would be most of its time
+        tokens, parents, depths, reach = [context.root], [-1], [0], [1.0]
+        chances = [1.0]
+        before = context.tokens[-2] if len(context.tokens) > 1 else None
+        ahead: list[tuple[float, int, int, int, float]] = []  # (-reach, order, parent, token, chance)
+        found = 0
+        while True:
+            row = len(tokens) - 1
+            if row < most and depths[row] < deepest:
+                above = before if row == 0 else tokens[parents[row]]
+                for token, chance in self._after(above, tokens[row], depths[row]):
+                    if (worth := reach[row] * chance * self._sure) < self._faint:
+                        break
+                    heappush(ahead, (-worth, found, row, token, chance))
+                    found += 1
+            if not ahead or row >= most:
+                break
+            worth, _, parent, token, chance = heappop(ahead)
+            if -worth < self._least[row]:
+                break
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            reach.append(-worth)
+            chances.append(chance)
+        size = 1 + self._margin.size(reach[1:]) if self._weighs else len(reach)
+        for own in (tokens, parents, chances):
+            del own[size:]
+        self._tokens, self._parents, self._chances = tokens, parents, chances
+        sure = [min(self._sure * chance, 1.0) for chance in chances]
+        return Draft(tokens, parents, chances=sure)
+
+    def _after(self, before: int | None, token: int, depth: int) -> list[tuple[int, float]]:
+        """What is likeliest to come after a token at a depth, likeliest first, with the chance of each."""
+        guess = self._table.of(before, token, self._temperature)
+        if guess is None:
+            return []
+        position = len(self._context.tokens) + depth
+        tokens, sums = self._context.noise.ranked(guess.known, self._temperature, position, _BEST)
+        if not tokens:
+            return []
+        # How far a guess is off has nothing to do with the temperature, by which the logits were divided.
+        odds = [math.exp((one - sums[0]) * self._temperature / _ERROR) for one in sums]
+        share = guess.mass / sum(odds)
+        return [(one, odd * share) for one, odd in zip(tokens, odds, strict=True)]
+
+    @property
+    def _sure(self) -> float:
+        """Guesses that were right in this text, for one that was promised."""
+        return self._right / self._promised
+
+    def observe(self, seen: Observation) -> None:
+        assert seen.draft is not None
+        assert seen.scores is not None
+        right, count = {0: 0}, len(seen.tokens)  # row that the text went through -> its depth
+        for row in range(1, len(self._tokens)):
+            depth = right.get(self._parents[row])
+            if depth is not None:
+                self._promised += self._chances[row]
+                if self._tokens[row] == seen.tokens[depth]:
+                    self._right += 1
+                    if depth + 1 < count:
+                        right[row] = depth + 1
+        if self._learns:
+            self._learn(seen.draft, seen.path, len(seen.tokens), seen.scores)
+
+    def _allowed(self, logits: Sequence[float]) -> int:
+        """How many tokens, of these logits, largest first, top-k, top-p and min-p let be drawn."""
+        params = self._context.sampling
+        if not params.top_k and params.top_p == 1 and params.min_p == 0:
+            return len(logits)
+        odds = [math.exp((one - logits[0]) / self._temperature) for one in logits[: params.top_k or None]]
+        most = params.top_p * sum(odds)
+        above = accumulate(odds, initial=0.0)
+        return sum(odd >= params.min_p and before < most for odd, before in zip(odds, above, strict=False))
+
+    def _learn(self, draft: Draft, path: Sequence[int], emitted: int, scores: Scores) -> None:
+        """Take what the target thought after each scored row, what came after the accepted ones last."""
+        text = self._context.tokens
+        rows = scores.rows if scores.rows is not None else range(len(draft))
+        tokens, logits = scores.weighed(min(KEPT, self._context.target.vocab_size))
+        if logits is None:
+            logits = [_BY_RANK[: len(row)] for row in tokens]
+        accepted = set(path)
+        for place in sorted(range(len(rows)), key=lambda one: rows[one] in accepted):
+            row, count = rows[place], self._allowed(logits[place])
+            above = draft.tokens[draft.parents[row]] if row else text[-emitted - 2] if len(text) > emitted + 1 else None
+            self._table.learn(above, draft.tokens[row], tokens[place][:count], logits[place][:count])

@@ -1,0 +1,255 @@
+"""Merge: the trees of several drafters in one, and what each of them has been worth.
+
+Equal paths share rows. Each row is judged by how such rows have fared: of that part, with a match of that length, at
+that depth and rank; the chance that a row is reached is the product along its path, and the best rows are taken. A part
+whose accepted rows do not earn what its rows and its drafting cost sleeps, and is woken now and then. All of that
+follows from steps that are over, never from the one that is drafted for.
+
+A row that was not taken is judged all the same where its parent was accepted: the text says whether it was right. So
+a change for the better is noticed without paying for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, ClassVar
+
+import torch
+
+from drafters.union.bandit import Bandit
+from drafters.union.parts import NO_ROWS, Part, Tree, part_of
+from specdec.drafter import AskingSession, BatchedSession, Context, Drafter, DrafterBase, Observation, Question
+from specdec.drafting.registry import make_drafter
+from specdec.drafting.sessions import proposing
+from specdec.errors import ConfigError
+from specdec.settings.parsing import check_positive
+from specdec.step.forward_passes import Passes
+from specdec.step.tree import Draft
+from specdec.target import Target
+
+__all__ = ["PARTS", "Merged", "MergedConfig", "Record"]
+
+PARTS: tuple[Any, ...] = (
+    {"name": "suffix_automaton", "factor": 4.0, "max_tokens": 16},
+    "token_recycling",
+)
+"""The parts where none are named: what needs no weights and no datastore, the cheapest first.
+
+Lookahead beside them brought one token in a hundred steps where rows are free, and cost more than that elsewhere.
+"""
+_FAINT = 0.03  # a row that is reached more rarely than this is not considered, whatever rows cost
+_SURE = 4.0  # rows that are supposed to have held what they promised, before any was taken
+_LEAST_SURE = 0.01  # of what is promised so much is believed whatever came of it, or nothing would ever be taken again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedConfig:
+    """Options of a drafter that merges others' trees.
+
+    Attributes:
+        parts: drafters, each a name or ``{"name": ..., **options}``, the cheapest first: a row that two of them propose
+            is put down to the first. None takes suffix automaton and token recycling, and under ``auto`` the
+            Medusa heads in this package where they fit the model.
+        rows: most rows below the root, of all parts together; None leaves it to the engine.
+        memory: weight of the past in a part's worth and in a row's chance, from one step to the next.
+    """
+
+    parts: list[Any] | None = None
+    rows: int | None = None
+    memory: float = 0.96
+
+    drafter: ClassVar[str]
+    """Its name."""
+
+    def __post_init__(self) -> None:
+        if self.parts is not None and not self.parts:
+            raise ConfigError(f"{self.drafter}.parts is empty; name at least one drafter, or leave it out")
+        check_positive(f"{self.drafter}.", rows=self.rows)
+        if not 0 <= self.memory < 1:
+            raise ConfigError(f"{self.drafter}.memory is {self.memory}; it must be in [0, 1)")
+
+
+class Record:
+    """What is known of the parts: each one's bandit, and how far their promises are believed.
+
+    Args:
+        parts: the drafters.
+        memory: weight of the past, from one step or row to the next.
+    """
+
+    def __init__(self, parts: Sequence[Drafter], memory: float) -> None:
+        self.bandits = [Bandit(part, memory) for part in parts]
+        self._memory = memory
+        self._right = self._promised = _SURE
+
+    @property
+    def sure(self) -> float:
+        """Rows that were right, for one that was promised when they were taken: the best of many opinions promise more
+        than they hold."""
+        return max(self._right / self._promised, _LEAST_SURE)
+
+    def learn(self, promised: float, right: int) -> None:
+        """Of the rows that were taken in a step, how many were expected to be right, and how many were."""
+        memory = self._memory
+        self._right, self._promised = memory * self._right + right, memory * self._promised + promised
+
+
+class Merged(DrafterBase):
+    """The parts, and the record of them, which sequences share unless their text depends on it."""
+
+    draws = False
+
+    def __init__(self, config: MergedConfig, parts: Sequence[Drafter]) -> None:
+        super().__init__(config)
+        self.parts = parts
+        self.taps = frozenset[int]().union(*(part.taps for part in parts))
+        self.likeliest = max(part.likeliest for part in parts)
+        self.record = Record(parts, config.memory)
+
+    @classmethod
+    def build(cls, config: MergedConfig, target: Target) -> Merged:
+        """Make the parts for a target.
+
+        Raises:
+            ConfigError: an unknown drafter or option.
+        """
+        return cls(config, cls.made(config, target))
+
+    @classmethod
+    def made(cls, config: MergedConfig, target: Target) -> list[Drafter]:
+        """The parts that ``config`` names, or the usual ones."""
+        return [make_drafter(part, target) for part in config.parts or PARTS]
+
+    def start(self, context: Context) -> MergedSession:
+        return MergedSession(self, context)
+
+
+class MergedSession(BatchedSession):
+    """One sequence's parts. Without a policy all of them are asked; a drafter that plans keeps the rows that pay."""
+
+    def __init__(self, drafter: Merged, context: Context) -> None:
+        self._drafter, self._context, self._name = drafter, context, drafter.name
+        self._record = Record(drafter.parts, drafter.config.memory) if context.isolated else drafter.record
+        self._prices = None if context.policy is None else context.policy.prices
+        # As a part of a union without a policy it takes what there is room for, as the union does.
+        self._planned = self._prices if drafter.plans_rows else None
+        pairs = zip(drafter.parts, self._record.bandits, strict=True)
+        self._parts = [Part(part, bandit, context) for part, bandit in pairs]
+        self._most = drafter.config.rows or context.max_rows
+        self._length = 0
+        self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
+        self._rows: Sequence[int] = [0]  # of the tree, that the draft took, ascending
+        self._draft = Draft.chain([context.root])
+        self._needed = NO_ROWS  # rows of the tree that were taken whatever they promised
+        self._promised = 0.0  # rows that were to be right of those that were taken for what they promised
+
+    def passes(self, room: int) -> Passes[Draft]:
+        context, prices, waited = self._context, self._prices, self._context.waited
+        length = context.cache.length
+        self._length, self._promised = length, 0.0
+        room = min(room, self._most + 1)
+        tree, cost, least = Tree(context.root), 0.0, 0.0
+        if self._planned is not None and room > 1:  # no row is taken that is not worth what the cheapest one costs
+            least = max(_FAINT, self._planned.least(length, room) / self._record.sure)
+        for part in self._parts:
+            part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
+            if not part.asked:
+                continue
+            left, began = room - len(tree.needed), perf_counter() - waited.others
+            part.draft = yield from proposing(part.session, left, part.name, context.target)
+            if part.draft.entry is not None:
+                raise ConfigError(
+                    f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "
+                    f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of {self._name}.parts"
+                )
+            part.place(tree, least)
+            part.seconds = perf_counter() - waited.others - began
+            cost += part.draft.cost
+        self._needed = needed = tree.needed
+        best = tree.best(room - 1 - len(needed))
+        if best and self._planned is not None:
+            gains = [tree.reach[row] for row in best]
+            count = self._planned.keep(gains, length, base=1 + len(needed), share=self._record.sure)
+            self._promised = sum(gains[:count])
+            del best[count:]
+        size = 1 + len(needed) + len(best)
+        if tree.is_chain:
+            self._rows, self._draft = range(size), Draft(tree.tokens[:size], range(-1, size - 1), cost=cost)
+        else:
+            self._rows = [0, *sorted([*needed, *best])]
+            self._draft = self._taken(tree, cost)
+        return self._draft
+
+    def _taken(self, tree: Tree, cost: float) -> Draft:
+        """The rows that were taken."""
+        rows, kept = self._rows, {row: number for number, row in enumerate(self._rows)}
+        probes, read = NO_ROWS, set[int]()
+        if tree.needed:
+            probes = frozenset(kept[row] for row in tree.needed & tree.probes)
+            read = {kept[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
+        tokens, parents = [tree.tokens[row] for row in rows], [kept[tree.parents[row]] for row in rows[1:]]
+        return Draft(tokens, [-1, *parents], probes=probes, read=sorted(read), cost=cost)
+
+    def ask(self, question: Question) -> torch.Tensor | None:
+        """What the parts ask of the whole step, one answer after the other."""
+        self._asked, answers = [], list[torch.Tensor]()
+        for part in self._parts:
+            if isinstance(part.session, AskingSession):
+                answer = part.session.ask(replace(question, taps={layer: question.taps[layer] for layer in part.taps}))
+                if answer is not None:
+                    answers.append(answer.flatten().to(question.scores.logits.device))
+                    self._asked.append((part, answer.numel()))
+        return torch.cat(answers) if answers else None
+
+    def observe(self, seen: Observation) -> None:
+        answers: dict[Part, Sequence[int]] = {}
+        first = 0
+        for part, count in self._asked if seen.answer is not None else ():
+            assert seen.answer is not None
+            answers[part], first = seen.answer[first : first + count], first + count
+        accepted: Sequence[int] = ()  # rows of the tree
+        whole = seen.draft
+        # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
+        if whole is not None and (whole is self._draft or _begins_with(whole, self._draft)):
+            rows, size = self._rows, len(self._rows)
+            accepted = [rows[row] for row in seen.path if row < size]
+            if self._promised:
+                self._record.learn(self._promised, len(accepted) - 1 - len(self._needed.intersection(accepted)))
+        for part in self._parts:
+            if part.asked and accepted:
+                self._judge(part, seen, answers.get(part), accepted)
+            elif part.taps:  # it sees the hidden states of all tokens
+                self._show(part, seen, answers.get(part))
+
+    def _judge(self, part: Part, seen: Observation, answer: Sequence[int] | None, accepted: Sequence[int]) -> None:
+        """Judge a part that was asked by what became of its rows, and let it learn; ``accepted``: rows of the tree."""
+        began, rows, prices = perf_counter(), self._rows, self._prices
+        part.judge(seen.tokens)
+        if part.told and part.maps:
+            kept = {row: number for number, row in enumerate(rows)}
+            own = seen if seen.answer is None else replace(seen, answer=answer)
+            part.session.observe(part_of(own, part.draft, [kept.get(row, -1) for row in part.rows], part.taps))
+        elif part.told:
+            self._show(part, seen, answer)
+        if prices is not None:
+            net, size = 0.0, len(rows)
+            if size > 1 and part.added:
+                mine = part.added.__contains__
+                net = sum(map(mine, accepted)) - prices.price(self._length, size, size - sum(map(mine, rows)))
+            part.bandit.judge(
+                prices, self._length, net=net, seconds=part.seconds + perf_counter() - began, cost=part.draft.cost
+            )
+
+    def _show(self, part: Part, seen: Observation, answer: Sequence[int] | None) -> None:
+        """Have a part observe the step as it was, but of the taps its own, and its own answer."""
+        if seen.answer is not None or part.taps != self._drafter.taps:
+            taps = {layer: seen.taps[layer] for layer in part.taps}
+            seen = Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, answer)
+        part.session.observe(seen)
+
+
+def _begins_with(draft: Draft, own: Draft) -> bool:
+    size = len(own)
+    return [*draft.tokens[:size]] == [*own.tokens] and [*draft.parents[:size]] == [*own.parents]

@@ -1,0 +1,196 @@
+"""What the command line shows: streams whose steps have colours, a line of statistics, tables."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from specdec.cli.demo import Result
+    from specdec.results import Chunk, Generation
+
+__all__ = [
+    "COLOURS",
+    "PICTURES",
+    "StepPainter",
+    "describe",
+    "drafter_list",
+    "print_error",
+    "print_line",
+    "race_table",
+    "statistics",
+    "to_json",
+]
+
+# Of middling brightness, so that they read on a dark and on a light ground; neighbours are far apart in hue.
+COLOURS = ("dodger_blue1", "dark_orange3", "green4", "medium_orchid3")
+
+# A model's text may hold escape sequences; a terminal gets to see their pictures and not to obey them.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+class StepPainter:
+    """Writes a stream as it comes. On a terminal the tokens of one step share a colour; a plain step has none.
+
+    Elsewhere it writes the text and nothing else.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._colours = cycle(COLOURS)
+
+    def __call__(self, chunk: Chunk) -> None:
+        speculated = chunk.step is not None and len(chunk.step.tokens) > 1
+        self.write(chunk.text, next(self._colours) if speculated else None)
+
+    def write(self, text: str, style: str | None = None) -> None:
+        if self._console.is_terminal:
+            self._console.out(text.translate(PICTURES), style=style, end="", highlight=False)
+        else:
+            self._console.file.write(text)
+        self._console.file.flush()
+
+    def end(self) -> None:
+        """On a terminal, leave the text's last line."""
+        if self._console.is_terminal:
+            self._console.file.write("\n")
+
+
+def statistics(generation: Generation, drafter: str) -> Text:
+    """One line: what the text cost, and whether it is lossy."""
+    stats = generation.stats
+    name = Text(drafter)
+    if generation.lossy:
+        name.append(" (lossy: not the target's distribution)", style="bold red")
+    return Text.assemble(
+        name,
+        f": {_count(stats.new_tokens, 'token')} in {_count(stats.steps, 'target step')}, "
+        f"{stats.tokens_per_step:.2f} per step, {stats.tokens_per_second:.0f} tokens/s; "
+        f"ended by {generation.finish_reason}",
+        style="dim",
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def to_json(generation: Generation, drafter: str) -> dict[str, Any]:
+    """A generation as plain values, for ``json.dumps``."""
+    stats = generation.stats
+    return {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "finish_reason": generation.finish_reason,
+        "lossy": generation.lossy,
+        "drafter": drafter,
+        "stats": {
+            "prompt_tokens": stats.prompt_tokens,
+            "reused_tokens": stats.reused_tokens,
+            "new_tokens": stats.new_tokens,
+            "steps": stats.steps,
+            "acceptance_lengths": stats.acceptance_lengths,
+            "tokens_per_step": stats.tokens_per_step,
+            "tokens_per_second": stats.tokens_per_second,
+            "rows_per_step": stats.rows_per_step,
+            "seconds": asdict(stats.seconds),
+        },
+        **({} if generation.error is None else {"error": f"{type(generation.error).__name__}: {generation.error}"}),
+    }
+
+
+def describe(name: str, kind: Any) -> dict[str, Any]:
+    """What ``specdec drafters`` tells of a drafter class: its docstring's first line, and the fields of its ``Config``.
+
+    An option's ``default`` is its repr, None where it has to be given.
+    """
+    about = _attributes(kind.Config)
+    options = [
+        {"name": f.name, "type": str(f.type), "default": _default(f), "help": about.get(f.name, "")}
+        for f in fields(kind.Config)
+        if f.init
+    ]
+    summary = (inspect.getdoc(kind) or "").partition("\n")[0]
+    return {"name": name, "summary": summary.replace("``", ""), "options": options, "error": None}
+
+
+def _default(field: Any) -> str | None:
+    if field.default is not MISSING:
+        return repr(field.default)
+    return None if field.default_factory is MISSING else repr(field.default_factory())
+
+
+def _attributes(config: Any) -> dict[str, str]:
+    """Field -> text, from the Attributes section of a docstring; ``a, b: text`` tells of both."""
+    _, _, section = (inspect.getdoc(config) or "").partition("Attributes:\n")
+    section = re.split(r"\n(?=\S)", section)[0]
+    about: dict[str, str] = {}
+    for entry in re.split(r"\n(?=    \w)", "\n" + section):
+        names, _, text = entry.strip().partition(": ")
+        about |= dict.fromkeys(names.split(", "), " ".join(text.replace("``", "").split()))
+    return about
+
+
+def drafter_list(drafters: Sequence[Mapping[str, Any]]) -> Group:
+    """What each drafter is, and a table of its options below; ``error`` says why one does not import."""
+    names = [len(option["name"]) for drafter in drafters for option in drafter["options"]]
+    parts: list[RenderableType] = []
+    for drafter in drafters:
+        about = Text(drafter["error"], style="red") if drafter["error"] else Text(drafter["summary"])
+        parts.append(Text.assemble((drafter["name"], "bold cyan"), "  ", about))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(width=2)
+        table.add_column(no_wrap=True, min_width=max(names))
+        table.add_column(no_wrap=True, min_width=11, style="green")
+        table.add_column(overflow="fold")
+        for option in drafter["options"]:
+            default = "(required)" if option["default"] is None else option["default"]
+            table.add_row("", Text(option["name"]), Text(default), Text(option["help"]))
+        parts += [table, Text()] if drafter["options"] else [Text()]
+    return Group(*parts[:-1])
+
+
+def print_error(error: Exception) -> None:
+    """An error as a line on standard error; nothing where it says nothing, as where there was no command but help."""
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    if message:
+        print_line(("error:", "bold red"), message)
+
+
+def print_line(kind: tuple[str, str], message: str) -> None:
+    """A word with its style, and a message in one line, on standard error."""
+    Console(stderr=True).print(Text.assemble(kind, " ", " ".join(message.split())), soft_wrap=True)
+
+
+def race_table(results: Sequence[Result], note: str) -> Table:
+    """The end of the demo; the first result is what the others are compared with."""
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, caption=note, caption_justify="left")
+    table.add_column("\ndrafter", no_wrap=True)
+    for title in ("new\ntokens", "target\nsteps", "tokens\nper step", "\ntokens/s", "\nspeedup"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("\ntext", no_wrap=True)
+    plain = results[0]
+    for result in results:
+        differs = result.first_difference(plain)
+        same = "[green]identical[/]" if differs is None else f"[red]differs at token {differs}[/]"
+        table.add_row(
+            escape(result.drafter),
+            str(result.tokens),
+            str(result.steps),
+            f"{result.tokens / max(result.steps, 1):.2f}",
+            f"{result.tokens_per_second:.0f}",
+            f"{result.tokens_per_second / plain.tokens_per_second:.2f}x",
+            "reference" if result is plain else same,
+        )
+    return table

@@ -1,0 +1,189 @@
+"""A cost curve: the seconds that a forward of some rows takes after a text of some length.
+
+On an accelerator 64 rows may cost what one does; on a CPU eight rows may cost two. What a drafter should propose is
+decided by this curve. How it is followed from there on: :mod:`specdec.costs.live_curve`. Where nothing may be
+measured, :func:`roofline` stands in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.errors import ConfigError, shown
+from specdec.settings.files import write_json
+from specdec.settings.validation import read_json
+from specdec.target import Target
+
+__all__ = ["CostCurve", "Reading", "pass_price", "roofline"]
+
+_PASS_SECONDS = 6e-5  # of a drafter's pass, besides its weights
+_READ, _READINGS = 256, 512  # rows of a reading, or more, and readings of a curve that are kept
+_MOST = 10**9  # rows, tokens and seconds of a curve
+
+# Rows whose arithmetic takes as long as reading the weights once. A CPU core does some ten operations on a float32
+# weight while it reads one from memory, an accelerator some hundreds on a half precision one, and a row needs two.
+_BALANCE, _BALANCE_ACCELERATOR = 10, 150
+
+
+class Reading(NamedTuple):
+    """A curve after texts of some length.
+
+    Attributes:
+        seconds: of forwards of 0, 1, 2, ... rows; where more rows take less, those of as many. So who wants rows takes
+            all that come for the same.
+        cheapest: of as many rows, what the cheapest one beyond them adds, in seconds.
+    """
+
+    seconds: list[float]
+    cheapest: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostCurve:
+    """T(rows) at several context lengths.
+
+    Attributes:
+        machine: what it holds for, see :func:`describe`.
+        rows: ascending; the first is 1.
+        lengths: tokens in the cache, ascending.
+        seconds: per length, the median seconds of a forward of so many rows, all with logits.
+        steady: whether the processor was its own while it was measured; only such a curve is kept.
+    """
+
+    machine: Mapping[str, Any]
+    rows: Sequence[int]
+    lengths: Sequence[int]
+    seconds: Sequence[Sequence[float]]
+    steady: bool = True
+
+    def __post_init__(self) -> None:
+        for name, grid in (("rows", self.rows), ("lengths", self.lengths)):
+            if not grid or any(after <= before for before, after in pairwise(grid)):
+                raise ConfigError(f"a cost curve's {name} are {shown(list(grid), 300)}; they must ascend")
+            if grid[0] < 1 or grid[-1] > _MOST:
+                raise ConfigError(
+                    f"a cost curve's {name} run from {grid[0]} to {shown(grid[-1])}; they must be in [1, {_MOST}]"
+                )
+        if self.rows[0] != 1:
+            raise ConfigError(f"a cost curve's rows begin with {self.rows[0]}; they must begin with 1")
+        shape = [len(row) for row in self.seconds]
+        if shape != [len(self.rows)] * len(self.lengths) or not all(0 < t < _MOST for row in self.seconds for t in row):
+            raise ConfigError(
+                f"a cost curve needs {len(self.rows)} positive times for each of {len(self.lengths)} lengths, "
+                f"got {shape}; measure it anew with `specdec tune`"
+            )
+
+    @property
+    def now(self) -> CostCurve:
+        """Itself: nothing bends it, see :class:`specdec.costs.live_curve.LiveCosts`."""
+        return self
+
+    @cached_property
+    def _readings(self) -> dict[tuple[int, int], Reading]:
+        """By length and rows; sequences share them."""
+        return {}
+
+    def at(self, length: int, most: int) -> npt.NDArray[np.float64]:
+        """Seconds of 0 .. ``most`` rows after ``length`` tokens; straight lines between and beyond the measured.
+
+        Where no more rows were measured than a step is bound by reading the weights for, their slope says nothing of
+        the arithmetic beyond; then it is at least that of the roofline.
+        """
+        grid, lengths = np.asarray(self.seconds, dtype=np.float64), self.lengths
+        if len(lengths) == 1:
+            seconds = grid[0]
+        else:
+            right = min(max(int(np.searchsorted(lengths, length)), 1), len(lengths) - 1)
+            share = (length - lengths[right - 1]) / (lengths[right] - lengths[right - 1])
+            share = max(share, 0.0)  # below the shortest, the shortest: a line could end below nothing
+            seconds = grid[right - 1] + share * (grid[right] - grid[right - 1])
+        wanted, last = np.arange(most + 1), self.rows[-1]
+        values: npt.NDArray[np.float64] = np.interp(wanted, self.rows, seconds)
+        if most > last:
+            slope = max(seconds[-1] - seconds[-2], 0.0) / (last - self.rows[-2]) if last > 1 else 0.0
+            if last < _BALANCE:
+                slope = max(slope, seconds[0] / _BALANCE)
+            beyond = wanted > last
+            values[beyond] = seconds[-1] + slope * (wanted[beyond] - last)
+        values[0] = 0.0
+        return values
+
+    def reading(self, length: int, most: int) -> Reading:
+        """What forwards of up to ``most`` rows, or more, take after ``length`` tokens."""
+        size = max(_READ, 1 << most.bit_length())  # nearly all ask for as many, so that the curve is seldom read
+        known = self._readings.get((length, size))
+        if known is None:
+            seconds = np.minimum.accumulate(self.at(length, size)[::-1])[::-1]
+            cheapest = np.minimum.accumulate((seconds[1:] - seconds[:-1])[::-1])[::-1]
+            if len(self._readings) == _READINGS:
+                self._readings.clear()
+            known = self._readings[length, size] = Reading(seconds.tolist(), [*cheapest.tolist(), math.inf])
+        return known
+
+    def steps(self, length: int, most: int) -> list[float]:
+        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; few never cost more than many."""
+        seconds = self.reading(length, most).seconds
+        return [taken / seconds[1] for taken in seconds[: most + 1]]
+
+    def plain(self, length: int) -> float:
+        """Seconds of a plain step."""
+        return self.reading(length, 1).seconds[1]
+
+    def paying(self, gains: Sequence[float], length: int) -> int:
+        """How many rows below the root bring the most expected tokens for their time; ``gains``: each one's chance."""
+        steps, tokens = self.steps(length, len(gains) + 1), [*accumulate(gains, initial=1.0)]
+        return max(range(1, len(tokens)), key=lambda rows: tokens[rows] / steps[1 + rows], default=1)
+
+    def tree_rows(self, length: int, most: int) -> int:
+        """How many rows below the root, up to ``most``, are a good size for a tree of which nothing more is known.
+
+        It is supposed that the k-th best row is right once in k + 1 times.
+        """
+        return self.paying([1 / (row + 1) for row in range(1, most + 1)], length)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> CostCurve:
+        """Read what ``save`` wrote.
+
+        Raises:
+            ConfigError: no such file, or no cost curve in it.
+        """
+        try:
+            found: CostCurve = read_json(cls, path.read_bytes())
+            return found
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} is no cost curve ({shown(error, 300)}); make one with `specdec tune --out {path}`"
+            ) from error
+
+
+def roofline(device: torch.device | str) -> CostCurve:
+    """What is supposed of a device where nothing was measured: a step reads the weights once, each row adds arithmetic.
+
+    An accelerator does both at once, so rows are free up to its balance; on a CPU the times add up. Seconds are plain
+    steps. It knows the kind of device only, neither the machine nor the model.
+    """
+    if torch.device(device).type == "cpu":
+        return CostCurve(machine={}, rows=(1, 1 + _BALANCE), lengths=(1,), seconds=((1.0, 2.0),))
+    most = _BALANCE_ACCELERATOR
+    return CostCurve(machine={}, rows=(1, most, 2 * most), lengths=(1,), seconds=((1.0, 1.0, 2.0),))
+
+
+def pass_price(weights: float, target: Target, costs: CostCurve, length: int) -> float:
+    """Plain steps of the target that a drafter's pass takes which reads so many weights, one row of them."""
+    plain = target.layer_weights + target.vocab_size * target.hidden_size
+    return weights / plain + _PASS_SECONDS / costs.plain(length)

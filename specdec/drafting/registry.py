@@ -1,0 +1,98 @@
+"""Registry: drafters by name, from the entry points of whatever is installed.
+
+A package adds a drafter by declaring ``name = "module:Class"`` under the entry point group ``specdec.drafters``; the
+class needs a ``name``, a ``Config`` dataclass and ``build(config, target)``. Nothing is imported until it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, get_type_hints
+
+from specdec.drafter import Drafter
+from specdec.errors import ConfigError, check_choice, shown
+from specdec.settings.arguments import checked
+from specdec.settings.parsing import parse
+from specdec.settings.validation import fitting
+from specdec.target import FINAL, Target
+
+__all__ = ["GROUP", "drafter_names", "drafter_type", "make_drafter", "parse_drafter"]
+
+GROUP = "specdec.drafters"
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def drafter_names() -> list[str]:
+    """Names of all registered drafters, sorted."""
+    return sorted(_entries())
+
+
+def drafter_type(name: str) -> Any:
+    """The class registered under a name.
+
+    Raises:
+        ConfigError: no such name, or its package does not import.
+    """
+    entries = _entries()
+    check_choice("drafter", name, entries)
+    registered = f"drafter {name!r} is registered as {entries[name].value!r}, which"
+    try:
+        kind = entries[name].load()
+    except Exception as error:  # code of others: it may raise anything
+        raise ConfigError(
+            f"{registered} does not import: {type(error).__name__}: {error}; reinstall the package that provides it"
+        ) from error
+    missing = [part for part in ("Config", "build") if not hasattr(kind, part)]
+    if missing:
+        raise ConfigError(f"{registered} has no {' and no '.join(missing)}; subclass specdec.DrafterBase")
+    return kind
+
+
+def parse_drafter(spec: str | Mapping[str, Any]) -> tuple[Any, Any]:
+    """The class and the checked config that a name, or ``{"name": ..., **options}``, stands for.
+
+    Raises:
+        ConfigError: unknown name or option (the nearest one is named), or a value out of range.
+    """
+    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"drafter {shown(spec)} has no name; choose one of {', '.join(drafter_names())}")
+    kind = drafter_type(name)
+    return kind, parse(kind.Config, options, where=name)
+
+
+@checked
+def make_drafter(drafter: str | Mapping[str, Any] | Drafter, target: Target) -> Drafter:
+    """A drafter from its name, from ``{"name": ..., **options}``, or itself.
+
+    Raises:
+        ConfigError: unknown name or option (the nearest one is named), a value out of range, or a drafter that does not
+            declare what the engine asks of it.
+    """
+    made: Drafter
+    if isinstance(drafter, str | Mapping):
+        kind, config = parse_drafter(drafter)
+        made = kind.build(config, target)
+    else:
+        made = drafter
+    hints = get_type_hints(Drafter)
+    missing = [name for name in hints if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(
+            f"drafter {type(made).__name__} does not say its {', '.join(missing)}; subclass specdec.DrafterBase, which "
+            "has defaults, or specdec.DrafterWrapper around another drafter"
+        )
+    for name, hint in hints.items():
+        fitting(f"{name} of drafter {type(made).__name__}", getattr(made, name), hint)
+    outside = sorted(made.taps - {FINAL, *range(target.num_layers + 1)})
+    if outside:
+        raise ConfigError(
+            f"taps of drafter {made.name!r} hold layer {outside[0]}; the target has {target.num_layers} layers, and "
+            f"FINAL ({FINAL}) is the last one after the norm"
+        )
+    return made

@@ -1,0 +1,554 @@
+"""Engine: a target, its tokenizer and a drafter, and the ways to decode with them: one prompt, or many at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from specdec.costs.curve import CostCurve, roofline
+from specdec.costs.fallback import Fallback
+from specdec.costs.live_curve import LiveCosts
+from specdec.costs.measuring import cost_curve, describe, kept_curve, source_of
+from specdec.costs.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
+from specdec.drafter import Drafter
+from specdec.drafting.registry import make_drafter, parse_drafter
+from specdec.engine.conversations import answer_end
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.prompt import Prompt, is_chat, token_ids
+from specdec.engine.requests import Request, make_requests
+from specdec.engine.scheduler import Event, Scheduler
+from specdec.engine.sequence import Decoding
+from specdec.engine.text_stream import TextStream, stop_strings
+from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
+from specdec.models.around_layers import GENERATION
+from specdec.models.inspection import unused_generation_options
+from specdec.models.tokenizer import load_tokenizer
+from specdec.models.transformers_target import TransformersTarget
+from specdec.parallel import PARALLEL
+from specdec.parallel.load import load_parallel
+from specdec.parallel.rows import ShardedTarget
+from specdec.parallel.target import ParallelTarget
+from specdec.results import Chunk, Generation, Step
+from specdec.sampling.processors import check_processors, settled
+from specdec.settings.arguments import checked
+from specdec.settings.sampling_params import SamplingParams
+from specdec.target import Target
+
+__all__ = ["Decoding", "Engine", "Prompt"]
+
+DrafterSpec = str | Mapping[str, Any] | Drafter
+
+
+class Engine:
+    """A target, its tokenizer and a drafter.
+
+    Args:
+        target: the model.
+        tokenizer: transformers' tokenizer, or None if prompts are token ids and no text is wanted.
+        drafter: a registered name, ``{"name": ..., **options}``, or a drafter.
+        max_rows: most rows of one step's tree; bounds the scratch slots of the cache.
+        prefill_chunk: prompt tokens per forward; None takes 512, or the sliding window where that is smaller.
+        policy: ``off`` lets the drafter propose what its options say; ``acceptance`` weighs accepted tokens against
+            what rows cost by the target's curve; ``cost`` goes by the clock as well, and a path is that of a cost file
+            to do so by. See :mod:`specdec.costs.policy`. A drafter that plans its rows goes by acceptance where it is
+            off.
+        costs: the target's curve, which is gone by as it is: the same calls take the same steps. Left out, it is read
+            from the user's cache folder where it was kept, or measured here and now, for about a second, if policy or
+            drafter want it; and where a row's numbers are the same whatever rows are beside it (native layers), it
+            follows what forwards take from then on.
+        progress: called with the share that is done while the curve is measured.
+
+    Attributes:
+        live: what rows cost now, if that is followed.
+        fallback: whether drafting pays at all, if that is followed, too.
+
+    Raises:
+        ConfigError: unknown drafter or option, or a size that is not positive.
+    """
+
+    @checked
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Any = None,
+        drafter: DrafterSpec = "none",
+        *,
+        max_rows: int = 128,
+        prefill_chunk: int | None = None,
+        policy: str = "off",
+        costs: CostCurve | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.target = target
+        self.tokenizer = tokenizer
+        self.drafter = make_drafter(drafter, target)
+        self.max_rows = max_rows
+        self.prefill_chunk = prefill_chunk
+        self.policy = check_policy(policy)
+        self._by_file = policy not in ("off", "acceptance", "cost")
+        self._progress = progress
+        self._weighs = self.drafter.proposes and (policy != "off" or self.drafter.plans_rows)
+        live: LiveCosts | None = None
+        if costs is None and self._weighs:
+            costs = cost_curve(target, policy if self._by_file else None, progress=progress)
+            if target.alike and not isinstance(target, ParallelTarget):  # no text depends on the steps that it took
+                live = LiveCosts(costs)
+        self._follow(live)
+        self._known_costs = costs
+        self.costs = costs or roofline(target.device)
+        by_clock = self._weighs and policy not in ("off", "acceptance")
+        if by_clock and isinstance(target, ParallelTarget):
+            raise ConfigError(
+                f"policy={policy!r} goes by the clock, which is another one on every rank; use acceptance or off"
+            )
+        self._by_clock = by_clock
+        self._cost_policy: CostPolicy | None = None
+        self._answer_end: tuple[Any, int | None] | None = None  # the chat template, and what it ends an answer with
+
+    @property
+    def chunk_rows(self) -> int:
+        """Most tokens of a prompt that go through one forward."""
+        if self.prefill_chunk is not None:
+            return self.prefill_chunk
+        windows = [spec.window for spec in getattr(self.target, "specs", ()) if spec.window is not None]
+        return min(512, max(32, min(windows))) if windows else 512  # a window's size, but no sliver
+
+    def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
+        """What decides on the rows of a new sequence, if anything does.
+
+        ``steady``: by the curve as it was measured and by no clock, and for this sequence alone.
+        """
+        if not self._weighs:
+            return None
+        costs, fixed_rows = self.costs if self.live is None or steady else self.live, self.drafter.fixed_cost_rows
+        if not self._by_clock:
+            return AcceptancePolicy(costs, fixed_rows)
+        if steady:
+            return CostPolicy(costs, clock=False, fixed_rows=fixed_rows)
+        if self._cost_policy is None:
+            self._cost_policy = CostPolicy(costs)
+        return self._cost_policy
+
+    @classmethod
+    @checked
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        drafter: DrafterSpec = "none",
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        execution: str = "auto",
+        attention: str = "auto",
+        trust_remote_code: bool = False,
+        tokenizer: Any = None,
+        parallel: str = "off",
+        max_rows: int = 128,
+        prefill_chunk: int | None = None,
+        policy: str = "acceptance",
+        progress: Callable[[float], None] | None = None,
+    ) -> Engine:
+        """Load target and tokenizer: a named model (``"tiny"``, ``"smollm2"``), a folder, a GGUF file, or a hub id.
+
+        ``execution`` and ``attention`` are TransformersTarget's. ``tokenizer`` takes the place of the one at the path.
+        ``parallel`` is for processes that torchrun started: ``rows`` splits each step's rows over them, ``tensor`` each
+        weight (:mod:`specdec.parallel`). The policy is ``acceptance`` here, so that no drafter loses much; an engine
+        that is put together by hand takes its drafter at its word.
+
+        Raises:
+            CheckpointError: no model or tokenizer there, or a broken one.
+            TargetError: a model that specdec cannot drive exactly.
+            ConfigError: unknown drafter or option.
+        """
+        check_policy(policy)
+        if isinstance(drafter, str | Mapping):
+            parse_drafter(drafter)  # before a large model is loaded for nothing
+        several = check_choice("parallel", parallel, PARALLEL) != "off"
+        load: Callable[..., TransformersTarget] = TransformersTarget.from_pretrained
+        target = (partial(load_parallel, parallel, max_rows=max_rows) if several else load)(
+            path,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            execution=execution,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+        if tokenizer is None:
+            tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        known = getattr(tokenizer, "vocab_size", 0)  # without added tokens, of which models may lack some
+        if known > target.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer at {str(path)!r} has {known} tokens, and {target.name} knows {target.vocab_size}: it "
+                "is another model's; copy the one that was saved with the weights"
+            )
+        return cls(
+            target,
+            tokenizer,
+            drafter,
+            max_rows=max_rows,
+            prefill_chunk=prefill_chunk,
+            policy=policy,
+            progress=progress,
+        )
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What runs here, and why: section -> name -> value; `specdec info` prints it."""
+        machine = describe(self.target)
+        curve = self._known_costs or kept_curve(machine) or self.costs
+        steps = curve.steps(0, 8)
+        return {
+            **self.target.describe(),
+            "decoding": {
+                "drafter": self.drafter.name,
+                "policy": self.policy,
+                "a step of 2, 4, 8 rows": " / ".join(f"{steps[rows]:.2f}" for rows in (2, 4, 8)) + " plain steps",
+                "known from": source_of(curve, self.policy if self._by_file else None),
+            },
+        }
+
+    @checked
+    def with_drafter(self, drafter: DrafterSpec, *, policy: str | None = None) -> Engine:
+        """The same target with another drafter, and another policy if one is given; nothing is loaded twice.
+
+        What rows cost is measured here, once, if this engine had no use for it and the new one has.
+        """
+        policy = self.policy if policy is None else policy
+        other_file = policy != self.policy and policy not in ("off", "acceptance", "cost")
+        other = Engine(
+            self.target,
+            self.tokenizer,
+            drafter,
+            max_rows=self.max_rows,
+            prefill_chunk=self.prefill_chunk,
+            policy=policy,
+            costs=None if other_file else self._known_costs,
+            progress=self._progress,
+        )
+        if self._known_costs is None and not other._by_file:
+            self._known_costs = other._known_costs
+            self._follow(other.live)
+        elif not other_file:
+            other._follow(self.live)
+        return other
+
+    def _follow(self, live: LiveCosts | None) -> None:
+        """Go by what rows cost now."""
+        self.live = live
+        self.fallback = Fallback(live) if live is not None and self._weighs else None
+
+    @checked
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: int | Collection[int] = (),
+        logits_processor: Sequence[Any] = (),
+        logprobs: int | None = None,
+        prefix_cache: PrefixCache | None = None,
+        on_step: Callable[[Step], None] | None = None,
+    ) -> Generation:
+        """Decode a prompt: text, token ids, or chat messages.
+
+        Args:
+            prompt: text, token ids, or ``[{"role": ..., "content": ...}]`` for the tokenizer's chat template.
+            max_new_tokens: budget; the model's context length is one too.
+            sampling: greedy if None, whatever the checkpoint's generation config says (a SpecdecWarning names it).
+            stop: strings that end the text, special tokens' own among them; the result's text is cut before them.
+            stop_token_ids: tokens that end the text, beside the model's own end tokens.
+            logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
+                prefix, so they act as in plain decoding. A :class:`specdec.sampling.grammar.Grammar` has a state
+                instead.
+            logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
+                likeliest tokens' (0 for none); None keeps nothing.
+            prefix_cache: keeps this text, and has the one before: what both begin with is not run again.
+            on_step: called after every step.
+
+        Raises:
+            PromptError: empty, too long, or tokens outside the vocabulary.
+            NumericalError: the model's logits are no distribution.
+        """
+        decoding = self.start(
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
+            prefix_cache=prefix_cache,
+        )
+        with self.target.active():
+            decoding.prefill()
+            while decoding.finish_reason is None:
+                step = decoding.step()
+                if on_step is not None:
+                    on_step(step)
+        return decoding.result()
+
+    @checked
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: int | Collection[int] = (),
+        logits_processor: Sequence[Any] = (),
+        prefix_cache: PrefixCache | None = None,
+    ) -> Iterator[Chunk]:
+        """As ``generate``, a chunk per step; the texts add up to ``generate``'s, the last chunk has the finish reason.
+
+        The returned iterator's ``close`` ends the generation; a chunk may have no text (half a character, say).
+        """
+        decoding = self.start(
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            logits_processor=logits_processor,
+            prefix_cache=prefix_cache,
+            stream=True,
+        )
+        return decoding.chunks()
+
+    def generate_batch(
+        self,
+        prompts: Iterable[Prompt],
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        batch: int = 8,
+        seed: int | Sequence[int] | None = None,
+        stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
+        stop_token_ids: int | Collection[int] | Sequence[Collection[int]] = (),
+        logits_processor: Sequence[Any] = (),
+        logprobs: int | None = None,
+        step_rows: int | None = None,
+        cache_bytes: int | None = None,
+        progress: bool = False,
+        on_done: Callable[[int, Generation], None] | None = None,
+    ) -> list[Generation]:
+        """Decode many prompts, ``batch`` at a time, the next one joining where one ends; results in the prompts' order.
+
+        Each text is the one that ``generate`` gives for its prompt, whatever runs beside it. Parameters are for all
+        prompts or one for each: a list, of lists where one value is a list already.
+
+        Args:
+            seed: in place of ``sampling``'s.
+            logprobs: as ``generate``'s.
+            step_rows, cache_bytes: see :class:`specdec.engine.scheduler.Scheduler`.
+            progress: show a bar.
+            on_done: called with place and generation as each ends, so that nothing is lost where a later one is
+                interrupted.
+
+        A prompt that fails (too long, a processor that raises) fails alone: its ``finish_reason`` is ``error``, its
+        ``error`` says why, and a SpecdecWarning names it.
+
+        Raises:
+            ConfigError: a parameter with another number of values than there are prompts, or a size that cannot be.
+        """
+        requests = make_requests(
+            prompts,
+            max_new_tokens,
+            sampling,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
+        )
+        scheduler = self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
+        done: dict[int, Generation] = {}
+        with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar, self.target.active():
+            for event in chain.from_iterable(scheduler.run()):
+                if event.last:
+                    done[event.index] = generation = event.generation()
+                    bar.update()
+                    if on_done is not None:
+                        on_done(event.index, generation)
+        results = [done[index] for index in range(len(requests))]
+        failed = [f"{index} ({first_line(one.error)})" for index, one in enumerate(results) if one.error is not None]
+        if failed:
+            warnings.warn(
+                f"{len(failed)} of {len(results)} prompts failed: {'; '.join(failed)}", SpecdecWarning, stacklevel=2
+            )
+        return results
+
+    def stream_batch(
+        self,
+        prompts: Iterable[Prompt],
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        batch: int = 8,
+        seed: int | Sequence[int] | None = None,
+        stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
+        stop_token_ids: int | Collection[int] | Sequence[Collection[int]] = (),
+        logits_processor: Sequence[Any] = (),
+        step_rows: int | None = None,
+        cache_bytes: int | None = None,
+    ) -> Iterator[tuple[int, Chunk]]:
+        """As ``generate_batch``, a prompt's place and chunk per step of it; a failure is a chunk with an ``error``."""
+        if self.tokenizer is None:
+            raise ConfigError("streams need a tokenizer; the engine has none")
+        requests = make_requests(
+            prompts,
+            max_new_tokens,
+            sampling,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            logits_processor=logits_processor,
+            stream=True,
+        )
+        return self._chunks(self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run())
+
+    def _scheduler(self, requests: list[Request], **sizes: Any) -> Scheduler:
+        if isinstance(self.target, ParallelTarget):
+            raise ConfigError("batches are decoded by one process; leave out parallel=, or take one prompt at a time")
+        return Scheduler(self, requests, **sizes)
+
+    def _chunks(self, steps: Iterator[list[Event]]) -> Iterator[tuple[int, Chunk]]:
+        """Chunks of a batch's steps. Between steps, while the caller has a chunk, the model is as it was."""
+        for event in chain.from_iterable(steps):
+            yield event.index, event.chunk()
+
+    @checked
+    def start(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: int | Collection[int] = (),
+        logits_processor: Sequence[Any] = (),
+        prefix_cache: PrefixCache | None = None,
+        stop_when: Callable[[Sequence[int]], bool] | None = None,
+        sample: bool | None = None,
+        eos_ids: frozenset[int] | None = None,
+        stream: bool = False,
+        logprobs: int | None = None,
+    ) -> Decoding:
+        """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
+
+        ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says,
+        and ``eos_ids`` which tokens are the model's end tokens.
+        """
+        began = perf_counter()
+        if eos_ids is None:  # a caller with its own has read the generation config, and is called by generate
+            self._warn_of_unused(sampling)
+            if (whole := getattr(self.target, "whole", None)) is not None:
+                whole.check_methods(GENERATION)
+        if prefix_cache is not None and isinstance(self.target, ParallelTarget):
+            raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
+        if logprobs is not None and isinstance(self.target, ShardedTarget):
+            raise ConfigError("parallel='rows' exchanges tokens and no logits; leave out logprobs, or take 'tensor'")
+        stops = stop_strings(stop)
+        if (stops or stream) and self.tokenizer is None:
+            raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
+        stop_tokens = frozenset([stop_token_ids] if isinstance(stop_token_ids, int) else stop_token_ids)
+        if unknown := [token for token in stop_tokens if not 0 <= token < self.target.vocab_size]:
+            raise ConfigError(
+                f"stop_token_ids holds {shown(unknown[0])}, which is outside the vocabulary "
+                f"[0, {self.target.vocab_size}) and so never comes; give tokens of this model"
+            )
+        check_processors(logits_processor)
+        self.warn_of_chat_end(prompt, stop=stop, stop_token_ids=stop_token_ids)
+        tokens = self.encode(prompt)
+        decoding = Decoding(
+            self,
+            tokens,
+            max_new_tokens,
+            settled(sampling or SamplingParams(), logits_processor),
+            processors=logits_processor,
+            stop_when=stop_when,
+            sample=sample,
+            eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
+            stop_token_ids=stop_tokens,
+            text=None if self.tokenizer is None else TextStream(self.tokenizer, stops, tokens),
+            logprobs=logprobs,
+            prefix_cache=prefix_cache,
+        )
+        decoding.stats.seconds.prefill += perf_counter() - began
+        return decoding
+
+    def _warn_of_unused(self, sampling: SamplingParams | None) -> None:
+        """Say what transformers' ``generate`` would take from the checkpoint, and an engine does not."""
+        model = getattr(self.target, "model", None)
+        unused = [] if model is None else unused_generation_options(model, sampling=sampling is not None)
+        if unused:
+            warnings.warn(
+                f"the generation config of {self.target.name} sets {', '.join(unused)}, which an engine does not take: "
+                "it decodes greedily, or by the SamplingParams and logits processors that it is given; give those, or "
+                "use model.generate(custom_generate=specdec.custom_generate)",
+                SpecdecWarning,
+                stacklevel=6,  # two for each checked function
+            )
+
+    @checked
+    def warn_of_chat_end(
+        self, prompt: Prompt, *, stop: str | Sequence[str] = (), stop_token_ids: int | Collection[int] = ()
+    ) -> None:
+        """Say, in a SpecdecWarning, that an answer may not end where the chat template ends it.
+
+        So it is for messages where neither the model's end tokens nor these stops are what the template writes behind
+        an answer. The model goes on then, as it does in transformers' ``generate``.
+        """
+        if not is_chat(prompt):
+            return
+        template = getattr(self.tokenizer, "chat_template", None)
+        if self._answer_end is None or self._answer_end[0] != template:
+            self._answer_end = template, answer_end(self.tokenizer)
+        end = self._answer_end[1]
+        stop_tokens = {stop_token_ids} if isinstance(stop_token_ids, int) else set(stop_token_ids)
+        if end is None or end in self.target.eos_ids | stop_tokens:
+            return
+        text = self.tokenizer.decode([end])
+        if not any(one in text for one in stop_strings(stop)):
+            warnings.warn(
+                f"the chat template ends an answer with {text!r} (token {end}), which does not end a text of "
+                f"{self.target.name}, whose end tokens are {sorted(self.target.eos_ids)}: an answer goes on behind it. "
+                f"Give stop_token_ids=[{end}] (--stop-token-ids {end}), or add it to the generation config's "
+                "eos_token_id",
+                SpecdecWarning,
+                stacklevel=7,  # two for each checked function
+            )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            PromptError: no prompt, empty, longer than the context, or tokens outside the vocabulary.
+        """
+        ids = token_ids(prompt, self.tokenizer)
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token (a BOS token will do)")
+        outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
+        if outside:
+            raise PromptError(
+                f"token {shown(outside[0])} is outside the vocabulary [0, {self.target.vocab_size}); "
+                "the ids come from another tokenizer"
+            )
+        if len(ids) >= self.target.context_length:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, and the model's context holds {self.target.context_length} with at "
+                "least one new token; shorten the prompt"
+            )
+        return ids

@@ -1,0 +1,96 @@
+"""Prefix cache: the keys and values of a text, for the next text that begins alike, as a talk's next turn does.
+
+Texts are compared by token ids, and what both begin with is copied, slot by slot, into the new text's own cache. So
+nothing is computed twice and nothing is undone: a text's cache is never cut, and several texts may go on from one.
+
+A sliding window's ring has no more than the last keys, and knows which. Where it lacks one that the new text's next
+token sees, all of the new text is run. So it is where the model was changed since, is another one, or where a drafter
+needs hidden states that were not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+
+from specdec.step.cache import KVCache
+from specdec.target import Target
+
+__all__ = ["KeptText", "PrefixCache"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptText:
+    """A text that is being decoded or was, as far as it went.
+
+    Attributes:
+        target, version: the model, and its ``version`` when the text was begun.
+        cache: its keys and values.
+        tokens: prompt and emitted tokens, live; the last ones may not be cached.
+        taps: layer -> pieces [n, D] of the hidden states of its cached tokens, for drafters that want them.
+        known: layer -> how many of these tokens, from the first one on.
+    """
+
+    target: Target
+    version: object
+    cache: KVCache
+    tokens: Sequence[int]
+    taps: dict[int, list[torch.Tensor]]
+    known: dict[int, int] = field(default_factory=dict)
+
+    def keep(self, taps: Mapping[int, torch.Tensor], path: Sequence[int]) -> None:
+        """Add the hidden states of the rows that were just committed.
+
+        A layer that did not run for them is kept no more, nor is one that lacks tokens before them, as after an
+        interrupt.
+        """
+        end = self.cache.length
+        for layer in tuple(self.taps):
+            if layer in taps and self.known.get(layer, 0) == end - len(path):
+                self.taps[layer].append(taps[layer][list(path)])
+                self.known[layer] = end
+            else:
+                del self.taps[layer]
+                self.known.pop(layer, None)
+
+    def shared(self, other: KeptText) -> int:
+        """How many tokens a text that begins now has in common with this one, and may copy; its last is the root."""
+        if self.target is not other.target or self.version != other.version:
+            return 0
+        pairs = zip(self.tokens, other.tokens, strict=False)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        # A text that was interrupted in the middle of a step may have committed more than it noted, or less.
+        known = [self.cache.length, *(self.known.get(layer, 0) for layer in other.taps)]
+        return min(alike, len(other.tokens) - 1, *known)
+
+
+class PrefixCache:
+    """Keeps the latest text that was decoded with it: ``engine.generate(prompt, prefix_cache=kept)``.
+
+    What is generated is what it is without one: bit for bit in native layers, where a token's keys and values do not
+    depend on the rows beside it, and elsewhere up to rounding, as between two sizes of ``prefill_chunk``. It holds the
+    memory of one text's cache.
+    """
+
+    def __init__(self) -> None:
+        self._kept: KeptText | None = None
+
+    def begin(
+        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int]
+    ) -> tuple[KeptText, dict[int, torch.Tensor]]:
+        """Fill a new text's empty cache with what is known of its beginning, and keep that text from now on.
+
+        Returns:
+            The text, to be told of its hidden states, and those of the tokens copied: layer -> [n, D].
+        """
+        text = KeptText(target, target.version(), cache, tokens, {layer: [] for layer in taps})
+        former, self._kept = self._kept, text
+        count = 0 if former is None else former.shared(text)
+        if former is None or not count or not cache.take(former.cache, count):
+            return text, {}
+        hidden = {layer: torch.cat(former.taps[layer])[:count] for layer in taps}
+        text.keep(hidden, range(count))
+        return text, hidden

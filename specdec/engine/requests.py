@@ -1,0 +1,88 @@
+"""Requests: a prompt with its options, and many of them from options for all or for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specdec.errors import ConfigError
+from specdec.settings.sampling_params import SamplingParams
+
+__all__ = ["Request", "make_requests"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, and what ``Engine.start`` is told beside it: the options that it is given."""
+
+    prompt: Any
+    max_new_tokens: int
+    options: Mapping[str, Any]
+
+
+def make_requests(
+    prompts: Iterable[Any],
+    max_new_tokens: int | Sequence[int],
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None,
+    *,
+    seed: int | Sequence[int] | None,
+    stop: str | Sequence[str] | Sequence[Sequence[str]],
+    stop_token_ids: int | Collection[int] | Sequence[Collection[int]],
+    logits_processor: Sequence[Any],
+    **others: Any,
+) -> list[Request]:
+    """One request per prompt, of parameters that are for all, or one for each; ``others`` are for all.
+
+    Stop strings, stop tokens and processors are lists already, so that one for each is a list of lists.
+
+    Raises:
+        ConfigError: the prompts are one text, or a parameter has another number of values.
+    """
+    if isinstance(prompts, str | Mapping):
+        raise ConfigError("prompts is one prompt; give a list of prompts, or call generate")
+    prompts = list(prompts)
+
+    def each(name: str, value: Any, one_each: Callable[[Any], bool] = _is_several) -> list[Any]:
+        if _is_array(value):
+            value = value.tolist()
+        if not one_each(value):
+            return [value] * len(prompts)
+        if len(value) != len(prompts):
+            raise ConfigError(
+                f"{name} has {len(value)} values for {len(prompts)} prompts; give one for all, or one for each"
+            )
+        return list(value)
+
+    budgets = each("max_new_tokens", max_new_tokens)
+    params = each("sampling", sampling)
+    if seed is not None:
+        seeds = each("seed", seed)
+        params = [replace(one or SamplingParams(), seed=own) for one, own in zip(params, seeds, strict=True)]
+    stops = each("stop", stop, _is_of_lists)
+    stop_tokens = each("stop_token_ids", stop_token_ids, _is_of_lists)
+    chains = each("logits_processor", logits_processor, _is_of_lists)
+    return [
+        Request(
+            prompt, budget, {"sampling": own, "stop": ends, "stop_token_ids": last, "logits_processor": chain, **others}
+        )
+        for prompt, budget, own, ends, last, chain in zip(
+            prompts, budgets, params, stops, stop_tokens, chains, strict=True
+        )
+    ]
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of numpy, a tensor, or a column of a table."""
+    return hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0
+
+
+def _is_several(value: Any) -> bool:
+    """Whether there is a value for each prompt, in an order."""
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | Set)
+
+
+def _is_of_lists(value: Any) -> bool:
+    kinds = (list, tuple, set, frozenset)
+    several = isinstance(value, list | tuple) and bool(value)
+    return several and all(isinstance(one, kinds) or _is_array(one) for one in value)

@@ -1,0 +1,406 @@
+"""Batch: many sequences at once, each exactly as by itself.
+
+A step puts the rows of all sequences into one forward, flat and never padded; each sequence keeps its own cache, its
+own drafting session and its own noise, and commits its own rows. So nothing of a text depends on its neighbours, on
+their order, or on when it was admitted. (Numbers round alike whatever rows are beside them in native layers; elsewhere
+as well as between a forward of one row and one of several.)
+
+Prompts are admitted in order, as others end. What is drafted goes first, and what is left of ``step_rows`` takes chunks
+of prompts. Drafting is each session's own; what it has a model compute is computed for all of them at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from time import perf_counter
+from typing import Any, Protocol
+
+from specdec.costs.prices import Crowd
+from specdec.drafting.joint_forward import forward_together
+from specdec.drafting.sessions import likeliest_of
+from specdec.engine.requests import Request
+from specdec.engine.sequence import Decoding, Setup, Turn, cache_sizes
+from specdec.errors import ConfigError
+from specdec.results import Chunk, Generation, Statistics, Step
+from specdec.settings.arguments import checked
+from specdec.step.cache import KVCache
+from specdec.step.forward_passes import Pass, Passes, resume, run_together
+from specdec.target import TargetOutput
+
+__all__ = ["Event", "Handle", "Scheduler"]
+
+_STEP_ROWS = 256  # as many as keep a CPU's products fast; a larger chunk only makes the others wait
+
+
+class Host(Setup, Protocol):
+    """What a batch needs of an engine."""
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt."""
+
+    @property
+    def warn_of_chat_end(self) -> Callable[..., None]:
+        """Says where an answer may not end as the chat template ends it."""
+
+    @property
+    def start(self) -> Callable[..., Decoding]:
+        """Makes a generation that is to be driven turn by turn."""
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """What came of a request: a step, or its end by an error or a cancellation.
+
+    Attributes:
+        index: the request's place, its :class:`Handle`'s index.
+        decoding: None where it could not even begin.
+        step: the step; None with an error, and where it was cancelled.
+        error: why it failed.
+    """
+
+    index: int
+    decoding: Decoding | None
+    step: Step | None
+    error: Exception | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled before its end."""
+        return self.step is None and self.error is None
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.step is None or (self.decoding is not None and self.decoding.finish_reason is not None)
+
+    def generation(self) -> Generation:
+        """The generation as it stands; its finish reason is ``error`` or ``cancelled`` where it ended by that."""
+        done = Generation("", [], "", Statistics(), []) if self.decoding is None else self.decoding.result()
+        if self.cancelled:
+            return replace(done, finish_reason="cancelled")
+        return done if self.error is None else replace(done, finish_reason="error", error=self.error)
+
+    def chunk(self) -> Chunk:
+        """The same as a piece of a stream."""
+        if self.decoding is None or self.step is None:
+            return Chunk("", [], None, "cancelled" if self.cancelled else "error", self.error)
+        return self.decoding.chunk_of(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A request that was submitted; its events have the same ``index``."""
+
+    index: int
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request in line: its tokens, the bytes that its cache may need, and the seconds that encoding took."""
+
+    index: int
+    request: Request
+    tokens: list[int]
+    bytes: int
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    index: int
+    decoding: Decoding
+    bytes: int
+    turn: Turn | None = field(default=None)
+
+
+class Scheduler:
+    """Admits requests in order, steps those that run together, and lets go of those that end.
+
+    ``submit`` and ``cancel`` may be called from any thread, while another one calls ``step``. A request that fails ends
+    alone: where the shared forward raises, each sequence's rows are run again by themselves, and those that raise again
+    end with that error.
+
+    Args:
+        engine: whose target and drafter they share.
+        requests: taken one at a time, when there is room, before those that are submitted; an iterator that had none is
+            asked again after each step.
+        batch: most sequences at once.
+        step_rows: most rows of one forward, all drafts and chunks of prompts together; None takes 256, or the engine's
+            ``max_rows`` where that is larger. A draft that finds no room waits for the next forward as it is.
+        cache_bytes: most bytes that the target's caches may come to hold together, each counted as what its text may
+            need at most; None is no bound.
+
+    Raises:
+        ConfigError: a size that is not positive, or a ``step_rows`` that cannot hold a draft.
+    """
+
+    @checked
+    def __init__(
+        self,
+        engine: Host,
+        requests: Iterable[Request] = (),
+        *,
+        batch: int = 8,
+        step_rows: int | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
+        if step_rows is not None and step_rows < engine.max_rows:
+            raise ConfigError(
+                f"step_rows is {step_rows}, and one draft may have max_rows = {engine.max_rows} rows; "
+                "give at least as many, or an engine with a smaller max_rows"
+            )
+        self._engine, self._batch = engine, batch
+        self._step_rows = step_rows or max(_STEP_ROWS, engine.max_rows)
+        self._cache_bytes = cache_bytes
+        self._requests, self._numbers = iter(requests), itertools.count()
+        self._lock = Lock()  # of what other threads change: the next two
+        self._submitted: deque[_Waiting] = deque()
+        self._cancelled: set[int] = set()
+        self._next: _Waiting | None = None
+        self._running: list[_Running] = []
+        self._rows_each = 1.0  # of the drafts of the latest step
+        # How many drafted, or rested, and whether one of them samples; None where no fallback was asked.
+        self._asked: tuple[int, bool] | None = None
+
+    def submit(self, request: Request) -> Handle:
+        """Put a request in line; it joins the others at the next step that has room for it. The prompt is encoded here.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or holds tokens outside the vocabulary.
+            ConfigError: its cache may need more than ``cache_bytes``.
+        """
+        waiting = self._encoded(next(self._numbers), request)
+        with self._lock:  # a step may be letting go of others, and puts another queue in the place of this one
+            self._submitted.append(waiting)
+        return Handle(waiting.index)
+
+    def cancel(self, handle: Handle) -> None:
+        """End a request at the next step, whose events say so; one that has ended already is left as it is."""
+        with self._lock:
+            self._cancelled.add(handle.index)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing that was submitted waits; to be asked between steps, by their thread."""
+        return not (self._running or self._submitted or self._next)
+
+    def step(self) -> list[Event]:
+        """Admit what there is room for, and run one forward of all that run; what came of each sequence."""
+        with self._engine.target.active():
+            events = self._drop_cancelled()
+            events += self._admit()
+            return events + self._step()
+
+    def run(self) -> Iterator[list[Event]]:
+        """The events of one step after the other, until nothing runs and no request is left."""
+        while (events := self.step()) or self._running:  # a step that only ran chunks of prompts has no events
+            yield events
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the caches of the running sequences hold now."""
+        return sum(one.decoding.cache_bytes for one in self._running)
+
+    def _drop_cancelled(self) -> list[Event]:
+        """Let go of what was cancelled since the last step."""
+        if not self._cancelled:
+            return []
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+            dropped = [one.index for one in self._submitted if one.index in cancelled]
+            self._submitted = deque(one for one in self._submitted if one.index not in cancelled)
+        if self._next is not None and self._next.index in cancelled:
+            dropped.append(self._next.index)
+            self._next = None
+        ended = [one for one in self._running if one.index in cancelled]
+        self._running = [one for one in self._running if one.index not in cancelled]
+        return [Event(one.index, one.decoding, None) for one in ended] + [Event(index, None, None) for index in dropped]
+
+    def _admit(self) -> list[Event]:
+        """Begin what there is room for, in order; the failures among it."""
+        failed: list[Event] = []
+        while len(self._running) < self._batch:
+            if self._next is None and not self._look(failed):
+                break
+            waiting = self._next
+            assert waiting is not None
+            held = sum(one.bytes for one in self._running)
+            if self._cache_bytes is not None and held + waiting.bytes > self._cache_bytes:
+                break
+            self._next, request = None, waiting.request
+            try:
+                stops = {name: request.options[name] for name in ("stop", "stop_token_ids") if name in request.options}
+                self._engine.warn_of_chat_end(request.prompt, **stops)
+                decoding = self._engine.start(waiting.tokens, request.max_new_tokens, **request.options)
+            except Exception as error:
+                failed.append(Event(waiting.index, None, None, error))
+            else:
+                decoding.stats.seconds.prefill += waiting.seconds
+                self._running.append(_Running(waiting.index, decoding, waiting.bytes))
+        return failed
+
+    def _look(self, failed: list[Event]) -> bool:
+        """Have the next request ready, passing over those that cannot be; False where there is none."""
+        for request in self._requests:
+            index = next(self._numbers)
+            try:
+                self._next = self._encoded(index, request)
+            except Exception as error:
+                failed.append(Event(index, None, None, error))
+            else:
+                return True
+        with self._lock:
+            self._next = self._submitted.popleft() if self._submitted else None
+        return self._next is not None
+
+    def _encoded(self, index: int, request: Request) -> _Waiting:
+        """A request that may wait in line."""
+        began = perf_counter()
+        tokens = self._engine.encode(request.prompt)
+        size = self._bytes(len(tokens), request.max_new_tokens)
+        return _Waiting(index, request, tokens, size, perf_counter() - began)
+
+    def _bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """Bytes that the cache of such a text may come to hold, if they are bounded.
+
+        Raises:
+            ConfigError: more than there may be in all.
+        """
+        if self._cache_bytes is None:
+            return 0
+        capacity, rows = cache_sizes(self._engine, prompt_tokens, max_new_tokens)
+        size = KVCache.most_bytes(getattr(self._engine.target, "specs", ()), capacity=capacity, rows=rows)
+        if size > self._cache_bytes:
+            raise ConfigError(
+                f"a text of up to {capacity} tokens may need {size} bytes of cache, and cache_bytes is "
+                f"{self._cache_bytes}; lower max_new_tokens or raise cache_bytes"
+            )
+        return size
+
+    def _step(self) -> list[Event]:
+        """One forward of all that run; what came of it, sequence by sequence."""
+        events = list[Event]()
+        chosen, turns = self._turns(events)
+        if not turns:
+            return events
+        began = perf_counter()
+        chosen, turns, parts = self._forward(chosen, turns, events)
+        if not turns:
+            return events
+        ended, rows = perf_counter(), [turn.block.rows for turn in turns]
+        live, fallback = self._engine.live, self._engine.fallback
+        length = sum(turn.block.length for turn in turns) // len(turns)
+        whole = all(turn.is_whole for turn in turns)
+        if live is not None and whole:
+            live.note(sum(rows), length, ended - began)
+        each, drafted, drafting = (ended - began) / sum(rows), list[int](), 0.0
+        for one, turn, part, count in zip(chosen, turns, parts, rows, strict=True):
+            decoding = one.decoding
+            try:
+                if turn.draft is None:
+                    decoding.absorb(turn, part, each * count)
+                    continue
+                drafted.append(count)
+                known = decoding.stats.seconds.draft
+                step = decoding.conclude(turn, part, each * count)
+                drafting += decoding.stats.seconds.draft - known
+            except Exception as error:
+                events.append(self._fail(one, error))
+                continue
+            events.append(Event(one.index, decoding, step))
+            if decoding.finish_reason is not None:
+                self._running.remove(one)
+        if drafted:
+            self._rows_each = sum(drafted) / len(drafted)
+        if fallback is not None and self._asked is not None and self._asked[0] == len(drafted) == len(turns):
+            tokens = sum(len(event.step.tokens) for event in events if event.step is not None)
+            fallback.note(
+                *self._asked,
+                tokens=tokens,
+                length=length,
+                rows=sum(rows),
+                whole=whole,
+                drafting=drafting,
+                seconds=sum(turn.drafting for turn in turns) + perf_counter() - began,
+            )
+        return events
+
+    def _forward(
+        self, chosen: list[_Running], turns: list[Turn], events: list[Event]
+    ) -> tuple[list[_Running], list[Turn], list[TargetOutput]]:
+        """Run all rows as one forward; those whose rows ran, their turns, and their parts of the output.
+
+        Where it raises, each sequence's rows are run by themselves, which writes the same numbers to the same slots,
+        and the failures are added to ``events``.
+        """
+        drafter, target = self._engine.drafter, self._engine.target
+        likeliest = likeliest_of(drafter) if any(turn.asked for turn in turns) else 0
+        try:
+            return chosen, turns, forward_together(target, turns, drafter.taps, likeliest=likeliest)
+        except Exception as error:
+            if len(turns) == 1:
+                events.append(self._fail(chosen[0], error))
+                return [], [], []
+        ran: list[tuple[_Running, Turn, TargetOutput]] = []
+        for one, turn in zip(chosen, turns, strict=True):
+            try:
+                (part,) = forward_together(target, [turn], drafter.taps, likeliest=likeliest)
+            except Exception as error:
+                events.append(self._fail(one, error))
+            else:
+                ran.append((one, turn, part))
+        return [one for one, _, _ in ran], [turn for _, turn, _ in ran], [part for _, _, part in ran]
+
+    def _turns(self, events: list[Event]) -> tuple[list[_Running], list[Turn]]:
+        """Who takes part in the next forward, and with what: drafts, then chunks of prompts; failures to ``events``."""
+        left, chosen, turns = self._step_rows, list[_Running](), list[Turn]()
+        order = [one for one in self._running if one.turn is not None]  # who had to wait comes first
+        fresh = [one for one in self._running if one.turn is None and not one.decoding.prefilling]
+        self._draft(fresh, events)
+        for one in order + fresh:
+            turn = one.turn
+            if turn is not None and turn.block.rows <= left:
+                left -= turn.block.rows
+                one.turn = None
+                chosen.append(one)
+                turns.append(turn)
+        for one in self._running:
+            if left and one.decoding.prefilling:
+                turn = one.decoding.chunk(left)
+                left -= turn.block.rows
+                chosen.append(one)
+                turns.append(turn)
+        return chosen, turns
+
+    def _draft(self, those: Sequence[_Running], events: list[Event]) -> None:
+        """Have each of them propose its draft; the passes that their sessions wait for are run together."""
+        others = len(self._running) - 1
+        crowd = Crowd(others + 1, round(others * self._rows_each))
+        fallback, rests, self._asked = self._engine.fallback, False, None
+        if fallback is not None and those and all(one.decoding.fallback is not None for one in those):
+            self._asked = len(those), any(one.decoding.sampler.sample for one in those)
+            rests = fallback.rests(*self._asked)
+        ready: list[tuple[_Running, Passes[Turn], Any]] = [
+            (one, one.decoding.drafting(crowd, rests), None) for one in those
+        ]
+        while ready:
+            waiting: list[tuple[_Running, Passes[Turn], Pass]] = []
+            for one, drafting, answer in ready:
+                try:
+                    asked = resume(drafting, answer)
+                except StopIteration as done:
+                    one.turn = done.value
+                except Exception as error:
+                    events.append(self._fail(one, error))
+                else:
+                    waiting.append((one, drafting, asked))
+            answers = run_together([asked for _, _, asked in waiting])
+            ready = [(one, drafting, answer) for (one, drafting, _), answer in zip(waiting, answers, strict=True)]
+
+    def _fail(self, one: _Running, error: Exception) -> Event:
+        self._running.remove(one)
+        return Event(one.index, one.decoding, None, error)

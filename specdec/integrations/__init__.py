@@ -1,1 +1,0 @@
-"""Ways into other libraries."""

@@ -1,0 +1,269 @@
+"""The tokenizer that a GGUF file describes, built from the file's own lists and settings as llama.cpp reads them.
+
+Transformers reads such files, too, but into the tokenizer class of the architecture: that class brings tokens which the
+file does not have, cuts up control tokens that are not written in GPT-2's bytes, and goes by no setting that the file
+leaves to llama.cpp's default.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers.integrations.gguf.reader import read_gguf_metadata
+from transformers.tokenization_utils_base import generate_merges
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from specdec.errors import CheckpointError, SpecdecWarning, first_line
+from specdec.models.gguf_splits import splitter
+
+__all__ = ["TokenizerSettings", "read_tokenizer"]
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
+_WHOLE = _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are found in a text as they stand
+_REMEDY = (
+    "give the model's own tokenizer, Engine.from_pretrained(file, tokenizer=AutoTokenizer.from_pretrained(folder)), or "
+    "load the model's folder of safetensors"
+)
+_KINDS = ("llama", "gpt2", "gemma4")
+
+# Rules under which a word that is a token as a whole is not put together from merges, and those with a begin token.
+_LLAMA_3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
+_BEGINNING = (*_LLAMA_3, "tekken")
+_WHOLE_WORDS = (*_LLAMA_3, "tekken", "glm4", "glm5")
+_OWN_SPACES = ("gemma", "gemma2", "gemma3")  # whose first files lack the flag that says that no space is put first
+
+# Ordinary words, runs of spaces and lines, digits, a contraction, and characters that need bytes.
+_PROBES = ("Hello world", " a  b\n\n\tc", "It's 2026, isn't it?", "na\u00efve \u6f22\u5b57 \U0001f642")
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """What a file says of its tokenizer, with llama.cpp's defaults for what it does not say.
+
+    Attributes:
+        kind: ``llama``, pieces of SentencePiece, merged by their scores; ``gemma4``, such pieces with a list of
+            merges; ``gpt2``, byte pairs.
+        rule: how texts are split before byte pairs are merged.
+        bos, eos, unk, pad: the tokens that begin and end a text, stand for what has no token, and fill up; None where
+            the file does not say.
+        ends: tokens that end an answer.
+        add_bos, add_eos: whether they are put around a text.
+        space_prefix: whether a space is put before a text, and before what follows a special token.
+        whole_words: whether a word that is a token as a whole is taken so, whatever the merges say.
+        trims: whether special tokens take the space behind them.
+    """
+
+    kind: str
+    rule: str
+    bos: int | None
+    eos: int | None
+    unk: int | None
+    pad: int | None
+    ends: tuple[int, ...]
+    add_bos: bool
+    add_eos: bool
+    space_prefix: bool
+    whole_words: bool
+    trims: bool
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> TokenizerSettings:
+        """Those of a file's metadata."""
+        kind, rule = (str(metadata.get(f"tokenizer.ggml.{name}") or "default") for name in ("model", "pre"))
+        pieces = kind == "llama"
+        own_spaces = metadata.get("general.architecture") in _OWN_SPACES
+
+        def said(name: str, default: Any) -> Any:
+            return metadata.get(f"tokenizer.ggml.{name}", default)
+
+        eos = said("eos_token_id", 2 if pieces else None)
+        ends = {eos, said("eot_token_id", None), said("eom_token_id", None)} - {None}
+        return cls(
+            kind=kind,
+            rule=rule,
+            bos=said("bos_token_id", 1 if pieces else None),
+            eos=eos,
+            unk=said("unknown_token_id", 0 if pieces else None),
+            pad=said("padding_token_id", None),
+            ends=tuple(sorted(ends)),
+            add_bos=bool(said("add_bos_token", kind != "gpt2" or rule in _BEGINNING)),
+            add_eos=bool(said("add_eos_token", False)),
+            space_prefix=pieces and bool(said("add_space_prefix", not own_spaces)),
+            whole_words=not pieces and rule in _WHOLE_WORDS,
+            trims=pieces and any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3")),
+        )
+
+
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer that a GGUF file describes, with its chat template.
+
+    Raises:
+        CheckpointError: there is none in it, or none that can be read faithfully.
+    """
+    try:
+        metadata, _ = read_gguf_metadata(str(path), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
+        vocabulary = _Vocabulary(path.name, metadata)
+        tokenizer = vocabulary.tokenizer(metadata.get("tokenizer.chat_template"))
+        vocabulary.check(tokenizer)
+    except CheckpointError:
+        raise
+    except Exception as error:  # lists of any length and kind may be in the file
+        raise CheckpointError(f"no tokenizer in {str(path)!r}: {first_line(error)}; {_REMEDY}") from error
+    tokenizer.name_or_path = str(path)
+    return tokenizer
+
+
+class _Vocabulary:
+    """A file's tokens, and the two ways to read a text with them: the library's, and a plain one to check it."""
+
+    def __init__(self, name: str, metadata: Mapping[str, Any]) -> None:
+        self.name, self.settings = name, TokenizerSettings.of(metadata)
+        if "tokenizer.ggml.tokens" not in metadata:
+            raise CheckpointError(f"no tokenizer in {name!r}: it lists no tokens; {_REMEDY}")
+        listed = metadata["tokenizer.ggml.tokens"]
+        self.tokens: Sequence[str] = [token or f"[EMPTY_{place}]" for place, token in enumerate(listed)]
+        self.ids = {token: place for place, token in enumerate(self.tokens)}
+        settings = self.settings
+        if settings.kind not in _KINDS:
+            raise self._refusal(f"it is of the kind {settings.kind!r}, and {', '.join(_KINDS)} are read here")
+        if settings.kind == "gpt2" and splitter(settings.rule) is None:
+            raise self._refusal(f"it splits texts by the rule {settings.rule!r}, which is not known here")
+        needed = "scores" if settings.kind == "llama" else "merges"
+        if f"tokenizer.ggml.{needed}" not in metadata:
+            raise self._refusal(f"its tokens have no {needed}")
+        if len(self.ids) < len(self.tokens):
+            raise self._refusal("it lists a token twice")
+        named = (settings.bos, settings.eos, settings.unk, settings.pad, *settings.ends)
+        for place in named:
+            if place is not None and not 0 <= place < len(self.tokens):
+                raise self._refusal(f"it names token {place} and has {len(self.tokens)}")
+        self.scores = metadata.get("tokenizer.ggml.scores") if settings.kind == "llama" else None
+        self.merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())] if not self.scores else []
+        self._ranks = {pair: rank for rank, pair in enumerate(self.merges)}
+        types = metadata.get("tokenizer.ggml.token_type", ())
+        of_type = {kind: {at for at, is_of in enumerate(types) if is_of == kind} for kind in _WHOLE}
+        self.special = of_type[_UNKNOWN] | of_type[_CONTROL] | {place for place in named if place is not None}
+        self.whole = sorted(self.special | of_type[_USER_DEFINED])
+
+    def tokenizer(self, template: str | None) -> Any:
+        """Transformers' tokenizer of it."""
+        settings, tokens = self.settings, self.tokens
+        backend = Tokenizer(self._model())
+        if settings.kind != "gpt2":
+            first = [normalizers.Prepend(_SPACE)] if settings.space_prefix else []
+            backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
+            strip = [decoders.Strip(" ", 1, 0)] if settings.space_prefix else []
+            pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+            backend.decoder = decoders.Sequence([*pieces, *strip])
+        else:
+            backend.pre_tokenizer = splitter(settings.rule)
+            backend.decoder = decoders.ByteLevel()
+        self._add_whole(backend)
+        named = {"bos": settings.bos, "eos": settings.eos, "unk": settings.unk, "pad": settings.pad}
+        for token, added in (("bos", settings.add_bos), ("eos", settings.add_eos)):
+            if added and named[token] is None:
+                warnings.warn(
+                    f"{self.name} asks for a {token.upper()} token around each text and does not say which: none is "
+                    f"put; set the file's tokenizer.ggml.{token}_token_id",
+                    SpecdecWarning,
+                    stacklevel=4,
+                )
+        new: Any = TokenizersBackend
+        return new(
+            tokenizer_object=backend,
+            **{f"{token}_token": None if place is None else tokens[place] for token, place in named.items()},
+            add_bos_token=settings.add_bos and settings.bos is not None,
+            add_eos_token=settings.add_eos and settings.eos is not None,
+            chat_template=template,
+        )
+
+    def _model(self) -> Any:
+        if self.settings.kind == "gpt2":
+            return models.BPE(self.ids, self.merges, ignore_merges=self.settings.whole_words)
+        scores = None if self.scores is None else dict(zip(self.tokens, self.scores, strict=True))
+        merges = self.merges if scores is None else generate_merges(self.ids, scores)
+        unknown = None if self.settings.unk is None else self.tokens[self.settings.unk]
+        return models.BPE(self.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+
+    def _add_whole(self, backend: Any) -> None:
+        """Have tokens found in a text that stand there as a whole."""
+        untrimmed = ("<unk>", "<s>", "<|endoftext|>")
+
+        def added(place: int) -> AddedToken:
+            trims = self.settings.trims and self.tokens[place] not in untrimmed
+            return AddedToken(self.tokens[place], normalized=False, special=place in self.special, rstrip=trims)
+
+        backend.add_tokens([added(place) for place in self.whole])
+
+    def check(self, tokenizer: Any) -> None:
+        """Hold the library's tokens of some texts against those of the plain reading."""
+        ends = [self.tokens[end] for end in self.settings.ends]
+        for text in (*_PROBES, *(f"ab{end}cd" for end in ends)):
+            found, expected = list(tokenizer(text)["input_ids"]), self.encode(text, tokenizer.backend_tokenizer)
+            if found != expected:
+                raise self._refusal(f"{text!r} becomes the tokens {found}, and its own settings make it {expected}")
+
+    def encode(self, text: str, backend: Any) -> list[int]:
+        """The tokens of a text by the file's lists, merge by merge."""
+        settings = self.settings
+        found = sorted((token for place in self.whole if (token := self.tokens[place]) in text), key=len, reverse=True)
+        ids = [settings.bos] if settings.add_bos and settings.bos is not None else []
+        for place, part in enumerate(re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]):
+            if place % 2:
+                ids.append(self.ids[part])
+            elif part and settings.kind != "gpt2":
+                ids += self._merged((" " * settings.space_prefix + part).replace(" ", _SPACE))
+            elif part:
+                ids += [
+                    token for word, _ in backend.pre_tokenizer.pre_tokenize_str(part) for token in self._merged(word)
+                ]
+        return [*ids, settings.eos] if settings.add_eos and settings.eos is not None else ids
+
+    def _merged(self, word: str) -> list[int]:
+        if self.settings.whole_words and word in self.ids:
+            return [self.ids[word]]
+        parts = list(word)
+        while len(parts) > 1:
+            ranks = [self._rank(*pair) for pair in pairwise(parts)]
+            if (best := min(ranks)) == math.inf:
+                break
+            at = ranks.index(best)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        ids = [token for part in parts for token in self._spelled(part)]
+        return [
+            token for place, token in enumerate(ids) if ids[max(0, place - 1) : place + 1] != [self.settings.unk] * 2
+        ]
+
+    def _rank(self, left: str, right: str) -> float:
+        """Pairs of lower rank are merged first."""
+        if self.scores is None:
+            return self._ranks.get((left, right), math.inf)
+        return -self.scores[self.ids[left + right]] if left + right in self.ids else math.inf
+
+    def _spelled(self, part: str) -> list[int]:
+        """The token of a part, or those of its bytes."""
+        if part in self.ids:
+            return [self.ids[part]]
+        names = [f"<0x{byte:02X}>" for byte in part.encode()]
+        if self.settings.kind == "gpt2":
+            return []
+        if all(name in self.ids for name in names):
+            return [self.ids[name] for name in names]
+        return [] if self.settings.unk is None else [self.settings.unk]
+
+    def _refusal(self, why: str) -> CheckpointError:
+        return CheckpointError(f"the tokenizer of {self.name} cannot be read faithfully: {why}; {_REMEDY}")
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    """Two tokens with a space between, of which the first may begin with one."""
+    space = merge.index(" ", 1)
+    return merge[:space], merge[space + 1 :]

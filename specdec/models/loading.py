@@ -1,0 +1,223 @@
+"""A model of transformers, loaded from its folder, a hub id or a GGUF file, and checked before and after."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Lt
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils.peft_utils import find_adapter_config_file
+from transformers.utils.quantization_config import GgufConfig
+
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
+from specdec.models.catalog import named_models
+from specdec.models.gguf import GgufFile, is_gguf
+from specdec.models.inspection import refuse_unfit
+from specdec.runners.rotary import rope_kinds
+from specdec.settings.files import read_object
+from specdec.settings.validation import fitting
+
+__all__ = ["check_place", "embedded_model", "load_model", "model_source"]
+
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")  # that accelerate makes of a machine's devices
+_SIZE = Annotated[int, Ge(1), Lt(1 << 31), "an integer from 1 to 2147483647"]
+_LAYERS = Annotated[int, Ge(1), Lt(1 << 13), "an integer from 1 to 8191"]
+_SIZES = (
+    *("vocab_size", "hidden_size", "n_embd", "intermediate_size", "head_dim", "num_hidden_layers", "n_layer"),
+    *("num_attention_heads", "n_head", "num_key_value_heads", "max_position_embeddings", "n_positions"),
+)
+_PACKED = 32  # weights per byte: many times more than any quantisation, or sharing of layers, makes of one
+_HUB_ID = re.compile(r"(?![.~])[\w.-]{1,96}(/[\w.-]{1,96})?")
+_NAMES = " or ".join(map(repr, named_models()))
+
+
+def embedded_model() -> Path:
+    """Folder of the small model inside the package, known as ``"tiny"``."""
+    return named_models()["tiny"].place
+
+
+def model_source(model: str | Path) -> str | Path:
+    """Where a model lies: a named one's folder, a folder or a GGUF file, or a hub id as it is.
+
+    Raises:
+        CheckpointError: none of these, or a named model that was not pulled.
+    """
+    if (named := named_models().get(str(model))) is not None:
+        return named.found()
+    path = os.path.expanduser(model)  # as the next ones, it takes any name, also one that no file can have
+    if os.path.isdir(path) or (os.path.isfile(path) and is_gguf(path)):
+        return Path(path)
+    if os.path.exists(path) or not isinstance(model, str) or is_gguf(path) or not _HUB_ID.fullmatch(model):
+        wrong = (
+            "that is a file" if os.path.exists(path) else f"there is no such {'file' if is_gguf(path) else 'folder'}"
+        )
+        raise CheckpointError(
+            f"cannot load a model from {shown(str(model), 400)}: {wrong}; give {_NAMES}, a folder with config.json and "
+            "*.safetensors, a GGUF file, or a hub id"
+        )
+    return model
+
+
+def check_place(device: Any, device_map: Any) -> None:
+    """Raises ConfigError where a model's place is given twice, or names a device that this machine does not have."""
+    if device is not None and device_map is not None:
+        raise ConfigError(f"device is {shown(device)} and device_map {shown(device_map)}; give only one of them")
+    spread = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    for place in [device] if device_map is None else spread:
+        try:
+            if place not in _MAPS:
+                torch.empty(1, device=place).cpu()  # there is nothing to copy on meta
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise ConfigError(
+                f"device {str(place)!r} cannot be used: {first_line(error)}; leave it out, or name one of here"
+            ) from error
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    device_map: str | dict[str, Any] | None,
+    trust_remote_code: bool,
+    split: bool = False,
+) -> PreTrainedModel:
+    """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's, dequantised.
+
+    ``split``: over the processes of torch.distributed, each weight by the model's own plan.
+
+    Raises:
+        CheckpointError: no model there, a broken file, or tensors missing or left over.
+        TargetError: a model that specdec cannot drive.
+        ConfigError: a GGUF file, and no package to read it with.
+    """
+    place = model_source(path)
+    gguf = GgufFile.read(Path(place)) if is_gguf(place) else None
+    reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if gguf is not None:
+        dtype = gguf.dtype if dtype == "auto" else dtype
+    elif isinstance(place, Path):
+        _check_folder(place)
+    dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
+    try:
+        with ExitStack() as opened:
+            if gguf is not None:
+                file = opened.enter_context(gguf.opened())
+                place, reading["gguf_file"] = file.parent, file.name
+            config = AutoConfig.from_pretrained(place, **reading)
+            refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+            _check_sizes(config.to_dict(), str(path))
+            if gguf is None:
+                _refuse_adapter(place)
+            else:
+                _refuse_scaled(gguf, config)
+                opened.enter_context(redirect_stderr(StringIO()))  # the bar heeds no switch of transformers
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place,
+                config=config,
+                dtype=dtype,
+                device_map=device_map,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                distributed_config=DistributedConfig(tp_plan="auto") if split else None,
+                **reading,
+                **dequantised,
+            )
+    except SpecdecError:
+        raise
+    except Exception as error:  # files of others, read by code of others: they raise anything
+        raise CheckpointError(
+            f"cannot load a causal language model from {str(path)!r}: {told(error)}; give {_NAMES}, a folder "
+            "with config.json and *.safetensors, a GGUF file, or a hub id that this machine can reach"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    if gguf is not None:
+        gguf.settle(model)
+    info: dict[str, Any] = loaded[1]
+    kinds = {"missing": "missing_keys", "extra": "unexpected_keys", "misshapen": "mismatched_keys"}
+    broken = {kind: sorted(map(str, info[key])) for kind, key in kinds.items() if info.get(key)}
+    if broken:
+        what = "; ".join(f"{len(names)} {kind}, such as {names[0]}" for kind, names in broken.items())
+        raise CheckpointError(
+            f"the checkpoint {str(path)!r} does not fit {type(model).__name__}: tensors {what}; "
+            "it was saved from another architecture or is incomplete"
+        )
+    if device is not None and device_map is None:
+        model.to(device)  # type: ignore[arg-type]  # in place
+    return model
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises CheckpointError for what a folder's JSON files say that no library should be asked to believe."""
+    held = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
+    for path in filter(Path.exists, (folder / "config.json", folder / "generation_config.json")):
+        values = read_object(path)
+        if path.name == "config.json":
+            _check_sizes(values, str(path), held or None)
+    for index in folder.glob("*.index.json"):  # a hub's client sees to its own
+        shards = read_object(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise CheckpointError(f"{str(index)!r} has no weight_map; the checkpoint is broken")
+        for shard in set(map(str, shards.values())):
+            if "\\" in shard or Path(shard).is_absolute() or ".." in Path(shard).parts:
+                raise CheckpointError(
+                    f"{str(index)!r} names weights outside its folder: {shard!r}; do not trust this checkpoint"
+                )
+
+
+def _refuse_scaled(gguf: GgufFile, config: Any) -> None:
+    """Raises CheckpointError where a GGUF file scales its rotary frequencies and transformers did not read how."""
+    if gguf.scales_positions and all(rope.get("rope_type", "default") == "default" for rope in rope_kinds(config)):
+        raise CheckpointError(
+            f"{str(gguf.path)!r} scales its rotary frequencies, which transformers does not read from GGUF: the model "
+            "would be another one; load its folder of safetensors"
+        )
+
+
+def _refuse_adapter(place: str | Path) -> None:
+    """Raises CheckpointError where peft's adapter_config.json is beside the weights: whether transformers applies it,
+    and whether it loads the base model that stands in it, depends on what is installed and on the other files.
+    """
+    found = find_adapter_config_file(str(place))
+    if found is not None:
+        raise CheckpointError(
+            f"{str(place)!r} holds {found!r}, which names another model to be loaded or changes this one's weights; "
+            "delete it if the folder's own weights are meant. To decode with an adapter, load base and adapter with "
+            "peft and hand the model to TransformersTarget"
+        )
+
+
+def _check_sizes(config: Mapping[str, Any], where: str, held: int | None = None) -> None:
+    """Raises CheckpointError for sizes that no model has, or that ``held`` bytes of weights cannot have.
+
+    Transformers would build the modules first, and fill weights that do not fit with random numbers.
+    """
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        _check_sizes(text, where, held)
+    sizes = dict.fromkeys(_SIZES, 1)
+    for name in _SIZES:
+        value = config.get(name)
+        if value is None or isinstance(value, list | tuple):  # left to the class, or one for each layer
+            continue
+        try:
+            sizes[name] = fitting(name, value, _LAYERS if "layer" in name else _SIZE)
+        except ConfigError as error:
+            raise CheckpointError(f"in {where!r}, {error}; mend it, or download it anew") from error
+    hidden = max(sizes["hidden_size"], sizes["n_embd"])
+    layer = hidden * (hidden + sizes["intermediate_size"])
+    least = sizes["vocab_size"] * hidden + max(sizes["num_hidden_layers"], sizes["n_layer"]) * layer
+    if held is not None and least > _PACKED * held:
+        raise CheckpointError(
+            f"{where!r} speaks of {least:,} weights or more, and the safetensors beside it hold {held:,} bytes: it is "
+            "another model's; download both anew"
+        )

@@ -1,0 +1,213 @@
+"""Self-check: what a target computes at load, held against what its model says itself, to the logits.
+
+The model's own forward over a few tokens is the reference: every runner must give its logits, last norm and head
+included, over a prefix and a tree. In full precision they must agree to rounding. In half precision rounding is large
+enough to hide a wrong layer, so it is measured: the same modules run in float32, one layer at a time, and a runner may
+be no further from that shadow than the model's own modules are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.errors import NumericalError, TargetError, first_line
+from specdec.runners.layers import ModuleLayer
+from specdec.runners.replicas import Replicas
+from specdec.step.block import Block
+from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.tree import Draft
+from specdec.target import Target
+
+__all__ = ["PROBE", "ProbeLayer", "Reference", "ShadowLayer", "note_layer", "own_logits", "tokens_for"]
+
+PROBE = "specdec_probe"
+"""The name of ``note_layer`` among transformers' attention functions."""
+
+# Relative; transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
+_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
+_WITHOUT_SHADOW = 0.1
+# In half precision, root mean squares, which hardly vary over so many logits: two roundings differ by 1.4 of one, and
+# one runner rounds about as much as another. The floor, relative, is for models that round by accident to nothing.
+_OWN, _RUNNER, _FLOOR = 4.0, 1.5, 2.0**-10
+# Of every block here: oneDNN makes kernels for each number of rows, and keeps them (a megabyte each in bfloat16).
+_ROWS = 6
+_TREE = (-1, 0, 0, 2, 3, 4)  # below the root a wrong sibling first, so that a row's place and depth differ
+
+
+def tokens_for(vocab_size: int) -> list[int]:
+    """The tokens on which targets are checked."""
+    generator = torch.Generator().manual_seed(0)
+    tokens: list[int] = torch.randint(vocab_size, (2 * _ROWS - 1,), generator=generator).tolist()
+    return tokens
+
+
+def own_logits(model: Any, target: Target, tokens: Sequence[int]) -> torch.Tensor:
+    """[N, V] of the model's own forward.
+
+    Raises:
+        TargetError: it fails without specdec.
+        NumericalError: they are NaN or infinite.
+    """
+    try:
+        with torch.inference_mode():
+            ids = torch.tensor([list(tokens)], device=target.device)
+            root = Replicas(model, whole=True).root  # which leaves nothing in the model that it would write there
+            logits: torch.Tensor = root(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+    except Exception as error:  # code of others: it may raise anything
+        raise TargetError(
+            f"{target.name}: the model's own forward fails in {target.dtype} on {target.device}, without specdec: "
+            f"{type(error).__name__}: {first_line(error)}; mend its config, or load it with another dtype"
+        ) from error
+    scale = float(logits.double().abs().max())
+    if not math.isfinite(scale):
+        raise _not_finite(model, target, f"the model's own logits are {scale}")
+    return logits.double()
+
+
+def _not_finite(model: Any, target: Target, what: str) -> NumericalError:
+    """What is to be said of results that are no numbers: the first weight that is none either, where there is one."""
+    remedies = {
+        "weight": (model.named_parameters(), "download or train the weights anew"),
+        "buffer": (model.named_buffers(), "mend the config that it is made from"),
+    }
+    for kind, (tensors, remedy) in remedies.items():
+        floats = ((name, tensor) for name, tensor in tensors if tensor.is_floating_point() and not tensor.is_meta)
+        name = next((name for name, tensor in floats if not bool(tensor.isfinite().all())), None)
+        if name is not None:
+            return NumericalError(
+                f"{target.name}: {what} on a few tokens, as its {kind} {name!r} holds NaN or infinity; {remedy}"
+            )
+    return NumericalError(
+        f"{target.name}: {what} on a few tokens, though its weights are finite; load it in a wider dtype than "
+        f"{target.dtype}, or mend its config"
+    )
+
+
+class Reference:
+    """What the model itself says of a few tokens, and how far rounding alone may take a runner from it.
+
+    Args:
+        model: the one that the target drives.
+        expected: what :func:`own_logits` gave for the tokens.
+        target: whose forward is checked, with the runner that it has when it is.
+        specs: what its layers cache.
+    """
+
+    def __init__(
+        self, model: Any, expected: torch.Tensor, target: Target, specs: Sequence[LayerSpec], tokens: Sequence[int]
+    ) -> None:
+        self._model = model
+        self._target, self._specs, self._tokens, self._expected = target, specs, tokens, expected
+        self._full = _ROUNDING.get(target.dtype)
+        self._shadow: torch.Tensor | None = None
+        self._rounding = 0.0
+
+    def check_modules(self, shadowed: Callable[[], Any] | None) -> None:
+        """Hold the model's modules, called layer by layer, against its own forward.
+
+        ``shadowed``: a context manager in which the target runs the same modules in float32; None where it cannot.
+
+        Raises:
+            TargetError: they differ by more than rounding.
+            NumericalError: they are no numbers.
+        """
+        walked = self._logits(self._specs)
+        if self._full is None and shadowed is not None:
+            specs = [LayerSpec(s.heads, s.key_dim, s.value_dim, s.window, s.device, torch.float32) for s in self._specs]
+            with shadowed():
+                self._shadow = self._logits(specs)
+            self._rounding = _rms(walked - self._shadow)
+            off, most = _rms(walked - self._expected), _OWN * self._rounding + _FLOOR * _rms(self._expected)
+        else:
+            off, most = self._distance(walked)
+        if not math.isfinite(off + most):
+            what = f"the layer walk differs from the model's own forward by {off}, where {most} is rounding,"
+            raise _not_finite(self._model, self._target, what)
+        if not off <= most:
+            raise TargetError(
+                f"{self._target.name}: the layer walk differs from the model's own forward by {off:.3g} on logits up "
+                f"to {float(self._expected.abs().max()):.3g} (at most {most:.3g} is rounding); its architecture does "
+                "something between the layers that specdec does not know, so it is refused rather than decoded wrongly"
+            )
+
+    def differs(self) -> str | None:
+        """How the target, on the runner that it has now, differs from its model by more than rounding, or None."""
+        try:
+            got = self._logits(self._specs)
+        except Exception as error:  # a library's, a compiler's and a driver's share no class but this
+            return f"it fails: {type(error).__name__}: {first_line(error)}"
+        if self._shadow is None:
+            off, most = self._distance(got)
+        else:
+            off = _rms(got - self._shadow)
+            most = _RUNNER * self._rounding + _FLOOR * _rms(self._shadow)
+        return None if off <= most else f"by {off:.3g}, where {most:.3g} is rounding"
+
+    def _distance(self, got: torch.Tensor) -> tuple[float, float]:
+        scale = max(float(self._expected.abs().max()), 1e-3)
+        return float((got - self._expected).abs().max()), (self._full or _WITHOUT_SHADOW) * scale
+
+    def _logits(self, specs: Sequence[LayerSpec]) -> torch.Tensor:
+        """[11, V] by the target: a block, then one that is a tree, the path through which is the text."""
+        target, tokens = self._target, list(self._tokens)
+        root, *rest = tokens[_ROWS:]
+        tree = Draft((root, tokens[0], *rest), _TREE)
+        with target.active():
+            cache = KVCache(specs, capacity=2 * _ROWS, rows=_ROWS)
+            block = Block(cache, tokens[:_ROWS], device=target.device, backend=target.backend)
+            prefix = target.forward(block).logits
+            cache.commit(range(_ROWS))
+            below = target.forward(Block.of(tree, cache, target.device, target.backend)).logits
+        assert prefix is not None
+        assert below is not None
+        return torch.cat((prefix, below[[0, 2, 3, 4, 5]])).to(self._expected.device).double()
+
+
+def _rms(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+class ProbeLayer(ModuleLayer):
+    """A layer's own module without a cache, for an attention function that only looks."""
+
+    _attention = PROBE
+
+    def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
+        told = {name: value for name, value in given.items() if not isinstance(value, Block)}
+        return self._layer(hidden, **told)
+
+
+class ShadowLayer(ModuleLayer):
+    """A layer's own module with its parameters in float32, for one call."""
+
+    _dtype = torch.float32
+
+
+def note_layer(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    note: Callable[[LayerSpec], None] | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function that only notes what its layer will cache, [1, heads, 1, dim], and its window.
+
+    Raises:
+        TargetError: the layer keeps its arguments to itself, and ``note`` with them.
+    """
+    if note is None:
+        raise TargetError(
+            f"{type(module).__name__} is not handed the arguments that its decoder layer was given, so specdec's rows "
+            "do not reach the attention; such models are not supported"
+        )
+    note(LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, key.device, key.dtype))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None

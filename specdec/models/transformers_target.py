@@ -1,0 +1,470 @@
+"""TransformersTarget: an unmodified transformers decoder as a target.
+
+The layers are called by a runner (:mod:`specdec.runners`), with the block in place of a transformers cache. It is what
+makes early exits, entries and taps possible without a copy of any modelling file. At load every runner is compared with
+the model's own forward, and a model that cannot be driven exactly is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import align_module_device
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from specdec.costs.curve import CostCurve
+from specdec.costs.machine import Threads, processor
+from specdec.costs.measuring import describe, kept_curve, measure, new_curve, stored_at
+from specdec.errors import ConfigError, SpecdecError, TargetError, check_choice, first_line
+from specdec.models.around_layers import LOOP, Whole
+from specdec.models.inspection import context_length_of, decoder_parts, device_of, eos_ids_of, refuse_unfit, weight_of
+from specdec.models.loading import check_place, load_model
+from specdec.models.masks import MASKS, layer_masks, named_limits, register_masks, window_of
+from specdec.models.self_check import PROBE, ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, tokens_for
+from specdec.native.library import compiler, library, products
+from specdec.runners import EXECUTIONS
+from specdec.runners.attention import ATTENTION, check_backend, check_runs, layer_attention, told
+from specdec.runners.boundary_ops import Joints, read_joints
+from specdec.runners.choice import TIMED_ROWS, RunnerMaker, choose_runner
+from specdec.runners.known_layers import why_special
+from specdec.runners.linear import DenseLinear, HeadOf, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
+from specdec.runners.replicas import Evaluated, Replicas
+from specdec.runners.runner import LayerRunner
+from specdec.runners.snapshot import Outline, Snapshot
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.scores import Scores
+from specdec.sampling.verify import Verdict, verify
+from specdec.settings.arguments import checked
+from specdec.settings.files import cache_folder
+from specdec.step.block import Block, Rows
+from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.tree import Draft, Entry
+from specdec.step.visibility import bucket
+from specdec.target import TargetOutput
+
+__all__ = ["TransformersTarget", "time_runners"]
+
+for _name, _function in ((ATTENTION, layer_attention), (PROBE, note_layer)):
+    AttentionInterface.register(_name, _function)
+register_masks()
+
+
+class TransformersTarget:
+    """An unmodified transformers decoder.
+
+    Args:
+        model: any ``...ForCausalLM`` whose layers are attention and MLP.
+        execution: which code runs the layers. ``auto``: the fastest that is exact, for a model that specdec owns; its
+            own modules for one that was handed in. ``transformers``: its own modules. ``fused``: lean torch operations
+            where layers are known. ``native``: all layers in one call of C, on a CPU.
+        attention: the kernels, by name, see :mod:`specdec.runners.attention`; any but ``auto`` rules out native layers.
+        owned: nobody else holds the model. Its weights may be laid out anew then, so that none is held twice: the
+            model still computes, saves and copies what it did, but packed weights are slow for itself, and cannot be
+            changed. ``plain_model`` gives one as it was.
+        progress: told the share that is done where steps have to be timed, once for this machine and model.
+
+    A model that is not owned is never changed; ``fused`` and ``native`` hold copies of its linears' weights beside it.
+    Runners other than ``transformers`` have read the model once: weights, modules or hooks that are changed later are
+    not followed, so the next generation refuses to start (TargetError). A runner that calls the model's own modules
+    calls replicas of them (:mod:`specdec.runners.replicas`), in eval mode: the model may be called by itself, or
+    trained, in other threads and in callbacks meanwhile.
+
+    Raises:
+        ConfigError: an unknown choice, or a runner that was named cannot run this model.
+        TargetError: the model cannot be driven exactly; the message says which part.
+        NumericalError: its own logits are NaN or infinite.
+        ForkError: see :class:`specdec.costs.machine.Threads`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        execution: str = "auto",
+        attention: str = "auto",
+        owned: bool = False,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.backend = check_backend(attention)
+        check_choice("execution", execution, EXECUTIONS)
+        Threads.check()
+        self.model = model
+        self.name = type(model).__name__
+        self.config = config = model.config.get_text_config()
+        refuse_unfit(self.name, config)
+        self.decoder, self.layers, norm = decoder_parts(self.name, model)
+        self.whole = Whole(model, self.decoder)
+        if getattr(self.decoder, "rotary_emb", None) is None:
+            raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if embedding is None or head is None:
+            raise TargetError(f"{self.name} has no embedding and head of its own; load a ...ForCausalLM")
+        if any(isinstance(module, PackedLinear | TiedEmbedding) for module in model.modules()):
+            raise TargetError(
+                f"the weights of this {self.name} were laid out anew by the target that owns it; share that target "
+                "(Engine(target, ...), custom_generate's target=), or make another one of its plain_model()"
+            )
+        self.hidden_size = int(config.hidden_size)
+        self.num_layers = len(self.layers)
+        self.context_length = context_length_of(config)
+        self.eos_ids = eos_ids_of(model)
+        self.device, self.dtype = device_of(embedding), weight_of(embedding).dtype
+        self.head_device = device_of(head)
+        self.layer_weights = sum(weight.numel() for weight in self.layers.parameters())
+        self._parameters = sum(weight.numel() for weight in model.parameters())
+        self._plain: weakref.ref[PreTrainedModel] | None = None
+        self.options: dict[str, Any] = {"attention": attention}
+        tokens = tokens_for(len(weight_of(embedding)))
+        expected = own_logits(model, self, tokens)
+        self.vocab_size = int(expected.shape[-1])
+        try:
+            maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
+            self.runner: LayerRunner = maker.make("transformers")
+            self.joints = self._read_joints(embedding, norm, head, tokens)
+            self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
+            check_runs(attention, self.specs)
+            self._reference = Reference(model, expected, self, self.specs, tokens)
+            self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
+        except SpecdecError:
+            raise
+        except Exception as error:  # code of others, called in a way of ours: it may raise anything
+            raise TargetError(
+                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}; use a "
+                "decoder of the families that the README names"
+            ) from error
+        self.plan = choose_runner(
+            maker,
+            execution,
+            attention,
+            differs=self._differs,
+            kept=self._kept_seconds,
+            seconds=partial(self._seconds, progress),
+        )
+        self.runner, self.options["runner"] = self.plan.runner, self.plan.runner.name
+        del self._reference
+        packed: Any = model.get_input_embeddings()
+        self._outline = Outline(model, self.decoder, config, packed)
+        asked_once = maker.rotary.module.modules() if maker.rotary.fixed else ()
+        self._rotary = Snapshot(asked_once, root=model, everywhere=False)
+        self._seen: tuple[Snapshot, object] | None = None
+
+    @classmethod
+    @checked
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        execution: str = "auto",
+        attention: str = "auto",
+        trust_remote_code: bool = False,
+        progress: Callable[[float], None] | None = None,
+    ) -> TransformersTarget:
+        """Load a checkpoint: a named model, a folder or hub id (safetensors only), or a GGUF file.
+
+        Raises:
+            CheckpointError: no model there, a broken file, or tensors missing or left over.
+            TargetError: a model that specdec cannot drive.
+        """
+        check_choice("execution", execution, EXECUTIONS)
+        check_backend(attention)
+        check_place(device, device_map)
+        model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
+        return cls(model, execution=execution, attention=attention, owned=True, progress=progress)
+
+    @property
+    def alike(self) -> bool:
+        return self.runner.alike
+
+    def new_cache(self, *, capacity: int, rows: int) -> KVCache:
+        return KVCache(self.specs, capacity=capacity, rows=rows)
+
+    def warm_up(self, rows: int) -> None:
+        """Run a step of each bucket of up to so many rows, so that no later one has to compile or to record it."""
+        cache = self.new_cache(capacity=1, rows=bucket(rows))
+        with self.active():
+            for power in range(cache.rows.bit_length()):
+                self.forward(Block(cache, [0] * (1 << power), device=self.device, backend=self.backend))
+
+    def active(self) -> AbstractContextManager[None]:
+        Threads.check()
+        # Inside itself nothing is left to do, and to do it again would take as long as a row of scores.
+        return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+
+    def forward(
+        self,
+        block: Rows,
+        *,
+        entry: Entry | None = None,
+        exit_layer: int | None = None,
+        taps: Collection[int] = (),
+        rows: Sequence[int] | None = None,
+        likeliest: int = 1,
+    ) -> TargetOutput:
+        runner, first = self.runner, 0
+        hidden: torch.Tensor | None
+        if entry is not None:
+            first, hidden = entry.layer, entry.hidden
+        elif runner.looks_up and self.joints.plain:
+            hidden = None
+        else:
+            hidden = self.joints.embedding(runner.enter(block))
+        last = self.num_layers if exit_layer is None else exit_layer
+        logits, peaks = None, None
+        if last < self.num_layers:
+            hidden, found = runner.run(hidden, block, first, last, taps)
+        else:
+            hidden, found, logits, peaks = runner.finish(hidden, block, first, last, taps, rows, self.joints, likeliest)
+        if last in taps:
+            found[last] = hidden
+        count = block.rows if rows is None else len(rows)
+        return TargetOutput(logits, hidden, found, None if peaks is None else (peaks, 0, count))
+
+    def embed(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        if not isinstance(tokens, torch.Tensor):
+            if isinstance(self.runner.embed, TiedEmbedding):
+                return self.joints.embedding(self.runner.embed.look_up(tokens))
+            tokens = torch.tensor(tokens)
+        return self.joints.embedding(self.runner.embed(tokens.to(self.device)[None])[0])
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.runner.norm(hidden)
+
+    def verify(
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+    ) -> tuple[Verdict, Scores]:
+        return verify(output.scores(draft.scored_rows()) if scores is None else scores, draft, sampler)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.joints.logits(self.runner.head(self.joints.hidden(hidden)))
+
+    def head_of(
+        self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As :meth:`Target.head_of`, of all tokens for None; with a ``dtype`` gradients may pass, as in training."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        plain = type(head) in (nn.Linear, PackedLinear) and head.bias is None and why_special(head) is None
+        if not plain:  # what it does to its logits only its own module knows
+            every = slice(None) if tokens is None else tokens
+            return lambda hidden: self.head(hidden.to(self.dtype))[..., every]
+        weight = head.weight.detach()
+        weight = weight if tokens is None else weight[tokens.to(self.head_device)]
+        kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
+        return HeadOf(kernel, self.joints)
+
+    def check_unchanged(self) -> None:
+        """Called before every generation.
+
+        Raises:
+            TargetError: the model was changed since its runner read it.
+            ForkError: this process cannot run it, see :class:`specdec.costs.machine.Threads`.
+        """
+        Threads.check()
+        self.whole.check_methods(LOOP)
+        self.runner.look()
+        around = self._outline.changed() or self._rotary.changed()  # which no runner follows
+        changed = around or self.runner.changed()
+        if changed is not None:
+            lenient = ", or use execution='transformers', which follows edits of weights and hooks"
+            raise TargetError(
+                f"{self.name} was changed after its {self.runner.name} layers were made, which would not follow: "
+                f"{changed}; make a new engine of it{'' if around or self.runner.borrows else lenient}"
+            )
+
+    def version(self) -> object:
+        if self._seen is None or self._seen[0].changed() is not None:
+            self._seen = Snapshot(self.model.modules(), root=self.model), object()
+        return self._seen[1]
+
+    def plain_model(self) -> PreTrainedModel:
+        """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""
+        if not any(isinstance(module, PackedLinear) for module in self.model.modules()):
+            return self.model
+        plain = self._plain() if self._plain is not None else None
+        if plain is None:
+            plain = copy.deepcopy(self.model)
+            plain.tie_weights()
+            self._plain = weakref.ref(plain)  # callers share it, and it goes with the last of them
+        return plain
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, sorted by transformers' names; repacked and offloaded ones are brought in turn."""
+        sources: dict[str, Any] = dict(self.model.named_parameters())
+        tied = any(isinstance(module, TiedEmbedding) for module in self.model.modules())
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        for name, module in self.model.named_modules():
+            # A head that shares its weight with the embedding goes by the embedding's name, as in transformers.
+            kinds = ("bias",) if tied and module is head else ("weight", "bias")
+            if isinstance(module, PackedLinear | TiedEmbedding):
+                sources |= {f"{name}.{kind}": module for kind in kinds if getattr(module, kind, None) is not None}
+        for name in sorted(sources):
+            source, (owner, _, kind) = sources[name], name.rpartition(".")
+            if not isinstance(source, torch.Tensor):
+                yield name, getattr(source, kind)
+            elif source.is_meta:
+                with align_module_device(module := self.model.get_submodule(owner)):
+                    yield name, getattr(module, kind)
+            else:
+                yield name, source
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What runs, and why: section -> name -> value."""
+        found = library() if self.device.type == "cpu" else None
+        return {
+            "model": {
+                "class": self.name,
+                "layers": self.num_layers,
+                "hidden size": self.hidden_size,
+                "vocabulary": self.vocab_size,
+                "context": self.context_length,
+                "parameters": self._parameters,
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "device": str(self.device),
+                "between its parts": str(self.joints) or None,
+            },
+            "execution": {
+                "runner": self.runner.name,
+                "because": self.plan.reason,
+                **{f"not {name}": reason for name, reason in self.plan.others.items()},
+                "attention": "in the same call" if self.runner.name == "native" else self._attention_told(),
+                "CUDA graphs": self.runner.graphs(self.backend) if self.device.type == "cuda" else None,
+                "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
+            },
+            "machine": {
+                "processor": processor(self.device),
+                "instructions": torch.backends.cpu.get_cpu_capability(),
+                "compiler": compiler(),
+                "native library": None if found is None else found._name,
+                "native products": products(),
+                "CUDA devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+                "cache folder": str(cache_folder()),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+
+    def _attention_told(self) -> str:
+        softcap = getattr(self.config, "attn_logit_softcapping", None)
+        return told(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
+
+    def _read_joints(self, embedding: Any, norm: Any, head: Any, tokens: Sequence[int]) -> Joints:
+        """What the model does between its parts, while it runs with its own attention."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        replicas = Replicas(self.model, whole=True)  # others may call the model meanwhile
+        forward = partial(replicas.root, ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        places = {"embedding": embedding, "layer": self.layers[0], "norm": norm, "head": head}
+        with torch.inference_mode():
+            return read_joints(
+                self.name, self.config, forward, **{name: replicas.of(at) for name, at in places.items()}
+            )
+
+    def _read_specs(self, maker: RunnerMaker, token: int) -> list[LayerSpec]:
+        """What each layer caches, as seen by an attention function that only looks."""
+        specs: list[LayerSpec] = []
+        layers = [maker.module_layer(n, ProbeLayer, use_cache=False, note=specs.append) for n in range(self.num_layers)]
+        runner = maker.of_layers("transformers", list(layers), [])
+        with self._using(runner), torch.inference_mode():
+            self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
+        if len(specs) != self.num_layers:
+            raise TargetError(
+                f"{self.name} calls attention {len(specs)} times in {self.num_layers} layers; specdec caches one "
+                "list of keys and values per layer"
+            )
+        return specs
+
+    def _with_windows(self, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:
+        """Specs with the windows that the masks of the model's own forward have, whatever its attention was told."""
+        ids = torch.tensor([[token]], device=self.device)
+        replicas = Replicas(self.model, attention=MASKS, whole=True)
+        with torch.inference_mode():
+            masks = layer_masks(
+                map(replicas.of, self.layers),
+                partial(replicas.root, ids, attention_mask=ids.new_ones(1, 1), use_cache=False),
+            )
+        windows: dict[Any, int | None] = {}
+        found = []
+        for spec, sees in zip(specs, masks, strict=True):
+            if sees is None:
+                limits = [] if spec.window is not None else named_limits(self.config)
+                if limits:
+                    raise TargetError(
+                        f"{self.name} makes its masks itself, and its config says {', '.join(limits)}: specdec cannot "
+                        "see how far its attention reaches, so it is refused rather than decoded wrongly"
+                    )
+            elif sees not in windows:
+                windows[sees] = window_of(sees, self.context_length)
+            found.append(spec if sees is None else replace(spec, window=windows[sees]))
+        return found
+
+    def _has_shadow(self) -> bool:
+        """Whether the model can be run in float32, a layer at a time."""
+        weights = list(self.model.parameters())
+        return all(weight.is_floating_point() and not weight.is_meta for weight in weights)
+
+    def _shadow(self, maker: RunnerMaker) -> AbstractContextManager[None]:
+        """While inside, the model's own modules run with weights in float32, one layer at a time."""
+        runner = maker.of_layers(
+            "transformers", [maker.module_layer(n, ShadowLayer) for n in range(self.num_layers)], []
+        )
+        parts = self.model.get_input_embeddings(), maker.norm, self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        runner.embed, runner.norm, runner.head = (Evaluated(part, dtype=torch.float32) for part in parts)
+        return self._using(runner)
+
+    @contextmanager
+    def _using(self, runner: LayerRunner) -> Iterator[None]:
+        """While inside, this runner runs the layers; afterwards it is not held any more."""
+        former, self.runner, self.options["runner"] = self.runner, runner, runner.name
+        try:
+            yield
+        finally:
+            self.runner, self.options["runner"] = former, former.name
+
+    def _differs(self, runner: LayerRunner) -> str | None:
+        with self._using(runner):
+            return self._reference.differs()
+
+    def _kept_seconds(self, name: str) -> list[float] | None:
+        curve = kept_curve(describe(self, runner=name))
+        return None if curve is None else _timed(curve)
+
+    def _seconds(self, progress: Callable[[float], None] | None, runner: LayerRunner) -> list[float] | None:
+        with self._using(runner):
+            curve = new_curve(self, stored_at(describe(self)), progress)
+        return _timed(curve) if curve.steady else None
+
+
+def _timed(curve: CostCurve) -> list[float]:
+    """Seconds of steps of ``TIMED_ROWS`` rows."""
+    seconds = curve.at(0, TIMED_ROWS[-1]).tolist()
+    return [seconds[rows] for rows in TIMED_ROWS]
+
+
+def time_runners(path: str | Path, **options: Any) -> dict[str, dict[str, float] | str]:
+    """Runner -> rows -> seconds of whole steps, or why it cannot run the model: what ``auto`` decides by, on request.
+
+    ``options`` are those of :meth:`TransformersTarget.from_pretrained`; ``execution`` is not asked for.
+    """
+    found: dict[str, dict[str, float] | str] = {}
+    for name in EXECUTIONS[1:]:
+        try:
+            target = TransformersTarget.from_pretrained(path, **{**options, "execution": name})
+        except (ConfigError, TargetError) as error:
+            found[name] = str(error)
+            continue
+        curve = measure(target, rows=TIMED_ROWS, lengths=(256,), seconds=2.0)
+        found[name] = {str(rows): seconds for rows, seconds in zip(curve.rows, curve.seconds[0], strict=True)}
+    return found

@@ -1,0 +1,23 @@
+/* What this machine can. */
+
+/* Whether this machine multiplies pairs. */
+int specdec_pairs(void) {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* Whether it reads coded weights. */
+int specdec_codes(void) { return READS_CODES; }
+
+/* Whether this machine has tiles and the system lends them to this process, from now on. */
+int specdec_tiles(void) {
+#if HAS_TILES
+    enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM */
+    return !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+#else
+    return 0;
+#endif
+}

@@ -1,0 +1,264 @@
+/* Attention: which slots a row sees, and its queries over them, by vectors. */
+
+/* The slots that tree row `row` sees, in the order of their positions; returns how many. `slots` holds those of
+ * committed positions from *begun on already. */
+static int64_t path(const Block *b, const Slots *s, int64_t row, int32_t *slots, int64_t *begun) {
+    int64_t first = b->length + b->depths[row] - s->window + 1;
+    int64_t from = !s->window || first < 0 ? 0 : first < b->length ? first : b->length;
+    if (from != *begun) {
+        int64_t slot = from % s->size;
+        for (int64_t p = 0; p < b->length - from; p++) {
+            slots[p] = (int32_t)slot;
+            if (++slot == s->size) slot = 0;
+        }
+        *begun = from;
+    }
+    int64_t own = 0, count = b->length - from;
+    for (int64_t r = row; r >= 0 && (!s->window || b->depths[row] - b->depths[r] < s->window); r = b->parents[r]) own++;
+    count += own;
+    for (int64_t r = row, place = count; own > 0; own--, r = b->parents[r])
+        slots[--place] = (int32_t)((b->length + r) % s->size);
+    for (int64_t rest = count; rest < count + LANES; rest++) slots[rest] = slots[count - 1]; /* read, and weighed 0 */
+    return count;
+}
+
+/* The same for a row below the one before it, whose `count` slots lie before; without a window. */
+static int64_t onward(const Block *b, const Slots *s, int64_t row, int32_t *slots, int64_t room, int64_t count) {
+    memcpy(slots, slots - room, count * sizeof *slots);
+    for (int64_t rest = count++; rest < count + LANES; rest++) slots[rest] = (int32_t)((b->length + row) % s->size);
+    return count;
+}
+
+/* Scores to shares, in place; zeros up to a whole block. */
+static void soften(float *scores, int64_t count) {
+    floats most = spread(-INFINITY), sum = {0};
+    for (int64_t rest = count; rest % LANES; rest++) scores[rest] = -INFINITY;
+    for (int64_t s = 0; s < count; s += LANES) most = larger(load(scores, s, 0), most);
+    most = largest(most);
+    for (int64_t s = 0; s < count; s += LANES) {
+        floats e = exponential(load(scores, s, 0) - most);
+        *(floats *)(scores + s) = e;
+        sum += e;
+    }
+    float by = 1.f / total(sum);
+    for (int64_t s = 0; s < count; s += LANES) *(floats *)(scores + s) *= by;
+}
+
+/* What the query heads of one key head see, for a few rows: queries, times the scale, and outputs [rows, stride], heads
+ * side by side. A unit is a head of a row; they are numbered row by row. */
+typedef struct {
+    const float *query;
+    float *output, *scores; /* scores [units, room], which become shares */
+    const char *keys, *values;
+    const char *soon[2];  /* what is read next, from such slots, while keys are read and while values are, or NULL */
+    const int32_t *slots; /* [rows, room] */
+    int64_t rows, heads, dim, room, query_stride, output_stride, count[2 * TOGETHER];
+    int64_t chain; /* each row is below the one before it: they see the last one's slots, in this order */
+    float cap;
+    enum Kind kind; /* FULL: all in float32; HALF: keys and values in bfloat16; PAIRS: queries and shares as well */
+} Seen;
+
+/* Whether queries and shares are rounded to bfloat16, as keys and values are, so that pairs of them are multiplied. */
+INLINE int attends_in_pairs(const Shape *m) {
+#ifdef __AVX512BF16__
+    return m->half && m->head_dim % (2 * LANES) == 0;
+#else
+    (void)m;
+    return 0;
+#endif
+}
+
+/* Whether pairs of them are multiplied by tiles. */
+INLINE int attends_in_tiles(const Shape *m) { return HAS_TILES && m->tiles && m->half && m->head_dim % (2 * LANES) == 0; }
+
+/* Rows that attend at once, so that what they see is read once. */
+INLINE int64_t together(const Shape *m) { return attends_in_tiles(m) ? 2 * TOGETHER : TOGETHER; }
+
+/* A block of LANES keys or values, and how many rows see it, one after the other. */
+typedef struct {
+    const char *at[LANES];
+    int64_t rows;
+} Keys;
+
+/* The block that a row sees in its slots from `s` on. */
+static void look_up(Keys *keys, const Seen *a, const char *from, int64_t row, int64_t s) {
+    const int32_t *slots = a->slots + row * a->room + s;
+    int64_t end = row + 1;
+    for (; end < a->rows && s < a->count[end]; end++)
+        if (memcmp(slots, slots + (end - row) * a->room, LANES * sizeof *slots)) break;
+    keys->rows = end - row;
+    for (int k = 0; k < LANES; k++) keys->at[k] = from + slots[k] * a->dim * (a->kind == FULL ? 4 : 2);
+}
+
+typedef struct {
+    floats of[UNITS];
+} Sums;
+
+/* A key times the queries of some units. */
+INLINE Sums times(const Keys *block, const float *const query[UNITS], int64_t dim, const int key, const int units,
+                  const int kind) {
+    Sums sums = {{{0}}};
+    if (kind == PAIRS) dim /= 2;
+    for (int64_t d = 0; d < dim; d += LANES) {
+        floats own = load(block->at[key], d, kind == HALF);
+        for (int u = 0; u < units; u++) sums.of[u] = add_times(sums.of[u], load(query[u], d, 0), own, kind);
+    }
+    return sums;
+}
+
+/* Their totals, for keys one after the other: of two keys, of four, and so on, in their lanes. */
+#define LEVEL(name, below, x)                                                                                         \
+    INLINE Sums name(const Keys *block, const float *const query[UNITS], int64_t dim, const int key, const int units, \
+                     const int kind) {                                                                                \
+        Sums a = below(block, query, dim, key, units, kind);                                                          \
+        const Sums b = below(block, query, dim, key + x, units, kind);                                                \
+        for (int u = 0; u < units; u++) a.of[u] = BLEND(a.of[u], b.of[u], x) + CROSS(a.of[u], b.of[u], x);            \
+        return a;                                                                                                     \
+    }
+LEVEL(twos_of, times, 1)
+LEVEL(fours_of, twos_of, 2)
+#if LANES == 16
+LEVEL(eights_of, fours_of, 4)
+LEVEL(totals_of, eights_of, 8)
+#else
+LEVEL(totals_of, fours_of, 4)
+#endif
+
+INLINE floats capped(const Seen *a, floats scores) { /* by a tanh */
+    return a->cap - 2 * a->cap / (1.f + exponential(scores * (2 / a->cap)));
+}
+
+/* Scores of some units for a block's keys. */
+INLINE void score(const Seen *a, const Keys *block, const float *const query[UNITS], float *scores, const int units,
+                  const int kind) {
+    const int64_t dim = a->dim;
+    Sums sums = dim == 64    ? totals_of(block, query, 64, 0, units, kind) /* most models', known to a compiler */
+                : dim == 128 ? totals_of(block, query, 128, 0, units, kind)
+                             : totals_of(block, query, dim, 0, units, kind);
+    for (int u = 0; u < units; u++) {
+        floats own = sums.of[u];
+        if (a->cap) own = capped(a, own);
+        *(floats *)(scores + u * a->room) = own;
+    }
+}
+
+/* `width` vectors of some units' outputs, from `d` on, get a block's values by their shares. */
+INLINE void mix_some(const Keys *block, float *const output[UNITS], const float *shares, int64_t room, int64_t d,
+                     const int width, const int units, const int kind) {
+    floats sums[UNITS][2][WIDE] = {{{{0}}}}; /* two by turns, as an addition takes longer than a load */
+#pragma GCC unroll 1 /* or gcc reads all values first, and has no registers for them */
+    for (int k = 0; k < LANES; k += 2)
+        for (int turn = 0; turn < 2; turn++)
+            for (int v = 0; v < width; v++) {
+                floats value = load(block->at[k + turn], d + v * LANES, kind == HALF);
+                for (int u = 0; u < units; u++) sums[u][turn][v] += value * shares[u * room + k + turn];
+            }
+    for (int u = 0; u < units; u++)
+        for (int v = 0; v < width; v++) *(floats *)(output[u] + d + v * LANES) += sums[u][0][v] + sums[u][1][v];
+}
+
+#ifdef __AVX512BF16__
+/* A half of the 32 values of which unpacking two vectors of them with others made the low ones and the high ones. */
+INLINE floats repack(floats low, floats high, int half) {
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    return (floats)_mm512_permutex2var_ps((__m512)low, _mm512_add_epi32(first, _mm512_set1_epi32(8 * half)), (__m512)high);
+}
+
+/* The same in pairs of keys, whose values are brought side by side first; shares are in bfloat16, too. */
+INLINE void mix_pairs(const Keys *block, float *const output[UNITS], const float *shares, int64_t room, int64_t d,
+                      const int width, const int units) {
+    floats sums[UNITS][WIDE] = {{{0}}};
+#pragma GCC unroll 1
+    for (int k = 0; k < LANES; k += 2)
+        for (int v = 0; v < width; v += 2) {
+            const __m512i one = _mm512_loadu_si512(block->at[k] + 2 * (d + v * LANES));
+            const __m512i other = _mm512_loadu_si512(block->at[k + 1] + 2 * (d + v * LANES));
+            const floats low = (floats)_mm512_unpacklo_epi16(one, other);
+            const floats high = (floats)_mm512_unpackhi_epi16(one, other);
+            for (int u = 0; u < units; u++) {
+                sums[u][v] = accumulate(sums[u][v], low, shares + u * room + k / 2, PAIRS);
+                sums[u][v + 1] = accumulate(sums[u][v + 1], high, shares + u * room + k / 2, PAIRS);
+            }
+        }
+    for (int u = 0; u < units; u++)
+        for (int v = 0; v < width; v += 2)
+            for (int half = 0; half < 2; half++)
+                *(floats *)(output[u] + d + (v + half) * LANES) += repack(sums[u][v], sums[u][v + 1], half);
+}
+#endif
+
+/* Outputs of some units get a block's values by their shares. */
+INLINE void mix(const Seen *a, const Keys *block, float *const output[UNITS], const float *shares, const int units,
+                const int kind) {
+    int64_t d = 0;
+#ifdef __AVX512BF16__
+    if (kind == PAIRS) {
+        for (; d + WIDE * LANES <= a->dim; d += WIDE * LANES) mix_pairs(block, output, shares, a->room, d, WIDE, units);
+        for (; d < a->dim; d += 2 * LANES) mix_pairs(block, output, shares, a->room, d, 2, units);
+    }
+#endif
+    for (; d + WIDE * LANES <= a->dim; d += WIDE * LANES)
+        mix_some(block, output, shares, a->room, d, WIDE, units, kind);
+    for (; d < a->dim; d += LANES) mix_some(block, output, shares, a->room, d, 1, units, kind);
+}
+
+#define EACH_KIND(n, act)                                                  \
+    case n:                                                                \
+        if (a->kind == FULL) act(a, block, own, scores, n, FULL);          \
+        else if (a->kind == HALF) act(a, block, own, scores, n, HALF);     \
+        else act(a, block, own, scores, n, PAIRS);                         \
+        return;
+
+static void score_any(const Seen *a, const Keys *block, const float *const own[UNITS], float *scores, int64_t units) {
+    switch (units) { EACH_KIND(1, score) EACH_KIND(2, score) EACH_KIND(3, score) }
+}
+
+static void mix_any(const Seen *a, const Keys *block, float *const own[UNITS], const float *scores, int64_t units) {
+    switch (units) { EACH_KIND(1, mix) EACH_KIND(2, mix) EACH_KIND(3, mix) }
+}
+
+/* All blocks of the keys, or of the values, each for all units that see it while it is in the CPU's cache. Meanwhile as much
+ * of what is read next is asked for, which weights drove out of the caches. */
+static void each_block(const Seen *a, int64_t longest, int mixes) {
+    const int64_t size = a->kind == PAIRS && !mixes ? a->dim / 2 : a->dim; /* floats of a unit */
+    const int64_t bytes = a->dim * (a->kind == FULL ? 4 : 2);              /* of a key or value */
+    Keys block;
+    for (int64_t s = 0; s < longest; s += LANES)
+        for (int64_t r = 0; r < a->rows; r += block.rows) {
+            block.rows = 1;
+            if (s >= a->count[r]) continue;
+            look_up(&block, a, mixes ? a->values : a->keys, r, s);
+            if (r == 0 && a->soon[mixes]) {
+                const char *soon = a->soon[mixes] + a->slots[s] * bytes;
+                for (const char *end = soon + LANES * bytes; soon < end; soon += 64) __builtin_prefetch(soon);
+            }
+            int64_t row = r, head = 0;
+            for (int64_t unit = r * a->heads, end = unit + block.rows * a->heads, count; unit < end; unit += count) {
+                const float *query[UNITS];
+                float *output[UNITS], *scores = a->scores + unit * a->room + s / (a->kind == PAIRS && mixes ? 2 : 1);
+                count = end - unit < UNITS ? end - unit : UNITS;
+                for (int u = 0; u < count; u++) {
+                    query[u] = a->query + row * a->query_stride + head * size;
+                    output[u] = a->output + row * a->output_stride + head * size;
+                    if (++head == a->heads) head = 0, row++;
+                }
+                if (mixes) mix_any(a, &block, output, scores, count);
+                else score_any(a, &block, query, scores, count);
+            }
+        }
+}
+
+static void attend(const Seen *a) {
+    int64_t longest = 0;
+    for (int64_t r = 0; r < a->rows; r++) longest = a->count[r] > longest ? a->count[r] : longest;
+    each_block(a, longest, 0);
+    for (int64_t r = 0; r < a->rows; r++) {
+        for (int64_t h = 0; h < a->heads; h++) {
+            float *own = a->scores + (r * a->heads + h) * a->room;
+            soften(own, a->count[r]);
+            if (a->kind == PAIRS) narrow_all(own, own, (a->count[r] + LANES - 1) / LANES * LANES);
+        }
+        memset(a->output + r * a->output_stride, 0, a->heads * a->dim * sizeof(float));
+    }
+    each_block(a, longest, 1);
+}

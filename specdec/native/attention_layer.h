@@ -1,0 +1,109 @@
+/* Attention of one layer, by a team. */
+
+/* Of a row's scores; not a number of pages, or rows would stand in each other's way in the cache. */
+static int64_t room_for(int64_t keys) { return padded(keys + 2 * LANES) + LANES; }
+
+/* Floats that a worker needs to attend. */
+static int64_t room_for_attention(const Shape *m, int64_t keys) {
+    return room_for(keys) * together(m) * (m->query_heads / m->key_heads + 1) + room_for_tiles(m);
+}
+
+/* Normed, rotated and scaled queries, and keys of one row, in place; keys and values to their slot. */
+static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row, int64_t slot, const float *cosines,
+                      const float *sines) {
+    const int64_t dim = m->head_dim, turned = m->query_heads + m->key_heads;
+    for (int64_t h = 0; h < turned; h++) {
+        if (l->head_norm) norm(row + h * dim, l->head_norm + h * dim, row + h * dim, dim, l->head_epsilon);
+        rotate(row + h * dim, cosines, sines, dim);
+    }
+    for (int64_t i = 0; i < m->query_heads * dim; i++) row[i] *= l->scale;
+    if (attends_in_pairs(m)) narrow_all(row, row, m->query_heads * dim);
+    for (int64_t h = 0; h < m->key_heads; h++) {
+        store(s->keys, (h * s->stride + slot) * dim, row + (m->query_heads + h) * dim, dim, m->half);
+        store(s->values, (h * s->stride + slot) * dim, row + (turned + h) * dim, dim, m->half);
+    }
+}
+
+/* Rows of a block, as often as it has pieces of queries; keys that one of them sees, about; and how many of them are done
+ * with so much of the `work` on them all. */
+INLINE int64_t items_of(const Shape *m, const Block *b, int64_t pieces) { return m->key_heads * pieces * b->rows; }
+INLINE int64_t keys_of(const Block *b) { return b->length + b->first + b->rows + LANES; }
+INLINE int64_t share(int64_t work, int64_t each, int64_t items) {
+    return work < 0 ? 0 : work / each < items ? work / each : items;
+}
+
+/* Store the rows' keys and values of layer n, then mix: qkv [rows, stride] to mixed [rows, apart_by(query_heads * head_dim)].
+ * Rows that attend together are of one block, as their keys are. */
+static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride,
+                      float *mixed, float *scratch, const Team *team) {
+    const int64_t dim = m->head_dim, group = m->query_heads / m->key_heads, size = m->half ? 2 : 4;
+    const enum Kind kind = attends_in_pairs(m) ? PAIRS : m->half ? HALF : FULL;
+    const int64_t mixed_stride = apart_by(m->query_heads * dim);
+    const Turns turns = all->turns[l->turns];
+    SHARED(row, all->rows) {
+        const Block *b = all->blocks;
+        int64_t r = row; /* of its own block */
+        while (r >= b->rows) r -= b++->rows;
+        const Slots *s = b->slots + n;
+        const int64_t at = all->by_row ? row : b->length + b->depths[b->first + r];
+        store_row(m, l, s, qkv + row * stride, (b->length + b->first + r) % s->size, turns.cosines + at * dim,
+                  turns.sines + at * dim);
+    }
+    meet(team);
+    const int64_t room = room_for(all->keys), most = together(m);
+    const int64_t pieces = all->rows == 1 ? group : 1, heads = group / pieces; /* of a key head's queries, for one row */
+    int64_t work = 0; /* what is read, by the keys of all rows' pieces */
+    for (const Block *b = all->blocks; b < all->blocks + all->count; b++) work += items_of(m, b, pieces) * keys_of(b);
+    float *scores = scratch + team->me * room_for_attention(m, all->keys);
+    int32_t *slots = (int32_t *)(scores + room * most * group);
+    int64_t from = 0, before = 0; /* rows and work of the blocks before */
+    const char *read = NULL;      /* the latest item's keys */
+    for (const Block *b = all->blocks; b < all->blocks + all->count; from += b++->rows) {
+        const Slots *s = b->slots + n;
+        const int64_t items = items_of(m, b, pieces), each = s->stride * dim * size; /* bytes of a key head */
+        int64_t begun[2 * TOGETHER], item = share(work * team->me / team->count - before, keys_of(b), items);
+        const int64_t end = share(work * (team->me + 1) / team->count - before, keys_of(b), items);
+        for (int r = 0; r < most; r++) begun[r] = -1;
+        for (int64_t count; item < end; item += count) {
+            const int64_t r = item % b->rows, head = item / b->rows * heads, at = head / group * each;
+            count = b->rows - r < end - item ? b->rows - r : end - item;
+            if (count > most) count = most;
+            const int64_t after = item + count;
+            const char *keys = (const char *)s->keys + at, *values = (const char *)s->values + at;
+            const char *next = after < items ? (const char *)s->keys + after / b->rows * heads / group * each
+                               : b + 1 < all->blocks + all->count ? b[1].slots[n].keys : keys;
+            Seen seen = {.keys = keys, .values = values,
+                         .soon = {keys == read ? NULL : values, keys == next ? NULL : next},
+                         .query = qkv + (from + r) * stride + head * dim / (kind == PAIRS ? 2 : 1),
+                         .output = mixed + (from + r) * mixed_stride + head * dim,
+                         .scores = scores, .slots = slots, .dim = dim, .heads = heads, .room = room,
+                         .rows = count, .query_stride = stride,
+                         .output_stride = mixed_stride, .cap = l->cap, .kind = kind};
+            if (attends_in_tiles(m)) {
+                seen.chain = !s->window;
+                for (int64_t row = b->first + r + 1; row < b->first + r + seen.rows; row++)
+                    seen.chain &= b->parents[row] == row - 1;
+                for (int64_t i = seen.chain ? seen.rows - 1 : 0, own = 0; i < seen.rows; i++, own++)
+                    seen.count[i] = path(b, s, b->first + r + i, slots + own * room, begun + own);
+                for (int64_t i = 0; seen.chain && i < seen.rows; i++)
+                    seen.count[i] = seen.count[seen.rows - 1] - (seen.rows - 1 - i);
+                attend_tiles(&seen, (float *)(slots + room * most));
+                continue;
+            }
+            for (int64_t i = 0; i < seen.rows; i++) {
+                const int64_t row = b->first + r + i;
+                if (i && !s->window && b->parents[row] == row - 1)
+                    seen.count[i] = onward(b, s, row, slots + i * room, room, seen.count[i - 1]);
+                else seen.count[i] = path(b, s, row, slots + i * room, begun + i);
+            }
+            attend(&seen);
+            read = keys;
+        }
+        before += items * keys_of(b);
+    }
+    if (attends_in_tiles(m)) release_tiles();
+    meet(team);
+    if (!reads_pairs(&l->out)) return;
+    SHARED(row, all->rows) ready(&l->out, mixed + row * mixed_stride);
+    meet(team);
+}

@@ -1,0 +1,206 @@
+/* Attention by tiles. */
+
+#if HAS_TILES
+/* By tiles, 16 queries times 16 keys are one product. A unit's scores and sums run in one order whatever units are beside
+ * it: over a head's values, and over blocks of so many keys of its path. Values are brought side by side, by two keys, for
+ * so many blocks at once. */
+enum { BLOCK = 32, SPAN = 8 };
+
+/* Rows to columns. */
+INLINE void transpose(floats v[TILE]) {
+#define SWAP(x)                                        \
+    for (int i = 0; i < TILE; i++)                     \
+        if (!(i & x)) {                                \
+            const floats t = CROSS(v[i], v[i + x], x); \
+            v[i] = BLEND(v[i], t, x);                  \
+            v[i + x] = BLEND(t, v[i + x], x);          \
+        }
+    EACH_BIT(SWAP)
+#undef SWAP
+}
+
+/* Floats that rows need who attend by tiles: queries, what comes of them, some keys, and values of a span. */
+INLINE int64_t room_for_tiles(const Shape *m) {
+    const int64_t units = (together(m) * (m->query_heads / m->key_heads) + TILE - 1) / TILE * TILE;
+    return attends_in_tiles(m) ? m->head_dim * (units / 2 + units + TILE / 2 + SPAN * BLOCK / 2) : 0;
+}
+
+/* Units' queries to [units / TILE][dim / STEP][STEP / 2][TILE], of pairs. */
+static void gather_queries(const Seen *a, float *to) {
+    const int64_t units = a->rows * a->heads;
+    for (int64_t first = 0; first < units; first += TILE)
+        for (int64_t d = 0; d < a->dim / 2; d += TILE, to += TILE * TILE) {
+            floats pairs[TILE];
+            for (int64_t u = 0; u < TILE; u++) {
+                const int64_t unit = first + u < units ? first + u : units - 1;
+                pairs[u] = load(a->query, unit / a->heads * a->query_stride + unit % a->heads * (a->dim / 2) + d, 0);
+            }
+            transpose(pairs);
+            for (int i = 0; i < TILE; i++) *(floats *)(to + i * TILE) = pairs[i];
+        }
+}
+
+/* Scores of units [first, end) for the keys in `slots` [from, to), of which `count` are seen. */
+static void score_tiles(const Seen *a, const float *queries, int64_t first, int64_t end, const int32_t *slots,
+                        int64_t from, int64_t to, int64_t count, char *beside) {
+    const int64_t size = 2 * a->dim;
+    float found[TILE * TILE] __attribute__((aligned(64)));
+    if (to > count) to = count;
+    for (int64_t s = from; s < to; s += TILE) {
+        const char *keys = a->keys + slots[s] * size;
+        if (s + TILE > count || slots[s + TILE - 1] - slots[s] != TILE - 1) { /* they do not lie side by side */
+            for (int64_t k = 0; k < TILE; k++)
+                memcpy(beside + k * size, a->keys + slots[s + k < count ? s + k : count - 1] * size, size);
+            keys = beside;
+            FENCE;
+        }
+        for (int64_t tile = first / TILE; tile * TILE < end; tile++) {
+            const float *query = queries + tile * TILE * a->dim / 2;
+            _tile_zero(0);
+            for (int64_t d = 0; d < a->dim; d += STEP) {
+                _tile_loadd(4, keys + 2 * d, size);
+                _tile_loadd(5, query + d / STEP * TILE * TILE, 4 * TILE);
+                _tile_dpbf16ps(0, 4, 5);
+            }
+            _tile_stored(0, found, 4 * TILE);
+            FENCE;
+            floats own[TILE];
+            for (int i = 0; i < TILE; i++) own[i] = load(found, i * TILE, 0);
+            transpose(own);
+            for (int64_t u = 0; u < TILE; u++) {
+                const int64_t unit = tile * TILE + u;
+                if (unit < first || unit >= end) continue;
+                if (a->cap) own[u] = capped(a, own[u]);
+                *(floats *)(a->scores + unit * a->room + s) = own[u];
+            }
+        }
+    }
+}
+
+/* `width` tiles of some units' sums, [dim] each, get `blocks` blocks of values by their shares. */
+INLINE void mix_blocks(const float *shares, int64_t stride, const char *values, int64_t blocks, int64_t dim,
+                       float *sums, const int width) {
+    _tile_loadd(0, sums, 4 * dim);
+    _tile_loadd(1, sums + TILE, 4 * dim);
+    if (width > 2) {
+        _tile_loadd(2, sums + 2 * TILE, 4 * dim);
+        _tile_loadd(3, sums + 3 * TILE, 4 * dim);
+    }
+    for (int64_t b = 0; b < blocks; b++, shares += BLOCK / 2, values += 2 * BLOCK * dim) {
+        _tile_loadd(4, shares, stride);
+        _tile_loadd(5, values, 4 * TILE);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, values + TILE * TILE * 4, 4 * TILE);
+        _tile_dpbf16ps(1, 4, 6);
+        if (width == 2) continue;
+        _tile_loadd(7, values + 2 * TILE * TILE * 4, 4 * TILE);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_loadd(5, values + 3 * TILE * TILE * 4, 4 * TILE);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums, 4 * dim);
+    _tile_stored(1, sums + TILE, 4 * dim);
+    if (width > 2) {
+        _tile_stored(2, sums + 2 * TILE, 4 * dim);
+        _tile_stored(3, sums + 3 * TILE, 4 * dim);
+    }
+}
+
+/* Sums of units [first, end), [dim] each, get the values in `slots` [from, to), of which `count` are seen. */
+static void mix_tiles(const Seen *a, float *sums, int64_t first, int64_t end, const int32_t *slots, int64_t from,
+                      int64_t to, int64_t count, char *beside) {
+    const int64_t dim = a->dim, size = 2 * dim;
+    for (int64_t s = from, blocks; s < to; s += blocks * BLOCK) {
+        blocks = (to - s + BLOCK - 1) / BLOCK;
+        if (blocks > SPAN) blocks = SPAN;
+        char *pair = beside;
+        for (int64_t b = 0; b < blocks; b++, pair += (dim - TILE) * 4 * TILE)
+            for (int64_t k = s + b * BLOCK; k < s + (b + 1) * BLOCK; k += 2, pair += 4 * TILE) {
+                const char *one = a->values + slots[k < count ? k : count - 1] * size;
+                const char *other = a->values + slots[k + 1 < count ? k + 1 : count - 1] * size;
+                for (int64_t d = 0; d < dim; d += STEP) {
+                    const __m512i v = _mm512_loadu_si512(one + 2 * d), w = _mm512_loadu_si512(other + 2 * d);
+                    _mm512_storeu_si512(pair + d * 4 * TILE, _mm512_unpacklo_epi16(v, w));
+                    _mm512_storeu_si512(pair + d * 4 * TILE + 4 * TILE * TILE, _mm512_unpackhi_epi16(v, w));
+                }
+            }
+        FENCE;
+        for (int64_t u = first, n; u < end; u += n) {
+            n = end - u < TILE ? end - u : TILE;
+            shape_tiles(n);
+            for (int64_t d = 0; d < dim; d += 2 * STEP) {
+                const float *shares = a->scores + u * a->room + s / 2;
+                const char *values = beside + d * 4 * TILE;
+                float *sum = sums + u * dim + d;
+                if (d + STEP < dim) mix_blocks(shares, 4 * a->room, values, blocks, dim, sum, 4);
+                else mix_blocks(shares, 4 * a->room, values, blocks, dim, sum, 2);
+            }
+        }
+        FENCE;
+    }
+}
+
+/* Whether values of slots are all numbers, so that what weighs 0 adds 0. */
+static int all_finite(const Seen *a, const int32_t *slots, int64_t from, int64_t to) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 odd = 0;
+    for (int64_t s = from; s < to; s++)
+        for (int64_t d = 0; d < a->dim; d += STEP) {
+            const __m512i own = _mm512_loadu_si512(a->values + (slots[s] * a->dim + d) * 2);
+            odd |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(own, exponent), exponent);
+        }
+    return !odd;
+}
+
+/* Rows attend by tiles; `rest` is room_for_tiles. What all of them see, they see at once, block by block, and then each
+ * the rest of its own path. Those of a chain see the same all along, where the last ones weigh 0 for the first rows. */
+static void attend_tiles(const Seen *a, float *rest) {
+    const int64_t dim = a->dim, units = a->rows * a->heads, tiles = (units + TILE - 1) / TILE;
+    float *queries = rest, *sums = queries + tiles * TILE * dim / 2;
+    char *beside = (char *)(sums + tiles * TILE * dim);
+    const int64_t final = a->rows - 1;
+    int64_t longest = 0, shortest = a->count[0], common;
+    for (int64_t r = 0; r < a->rows; r++) {
+        longest = a->count[r] > longest ? a->count[r] : longest;
+        shortest = a->count[r] < shortest ? a->count[r] : shortest;
+    }
+    const int64_t whole = (longest + BLOCK - 1) / BLOCK * BLOCK;
+    const int32_t *last = a->slots + (a->chain ? 0 : final * a->room);
+    if (a->chain) common = all_finite(a, last, shortest, longest) ? whole : shortest / BLOCK * BLOCK;
+    else
+        for (common = 0; common + BLOCK <= shortest; common += BLOCK)
+            for (int64_t r = 0; r < final; r++)
+                if (memcmp(last + common, a->slots + r * a->room + common, BLOCK * sizeof *last)) goto apart;
+apart:
+    gather_queries(a, queries);
+    FENCE;
+    shape_tiles(TILE);
+    score_tiles(a, queries, 0, units, last, 0, common, a->count[final], beside);
+    for (int64_t r = 0; r < a->rows; r++)
+        score_tiles(a, queries, r * a->heads, (r + 1) * a->heads, a->chain ? last : a->slots + r * a->room, common,
+                    a->count[r], a->count[r], beside);
+    for (int64_t unit = 0; unit < units; unit++) {
+        float *own = a->scores + unit * a->room;
+        soften(own, a->count[unit / a->heads]);
+        const int64_t ready = (a->count[unit / a->heads] + LANES - 1) / LANES * LANES;
+        narrow_all(own, own, ready);
+        memset((uint16_t *)own + ready, 0, (whole - ready) * sizeof(uint16_t));
+    }
+    memset(sums, 0, units * dim * sizeof *sums);
+    FENCE;
+    mix_tiles(a, sums, 0, units, last, 0, common, a->count[final], beside);
+    for (int64_t r = 0; r < a->rows; r++)
+        mix_tiles(a, sums, r * a->heads, (r + 1) * a->heads, a->chain ? last : a->slots + r * a->room, common, a->count[r],
+                  a->count[r], beside);
+    for (int64_t unit = 0; unit < units; unit++) {
+        float *output = a->output + unit / a->heads * a->output_stride + unit % a->heads * dim;
+        for (int64_t d = 0; d < dim; d += TILE) {
+            const int64_t low = unit * dim + d / STEP * STEP;
+            *(floats *)(output + d) = repack(load(sums, low, 0), load(sums, low + TILE, 0), d % STEP != 0);
+        }
+    }
+}
+#else
+#define room_for_tiles(m) 0
+#define attend_tiles(a, rest) (void)0
+#endif

@@ -1,0 +1,149 @@
+/* A forward: embedding, layers, head. */
+
+/* The stream [rows, width] gets x [rows, inputs] times the weight, normed first where there is a weight for that;
+ * `apart` has the stream's size. Of the stream a thread knows its share of the rows. */
+static void add_product(const Product *p, const Product *next, const float *x, float *grouped, const float *weight,
+                        float epsilon, float *stream, float *apart, int64_t width, int64_t rows, const Team *team) {
+    if (!weight) {
+        product(p, next, x, grouped, stream, width, rows, 1, NULL, 0, team);
+        return;
+    }
+    product(p, next, x, grouped, apart, width, rows, 0, NULL, 0, team);
+    SHARED(r, rows) {
+        norm(apart + r * width, weight, apart + r * width, p->outputs, epsilon);
+        for (int64_t i = 0; i < p->outputs; i++) stream[r * width + i] += apart[r * width + i];
+    }
+}
+
+/* Where among the bytes of two inputs an output's low byte of the first one lies; its code as well. */
+INLINE int64_t place_of(int64_t output) { /* as decode takes a panel's two vectors from the halves of every 16 bytes */
+    return output % 16 / 4 * 16 + output / 16 * 8 + output % 4 * 2;
+}
+
+/* y [inputs] gets a row of a weight, of which the values that have no code are zeros. */
+INLINE void copy_row(const Product *p, int64_t number, void *y, const int kind, const int half) {
+    const int64_t own = number % PANEL, place = place_of(own), steps = kind < PAIRS ? p->inputs : p->inputs / 2;
+    const char *panel = (const char *)p->weight + number / PANEL * steps * bytes_of(kind);
+    for (int64_t i = 0; i < p->inputs; i++) {
+        if (kind == FULL) {
+            ((float *)y)[i] = ((const float *)panel)[i * PANEL + own];
+            continue;
+        }
+        uint16_t value;
+        if (kind == HALF) value = ((const uint16_t *)panel)[i * PANEL + own];
+        else if (kind == PAIRS) value = ((const uint16_t *)panel)[(i / 2 * PANEL + own) * 2 + i % 2];
+        else {
+            const uint8_t *step = (const uint8_t *)panel + i / 2 * CODE_BYTES;
+            const int code = step[LOWS + place % PANEL + i % 2] >> (place < PANEL ? 0 : 4) & (CODES - 1);
+            value = step[place + i % 2] | p->highs[code] << 8;
+        }
+        if (half) ((uint16_t *)y)[i] = value;
+        else ((float *)y)[i] = widen(value);
+    }
+}
+
+/* y [inputs], in bfloat16 or float32, gets a row of a weight. */
+static void look_up_row(const Product *p, int64_t number, void *y, int half) {
+    const int64_t panel = number / PANEL;
+#define COPY(kind) half ? copy_row(p, number, y, kind, 1) : copy_row(p, number, y, kind, 0)
+    if (p->kind == FULL) copy_row(p, number, y, FULL, 0);
+    else if (p->kind == HALF) COPY(HALF);
+    else if (p->kind == PAIRS) COPY(PAIRS);
+    else COPY(CODED);
+#undef COPY
+    for (int64_t at = odd_from(p, panel); at < odd_from(p, panel + 1); at++) {
+        if (p->odd[at].output != number) continue;
+        if (half) ((uint16_t *)y)[p->odd[at].input] = narrow(p->odd[at].value);
+        else ((float *)y)[p->odd[at].input] = p->odd[at].value;
+    }
+}
+
+/* `hidden` [rows, m->hidden], or where it is NULL what the rows' tokens are embedded as, through layers [first, last), to
+ * `out`, all in the model's dtype. Where there are `taps`, taps[n], unless it is NULL, gets what goes into layer n. Unless
+ * `head` is NULL, read_head comes next. Returns 0, or 1 where there is no memory left, or 2 where there is no such token. */
+int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, const void *hidden, void *out,
+                       void *const *taps, int64_t first, int64_t last, const Head *head, void *final,
+                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
+                       float *found, const float *by, const uint64_t *keys, int64_t *drawn, int threads) {
+    const int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
+    const int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
+    const int64_t wide = padded(2 * m->inner);
+    const int64_t seen = apart_by(size), mixed_stride = apart_by(mix), inner = apart_by(m->inner);
+    const int64_t attending = room_for_attention(m, all->keys) * threads;
+    const int64_t widest = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
+    const int64_t reading = head ? room_for_head(m, rows, final, count, threads) : 0;
+    for (int64_t r = 0; !hidden && r < rows; r++)
+        if (all->tokens[r] < 0 || all->tokens[r] >= all->embedding->outputs) return 2;
+    float *scratch = take_scratch(
+        rows * (2 * width + seen + heads + mixed_stride + wide + inner + gathered(widest)) + attending + reading);
+    if (!scratch) return 1;
+    float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * seen;
+    float *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *active = gates + rows * wide;
+    float *grouped = active + rows * inner, *rest = grouped + rows * gathered(widest), *read = rest + attending;
+    AS_TEAM {
+        SHARED(r, rows) {
+            if (hidden) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
+            else look_up_row(all->embedding, all->tokens[r], stream + r * width, 0);
+        }
+        for (int64_t n = first; n < last; n++) {
+            const Layer *l = layers + n;
+            SHARED(r, rows) {
+                float *own = stream + r * width;
+                for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i])); /* a walk may begin here */
+                if (taps && taps[n]) store(taps[n], r * size, own, size, half);
+                norm(own, l->first_norm, normed + r * seen, size, l->first_epsilon);
+                ready(&l->qkv, normed + r * seen);
+            }
+            meet(team);
+            product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, team);
+            attention(m, l, all, n, qkv, heads, mixed, rest, team);
+            add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, team);
+            SHARED(r, rows) {
+                norm(stream + r * width, l->second_norm, normed + r * seen, size, l->second_epsilon);
+                ready(&l->gate_up, normed + r * seen);
+            }
+            meet(team);
+            product(&l->gate_up, &l->down, normed, grouped, gates, wide, rows, 0, NULL, 0, team);
+            SHARED(r, rows) {
+                const float *gate = gates + r * wide, *up = gate + m->inner;
+                float *own = active + r * inner;
+                for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
+                    floats g = load(gate, i, 0), bent = g;
+                    if (m->gelu) bent = g * (1.5957691f + 0.07135481f * g * g); /* 2 sqrt(2 / pi) (g + 0.044715 g^3) */
+                    *(floats *)(own + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
+                }
+                ready(&l->down, own);
+            }
+            meet(team);
+            const Product *next = n + 1 < last ? &l[1].qkv : head ? &head->product : NULL;
+            add_product(&l->down, next, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows, team);
+        }
+        SHARED(r, rows) store(out, r * size, stream + r * width, size, half);
+        meet(team);
+        if (head)
+            read_head(m, head, out, rows, final, wanted, count, logits, best, tops, most, found, by, keys, drawn, read, team);
+    }
+    give_scratch(scratch);
+    return 0;
+}
+
+/* y [rows, outputs] = onto, or 0 where it is NULL, plus x [rows, inputs] times one weight; in bfloat16 or float32.
+ * Returns 0, or 1 where there is no memory left. */
+int specdec_product(const Product *p, const void *x, const void *onto, void *y, int64_t rows, int half, int threads) {
+    const int64_t width = padded(p->outputs), seen = apart_by(p->inputs);
+    float *scratch = take_scratch(rows * (seen + gathered(p->inputs) + width));
+    if (!scratch) return 1;
+    float *grouped = scratch + rows * seen, *sums = grouped + rows * gathered(p->inputs);
+    AS_TEAM {
+        SHARED(r, rows) {
+            widen_all(row_of(x, r, p->inputs, half), scratch + r * seen, p->inputs, half);
+            ready(p, scratch + r * seen);
+            if (onto) widen_all(row_of(onto, r, p->outputs, half), sums + r * width, p->outputs, half);
+        }
+        meet(team);
+        product(p, NULL, scratch, grouped, sums, width, rows, onto != NULL, NULL, 0, team);
+        SHARED(r, rows) store(y, r * p->outputs, sums + r * width, p->outputs, half);
+    }
+    give_scratch(scratch);
+    return 0;
+}

@@ -1,0 +1,80 @@
+/* Medusa's heads in one call. */
+
+/* Medusa's heads. Each head's state is what was brought, and gets SiLU(block's product) after every block. */
+typedef struct {
+    const Product *blocks; /* the first one's, of all heads at once, and then every further one's, head by head */
+    const Product *ends;   /* to the logits: one for all heads, or each head's own; or NULL, where these are the states */
+    int64_t layers, heads, size, own;
+} Heads;
+
+/* A row brings its `hidden` state [size] and, where the first block reads more than that, what is `embedded` [rows, size]
+ * of its root, which is scaled to a mean square of 1. Of each row `found` gets [heads, outputs] logits or [heads, size]
+ * states; all in bfloat16 or float32. Returns as specdec_product. */
+int specdec_guess(const Heads *h, const void *const *hidden, const void *embedded, int64_t rows, void *const *found,
+                  int half, int threads) {
+    const int64_t size = h->size, heads = h->heads, all = rows * heads, seen = h->blocks->inputs;
+    const int64_t line = apart_by(size), first = apart_by(seen); /* of rows that are multiplied */
+    const int64_t wide = padded(heads * size), width = h->ends ? padded(h->ends->outputs) : 0;
+    const int64_t most = rows * gathered(seen) > all * gathered(size) ? rows * gathered(seen) : all * gathered(size);
+    float *scratch = take_scratch(rows * (first + line + wide) + all * (line + width) + most);
+    if (!scratch) return 1;
+    float *brought = scratch, *states = brought + rows * first; /* [heads, rows, line], as a head's own products read it */
+    float *read = states + all * line, *more = read + rows * line, *logits = more + rows * wide;
+    float *grouped = logits + all * width;
+    AS_TEAM {
+        SHARED(r, rows) {
+            float *own = brought + r * first, *root = own + size, squares = 0;
+            widen_all(hidden[r], own, size, half);
+            for (int64_t k = 0; k < heads; k++) memcpy(states + (k * rows + r) * line, own, size * sizeof *own);
+            if (seen > size) {
+                widen_all(row_of(embedded, r, size, half), root, size, half);
+                for (int64_t i = 0; i < size; i++) squares += root[i] * root[i];
+                const float by = 1.f / sqrtf(squares / size + FLT_EPSILON);
+                for (int64_t i = 0; i < size; i++) root[i] *= by;
+            }
+            ready(h->blocks, own);
+        }
+        meet(team);
+        for (int64_t n = 0; n < h->layers; n++)
+            for (int64_t k = 0; k < heads; k++) {
+                const Product *p = n ? h->blocks + 1 + (n - 1) * heads + k : h->blocks;
+                float *own = states + k * rows * line, *from = n ? read : brought;
+                const int64_t stride = n ? padded(size) : wide;
+                if (n) { /* pairs round it, which the state is not */
+                    SHARED(r, rows) {
+                        memcpy(from + r * line, own + r * line, line * sizeof *own);
+                        ready(p, from + r * line);
+                    }
+                    meet(team);
+                }
+                if (n || !k) product(p, NULL, from, grouped, more, stride, rows, 0, NULL, 0, team);
+                SHARED(r, rows) {
+                    const float *added = more + r * stride + (n ? 0 : k * size);
+                    int64_t i = 0;
+                    for (float *to = own + r * line; i + LANES <= size; i += LANES) {
+                        const floats bent = load(added, i, 0);
+                        *(floats *)(to + i) += bent / (1.f + exponential(-bent));
+                    }
+                    for (; i < size; i++) own[r * line + i] += added[i] / (1.f + expf(-added[i]));
+                }
+                meet(team);
+            }
+        if (h->ends) {
+            SHARED(r, all) ready(h->ends + (h->own ? r / rows : 0), states + r * line);
+            meet(team);
+        }
+        for (int64_t k = 0; h->ends && k < (h->own ? heads : 1); k++) {
+            const int64_t count = h->own ? rows : all;
+            product(h->ends + k, NULL, states + k * rows * line, grouped, logits + k * rows * width, width, count, 0, NULL,
+                    0, team);
+        }
+        SHARED(r, rows)
+            for (int64_t k = 0; k < heads; k++) {
+                const float *own = h->ends ? logits + (k * rows + r) * width : states + (k * rows + r) * line;
+                const int64_t count = h->ends ? h->ends->outputs : size;
+                store(found[r], k * count, own, count, half);
+            }
+    }
+    give_scratch(scratch);
+    return 0;
+}

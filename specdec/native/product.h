@@ -1,0 +1,76 @@
+/* A whole product by a team, norms and rotations. */
+
+static void store(void *to, int64_t at, const float *from, int64_t count, int half) {
+    if (!half) memcpy((float *)to + at, from, count * sizeof(float));
+    else narrow_all(from, (uint16_t *)to + at, count);
+}
+
+/* A row that a product reads, once it is there: in bfloat16, of pairs. */
+INLINE int reads_pairs(const Product *p) { return paired(p->kind) && !(HAS_TILES && p->tiles); }
+INLINE void ready(const Product *p, float *x) {
+    if (reads_pairs(p)) narrow_all(x, x, p->inputs);
+}
+
+/* y [rows, y_stride] = x [rows, apart_by(inputs)], each `ready`, times the weight, plus the bias; `onto` y, or else in its
+ * place. `grouped` has room for it as tiles are filled. `next`, unless it is NULL, is multiplied by next.
+ * Unless `out` is NULL, y goes there [rows, outputs], in bfloat16 if `half`, and is itself [threads, rows, STRIP] only. */
+static void product(const Product *p, const Product *next, const float *x, float *grouped, float *y, int64_t y_stride,
+                    int64_t rows, int onto, void *out, int half, const Team *team) {
+    const int tiles = HAS_TILES && p->tiles;
+    const int64_t most = tiles ? TILE / parts_of(p) : FEW;
+    const int64_t groups = (rows + most - 1) / most, me = team->me, count = team->count;
+    /* What threads share: groups of rows of a strip, or of a single group its panels, as a weight may have few strips. */
+    const int64_t panels = tiles || out || groups > 1 ? 1 : STRIP / PANEL, each = groups * panels;
+    const int64_t all = padded(p->outputs) / STRIP * each;
+    if (tiles) { /* what is multiplied at once lies side by side */
+        SHARED(g, groups) gather_tiles(p, x, (char *)grouped, rows * g / groups, rows * (g + 1) / groups - rows * g / groups);
+        meet(team);
+    }
+    int64_t shaped = 0;
+    for (int64_t at = all * me / count, last = all * (me + 1) / count, begin, end; at < last; at += end - begin) {
+        begin = at % each;
+        end = each - begin < last - at ? each : begin + last - at;
+        if (tiles && end - begin > CROWD) end = begin + CROWD;
+        const int64_t strip = at / each, stride = out ? STRIP : y_stride;
+        float *own = out ? y + me * rows * STRIP : y + strip * STRIP;
+        if (tiles) multiply_tiles(p, (const char *)grouped, own, stride, rows, strip, begin, end, onto, &shaped);
+        else {
+            Strip then = {0}; /* where this thread goes on */
+            if (at + end - begin < last) then = strip_of(p, strip + 1, 0);
+            else if (next) {
+                const int64_t there = padded(next->outputs) / STRIP * each * me / count;
+                then = strip_of(next, there / each, there % panels);
+            }
+            if (end - begin < panels) multiply_panel(p, x, own, stride, rows, strip, begin, onto, then);
+            else multiply_strip(p, x, own, stride, rows, strip, begin / panels, end / panels, onto, then);
+        }
+        for (int64_t r = rows * begin / groups; out && r < rows * end / groups; r++)
+            store(out, r * p->outputs + strip * STRIP, own + r * STRIP, outputs_of(p, strip), half);
+    }
+    if (tiles) release_tiles();
+    meet(team);
+}
+
+/* y = x * weight / rms(x), over `size` values. */
+static void norm(const float *x, const float *weight, float *y, int64_t size, float epsilon) {
+    floats squares = {0};
+    int64_t whole = size / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        floats v = load(x, i, 0);
+        squares += v * v;
+    }
+    float sum = total(squares);
+    for (int64_t i = whole; i < size; i++) sum += x[i] * x[i];
+    float by = 1.f / sqrtf(sum / size + epsilon);
+    for (int64_t i = 0; i < whole; i += LANES) *(floats *)(y + i) = load(x, i, 0) * by * load(weight, i, 0);
+    for (int64_t i = whole; i < size; i++) y[i] = x[i] * by * weight[i];
+}
+
+static void rotate(float *head, const float *cosines, const float *sines, int64_t size) {
+    int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float low = head[i], high = head[i + half];
+        head[i] = low * cosines[i] + high * sines[i];
+        head[i + half] = high * cosines[i + half] + low * sines[i + half];
+    }
+}

@@ -1,0 +1,162 @@
+/* Tiles: the same on a processor that multiplies matrices (AMX). */
+
+#if HAS_TILES
+/* Tiles are registers of 16 rows of 64 bytes, by which 16 rows of 32 inputs, in bfloat16, are multiplied with 16 outputs
+ * at once: 16 rows in less time than memory needs for the weights. A row's sums run in one order whatever rows it is with.
+ * A row in float32 goes in as three, of eight bits of each number, whose sum it is: no product is rounded. (What is below
+ * 1.2e-38 counts as zero.) A process may use tiles once specdec_tiles has said so, and is killed for it before. */
+enum { TILE = 16, STEP = 32, STEP_BYTES = 2 * STEP * PANEL };
+/* Bytes that are asked for ahead of what is read; and groups of rows whose sums are kept, while the weights that they share
+ * are in the cache. */
+enum { AHEAD = 4096, CROWD = 16 };
+#define FENCE __asm__ volatile("" ::: "memory") /* a compiler does not know what tiles read and write */
+#define EACH_SUM(act, sum)                 \
+    do {                                   \
+        act(0, sum, 4 * STRIP);            \
+        act(1, sum + TILE, 4 * STRIP);     \
+        act(2, sum + 2 * TILE, 4 * STRIP); \
+        act(3, sum + 3 * TILE, 4 * STRIP); \
+    } while (0)
+
+typedef struct { /* as the processor wants to be told */
+    uint8_t palette, start, none[14];
+    uint16_t bytes[TILE];
+    uint8_t rows[TILE];
+} Shapes;
+
+INLINE int parts_of(const Product *p) { return p->kind == CODED ? 3 : 1; }
+
+/* Tiles 0 to 3 have so many rows' sums, 4 rows, 5 to 7 weights. */
+static void shape_tiles(int64_t rows) {
+    Shapes shapes = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        shapes.rows[tile] = tile < 5 ? rows : TILE;
+        shapes.bytes[tile] = 4 * TILE;
+    }
+    _tile_loadconfig(&shapes);
+}
+
+/* Sums += rows, [rows][STEP], times a step's weights of a strip, `apart` bytes from panel to panel, of which each is
+ * [STEP / 2][PANEL][2]. */
+INLINE void multiply_step(const char *x, const char *weight, int64_t apart) {
+    _tile_loadd(4, x, 2 * STEP);
+    _tile_loadd(5, weight, 4 * PANEL);
+    _tile_loadd(6, weight + 4 * TILE, 4 * PANEL);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, weight + apart, 4 * PANEL);
+    _tile_loadd(5, weight + apart + 4 * TILE, 4 * PANEL);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 4, 5);
+}
+
+/* A panel in codes, as far as it is read: its bytes from the first step on, and the next ones of its odd weights. */
+typedef struct {
+    const char *from;
+    const Odd *odd, *last;
+} Panel;
+
+/* A step's weights, [STEP / 2][PANEL][2]. */
+INLINE void decode_step(Panel *panel, int64_t step, __m512i highs, char *to) {
+    const char *from = panel->from + step * STEP / 2 * CODE_BYTES;
+#pragma GCC unroll 16
+    for (int pair = 0; pair < STEP / 2; pair++) {
+        floats weight[2];
+        if (pair % 2 == 0) ask(from + pair * CODE_BYTES + AHEAD, 0, 2 * CODE_BYTES / 64);
+        decode(from + pair * CODE_BYTES, highs, weight);
+        _mm512_store_si512(to + pair * 4 * PANEL, (__m512i)weight[0]);
+        _mm512_store_si512(to + pair * 4 * PANEL + 4 * TILE, (__m512i)weight[1]);
+    }
+    for (; panel->odd < panel->last && panel->odd->input / STEP == step; panel->odd++) {
+        const int64_t pair = panel->odd->input % STEP / 2, side = panel->odd->input % 2, own = panel->odd->output % PANEL;
+        ((uint16_t *)to)[2 * (pair * PANEL + own) + side] = narrow(panel->odd->value);
+    }
+}
+
+/* As multiply_strip, of up to CROWD groups; `x` is what gather_tiles made of the rows, and tiles are shaped for *shaped. */
+static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
+                           int64_t begin, int64_t end, int onto, int64_t *shaped) {
+    enum { PANELS = STRIP / PANEL };
+    const int coded = p->kind >= CODED, parts = parts_of(p), several = end - begin > 1;
+    const int64_t most = TILE / parts, groups = (rows + most - 1) / most, steps = p->inputs / STEP;
+    const int64_t stretches = several ? (p->inputs + STRETCH - 1) / STRETCH : 1;
+    const int64_t kept = several ? STRETCH / STEP : 1; /* steps that are decoded for more than one group */
+    const char *weight = (const char *)p->weight + strip * PANELS * steps * (coded ? STEP / 2 * CODE_BYTES : STEP_BYTES);
+    const int64_t apart = coded ? STEP_BYTES : steps * STEP_BYTES; /* of panels that are multiplied */
+    __m512i highs = _mm512_setzero_si512();
+    Panel panel[PANELS];
+    char wide[STRETCH / STEP * PANELS * STEP_BYTES] __attribute__((aligned(64)));
+    float sums[CROWD][TILE * STRIP] __attribute__((aligned(64)));
+    if (coded) highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p->highs));
+    for (int64_t n = 0, first = strip * PANELS; coded && n < PANELS; n++) {
+        panel[n].from = weight + n * steps * STEP / 2 * CODE_BYTES;
+        panel[n].odd = p->odd + odd_from(p, first + n), panel[n].last = p->odd + odd_from(p, first + n + 1);
+    }
+    for (int64_t s = 0; s < stretches; s++) {
+        const int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches;
+        for (int64_t g = begin; g < end; g++) {
+            const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
+            const char *own = x + (row * steps + from * count) * parts * 2 * STEP;
+            float *sum = sums[g - begin];
+            if (count != *shaped) shape_tiles((*shaped = count) * parts);
+            if (s) EACH_SUM(_tile_loadd, sum);
+            else {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+            for (int64_t i = from; i < to; i++, own += count * parts * 2 * STEP) {
+                char *decoded = wide + (i - from) % kept * PANELS * STEP_BYTES;
+                const char *these = coded ? decoded : weight + i * STEP_BYTES;
+                for (int n = 0; coded && g == begin && n < PANELS; n++)
+                    decode_step(panel + n, i, highs, decoded + n * STEP_BYTES);
+                if (!coded && g == begin) ask(these + AHEAD, apart, STEP_BYTES / 64);
+                FENCE;
+                multiply_step(own, these, apart);
+            }
+            EACH_SUM(_tile_stored, sum);
+            FENCE;
+            if (s + 1 < stretches) continue;
+            for (int64_t r = 0; r < count; r++)
+                for (int v = 0; v < VECTORS; v++) {
+                    floats whole = {0};
+                    for (int part = parts; part-- > 0;) whole += load(sum, (r * parts + part) * STRIP + v * LANES, 0);
+                    float *total = y + (row + r) * y_stride + v * LANES;
+                    if (onto) whole += load(total, 0, 0);
+                    *(floats *)total = whole;
+                }
+        }
+    }
+    add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, (strip + 1) * STRIP);
+}
+
+/* `count` rows of x, from `row` on, go to their place as [inputs / STEP][count][parts][STEP] in bfloat16. */
+static void gather_tiles(const Product *p, const float *x, char *grouped, int64_t row, int64_t count) {
+    const int parts = parts_of(p);
+    char *to = grouped + row * p->inputs * parts * 2;
+    for (int64_t i = 0; i < p->inputs; i += STEP)
+        for (int64_t r = 0; r < count; r++) {
+            const int64_t at = (row + r) * apart_by(p->inputs) + i;
+            floats low = load(x, at, 0), high = load(x, at + LANES, 0);
+            for (int part = 0; part < parts; part++) {
+                floats first = low, second = high;
+                if (parts > 1) { /* infinity has no rest */
+                    first = (floats)((words)low & 0xffff0000), second = (floats)((words)high & 0xffff0000);
+                    low = (floats)((ints)(low - first) & (low != first));
+                    high = (floats)((ints)(high - second) & (high != second));
+                }
+                _mm512_storeu_si512(to + ((i / STEP * count + r) * parts + part) * 2 * STEP,
+                                    (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+            }
+        }
+}
+
+#define release_tiles() _tile_release()
+#else
+enum { TILE = FEW, CROWD = 1 };
+#define parts_of(p) 1
+#define gather_tiles(p, x, grouped, row, count) (void)(grouped)
+#define multiply_tiles(p, x, y, y_stride, rows, strip, begin, end, onto, shaped) (void)(shaped)
+#define release_tiles() (void)0
+#endif

@@ -1,0 +1,153 @@
+"""What Python tells the compiled library: its structures, its functions' arguments, its constants."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from enum import IntEnum
+from typing import Any
+
+__all__ = [
+    "CODES",
+    "CODE_BYTES",
+    "FUNCTIONS",
+    "PAIR",
+    "PANEL",
+    "STEP",
+    "CHead",
+    "CHeads",
+    "CLayer",
+    "CProduct",
+    "CRows",
+    "CShape",
+    "CSlots",
+    "CTurns",
+    "Kind",
+]
+
+PANEL, PAIR = 32, 64
+"""Outputs that lie together in a weight, and to a multiple of which it is padded, as in ``machine.h``."""
+
+CODES, CODE_BYTES = 16, 96
+"""High bytes that have a code, and bytes that a panel has of two inputs' codes and low bytes, as there."""
+
+STEP = 32
+"""Inputs that a tile has of a row, as there."""
+
+
+class Kind(IntEnum):
+    """How a weight is stored: float32; bfloat16; bfloat16 by two inputs, for rows that are rounded to it too.
+
+    And the latter two with codes for high bytes.
+    """
+
+    FULL, HALF, PAIRS, CODED, CODED_PAIRS = range(5)
+
+
+class CProduct(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("highs", c_void_p),
+        ("odd", c_void_p),
+        ("odd_end", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("kind", c_int64),
+        ("tiles", c_int64),
+    )
+
+
+class CLayer(Structure):
+    _fields_ = (
+        ("qkv", CProduct),
+        ("out", CProduct),
+        ("gate_up", CProduct),
+        ("down", CProduct),
+        ("first_norm", c_void_p),
+        ("second_norm", c_void_p),
+        ("head_norm", c_void_p),
+        ("out_norm", c_void_p),
+        ("down_norm", c_void_p),
+        ("first_epsilon", c_float),
+        ("second_epsilon", c_float),
+        ("head_epsilon", c_float),
+        ("out_epsilon", c_float),
+        ("down_epsilon", c_float),
+        ("scale", c_float),
+        ("cap", c_float),
+        ("turns", c_int32),
+    )
+
+
+class CShape(Structure):
+    _fields_ = tuple(
+        (name, c_int64) for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "half", "gelu", "tiles")
+    )
+
+
+class CSlots(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("size", c_int64),
+        ("stride", c_int64),
+        ("window", c_int64),
+    )
+
+
+class CTurns(Structure):
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p))
+
+
+class CRows(Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        ("count", c_int64),
+        ("keys", c_int64),
+        ("blocks", c_void_p),
+        ("turns", c_void_p),
+        ("by_row", c_int64),
+        ("tokens", c_void_p),
+        ("embedding", c_void_p),
+    )
+
+
+class CHead(Structure):
+    _fields_ = (("product", CProduct), ("norm", c_void_p), ("epsilon", c_float))
+
+
+class CHeads(Structure):
+    _fields_ = (
+        ("blocks", c_void_p),
+        ("ends", c_void_p),
+        ("layers", c_int64),
+        ("heads", c_int64),
+        ("size", c_int64),
+        ("own", c_int64),
+    )
+
+
+FUNCTIONS: dict[str, list[Any]] = {
+    "specdec_run_layers": [
+        POINTER(CShape), c_void_p, POINTER(CRows), c_void_p, c_void_p, c_void_p, c_int64, c_int64,
+        POINTER(CHead), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p,
+        c_void_p, c_void_p, c_void_p, c_int,
+    ],
+    "specdec_product": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
+    "specdec_guess": [POINTER(CHeads), c_void_p, c_void_p, c_int64, c_void_p, c_int, c_int],
+    "specdec_look_up": [POINTER(CProduct), c_void_p, c_int64, c_void_p, c_int],
+    "specdec_move": [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    "specdec_top": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int64, c_void_p, c_void_p],
+    "specdec_draw": [c_void_p, c_int64, c_int, c_float, c_uint64],
+    "specdec_rank": [
+        c_void_p, c_void_p, c_void_p, c_int64, c_double, c_uint64, c_int64, c_void_p, c_void_p,
+    ],
+    "specdec_chances": [
+        c_void_p, c_int64, c_int64, c_int, c_float, c_float, c_void_p, c_void_p, c_int64, c_void_p, c_void_p,
+    ],
+    "specdec_count_highs": [c_void_p, c_int64, c_void_p],
+    "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
+    "specdec_pairs": [],
+    "specdec_codes": [],
+    "specdec_tiles": [],
+}  # fmt: skip

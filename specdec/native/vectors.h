@@ -1,0 +1,102 @@
+/* Vectors: loads, rounding, and sums and maxima over lanes. */
+
+INLINE int64_t padded(int64_t n) { return (n + PAIR - 1) / PAIR * PAIR; }
+INLINE floats spread(float x) { return x - (floats){0}; }
+
+INLINE floats load(const void *from, int64_t at, int half) {
+    if (!half) return *(const floats *)((const float *)from + at);
+    const uint16_t *first = (const uint16_t *)from + at;
+#if LANES == 16 /* one instruction, where gcc makes five of the last line */
+    return (floats)((ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)first)) << 16);
+#elif defined(__AVX2__)
+    return (floats)((ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)first)) << 16);
+#else
+    return (floats)(__builtin_convertvector(*(const halves *)first, ints) << 16);
+#endif
+}
+
+INLINE float widen(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint16_t narrow(float value) { /* to the nearest bfloat16, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0; /* NaN */
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+/* `to` may be `from`: what is written lies before what is still to be read. */
+static void narrow_all(const float *from, void *to, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        floats value = load(from, i, 0);
+        words bits = (words)value, number = (words)(value == value);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        *(halves *)((uint16_t *)to + i) = __builtin_convertvector((bits & number) | (0x7fc0 & ~number), halves);
+    }
+    for (; i < count; i++) {
+        uint16_t half = narrow(from[i]);
+        memcpy((char *)to + i * sizeof half, &half, sizeof half);
+    }
+}
+
+/* Lanes of a, and where one bit of their number is set of b; CROSS turns that bit of the number of the lane it takes. */
+#define PICK(n, x) ((n) & x ? LANES + (n) : (n))
+#if LANES == 16
+#define BLEND(a, b, x) \
+    __builtin_shufflevector(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
+                            PICK(7, x), PICK(8, x), PICK(9, x), PICK(10, x), PICK(11, x), PICK(12, x), PICK(13, x), \
+                            PICK(14, x), PICK(15, x))
+#define CROSS(a, b, x) \
+    __builtin_shufflevector(a, b, PICK(0, x) ^ x, PICK(1, x) ^ x, PICK(2, x) ^ x, PICK(3, x) ^ x, PICK(4, x) ^ x, \
+                            PICK(5, x) ^ x, PICK(6, x) ^ x, PICK(7, x) ^ x, PICK(8, x) ^ x, PICK(9, x) ^ x, \
+                            PICK(10, x) ^ x, PICK(11, x) ^ x, PICK(12, x) ^ x, PICK(13, x) ^ x, PICK(14, x) ^ x, \
+                            PICK(15, x) ^ x)
+#define EACH_BIT(step) step(8) step(4) step(2) step(1)
+#else
+#define BLEND(a, b, x) \
+    __builtin_shufflevector(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
+                            PICK(7, x))
+#define CROSS(a, b, x) \
+    __builtin_shufflevector(a, b, PICK(0, x) ^ x, PICK(1, x) ^ x, PICK(2, x) ^ x, PICK(3, x) ^ x, PICK(4, x) ^ x, \
+                            PICK(5, x) ^ x, PICK(6, x) ^ x, PICK(7, x) ^ x)
+#define EACH_BIT(step) step(4) step(2) step(1)
+#endif
+#define TURN(v, x) CROSS(v, v, x)
+#define FOLD(x) v += TURN(v, x);
+#define RAISE(x) v = larger(v, TURN(v, x));
+
+INLINE floats larger(floats a, floats b) {
+    ints first = a > b;
+    return (floats)(((ints)a & first) | ((ints)b & ~first));
+}
+
+INLINE float total(floats v) {
+    EACH_BIT(FOLD)
+    return v[0];
+}
+
+INLINE floats largest(floats v) { /* in all lanes */
+    EACH_BIT(RAISE)
+    return v;
+}
+
+INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 below -87 */
+    ints live = x > spread(-87.f);
+    x = -larger(-larger(x, spread(-87.f)), spread(-88.f));
+    floats n = x * 1.44269504f + spread(12582912.f); /* 1.5 * 2^23: the integer nearest lands in the low bits */
+    ints power = (ints)n - (ints)spread(12582912.f);
+    n -= spread(12582912.f);
+    floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    floats p = r * (1.f / 5040) + 1.f / 720;
+    p = p * r + 1.f / 120;
+    p = p * r + 1.f / 24;
+    p = p * r + 1.f / 6;
+    p = p * r + .5f;
+    p = (p * r + 1.f) * r + 1.f;
+    return (floats)(((ints)p + (power << 23)) & live);
+}

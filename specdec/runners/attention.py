@@ -1,0 +1,311 @@
+"""Tree attention: one function behind every decoder layer, with an exact fast split, on kernels that are named.
+
+``sdpa``
+    One call over all visible slots with an additive mask: the reference.
+``split``
+    The keys that every row sees, without a mask, and the tail (a window's edge and the tree) with a small one; each
+    part returns the log-sum-exp of its scores, and the parts are merged by it. With l the log-sum-exp and o the output,
+    ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``: exact, whatever the split. By torch's flash kernel for CPUs and by
+    plain products elsewhere.
+``aten``, ``flash``
+    The same split on a CUDA device in half precision: the prefix by the flash kernel in torch, or by that of flash-attn
+    2.8 and up, both of which split their work over the keys; the tail by the Triton kernel, which goes on from the
+    prefix. A chain or a chunk of the prompt is one causal call. What they do not take (full precision, soft caps, odd
+    widths) is computed as by ``split``.
+``auto``
+    On a CUDA device ``aten`` where it computes everything, else ``split``. On a CPU ``split`` for prefill chunks and
+    wide trees over long contexts, else ``sdpa``, which is one kernel instead of two.
+
+Torch never chooses among its CUDA kernels by itself: cuDNN's, which it prefers on some, plans anew for every length.
+Keys and values are never repeated for grouped-query attention: the kernels take fewer key heads than query heads, or
+the group is folded into the query rows.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
+from specdec.runners.attention_kernels import FLASH, Part, aten_flash, cpu_flash, flash_attn, merge, plain_attention
+from specdec.step.block import Block, Rows
+from specdec.step.cache import LayerSpec
+from specdec.step.visibility import Layout
+
+__all__ = [
+    "ATTENTION",
+    "BACKENDS",
+    "attend",
+    "attend_all",
+    "check_backend",
+    "check_runs",
+    "layer_attention",
+    "told",
+    "update_and_attend",
+]
+
+ATTENTION = "specdec"
+"""The name of ``layer_attention`` among transformers' attention functions."""
+BACKENDS = ("auto", "sdpa", "split", "aten", "flash")
+_TORCH_S = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # all but cuDNN's
+
+# On a CPU one masked call beats two plain ones until the mask is this large (measured: 16 rows, 3,000 keys).
+_SPLIT_FROM = 48_000
+
+
+def check_backend(name: str) -> str:
+    """The name, if it is a backend.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"attention={name!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    return name
+
+
+def check_runs(name: str, specs: Sequence[LayerSpec]) -> None:
+    """Raises ConfigError where a backend that was named computes nothing of a model whose layers cache this."""
+    if name not in ("aten", "flash"):
+        return
+    if name == "flash":
+        flash_attn()
+    if not any(_flash_takes(spec.device, spec.dtype, spec.key_dim, spec.value_dim) for spec in specs):
+        spec = specs[0]
+        raise ConfigError(
+            f"attention={name!r} is for float16 and bfloat16, heads of up to 256 in eights and CUDA devices of "
+            f"capability 8.0 and up; this model has {str(spec.dtype)[6:]}, {spec.key_dim} and {spec.device}: leave it "
+            "at auto"
+        )
+
+
+def told(name: str, specs: Sequence[LayerSpec], query_heads: int, softcap: float | None) -> str:
+    """Which kernels a backend means for a model whose layers cache this, in words."""
+    spec = specs[0]
+    if spec.device.type != "cuda":
+        return name
+    way = _way(name, spec.device, spec.dtype, spec.key_dim, spec.value_dim)
+    if way == "sdpa":
+        return "sdpa (torch's own choice but cuDNN)"
+    if softcap is not None:
+        return f"{way} (soft-capped scores: plain products)"
+    flash = way != "split" and _flash_takes(spec.device, spec.dtype, spec.key_dim, spec.value_dim)
+    shape = (spec.device, spec.dtype, query_heads // spec.heads, spec.key_dim, spec.value_dim)
+    tree = None if spec.dtype == torch.float64 else _load_tree_kernel(*shape)
+    return (
+        f"{way} (prefix: {way if flash else 'plain products'}, tree: {'plain products' if tree is None else 'Triton'})"
+    )
+
+
+def layer_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    block: Rows | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers' attention modules call; ``block`` travels to it through the layers' arguments.
+
+    ``key`` and ``value`` are of the block's own rows. Returns [1, T, Hq, D] and no weights.
+
+    Raises:
+        TargetError: called outside a specdec forward.
+    """
+    if block is None:
+        raise TargetError(f"attn_implementation={ATTENTION!r} is for specdec's own calls; name another one")
+    block.attended += 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: Any = module.layer_idx
+    block.store(key, value, layer)
+    return attend(query, block, layer, scale, softcap, sinks=options.get("s_aux")).transpose(1, 2), None
+
+
+def update_and_attend(
+    block: Rows, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
+) -> torch.Tensor:
+    """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
+    block.store(keys, values, layer)
+    return attend(query, block, layer, scale)
+
+
+def attend(
+    query: torch.Tensor,
+    block: Rows,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv].
+
+    ``sinks``: [Hq] a score of each head that takes its share of the softmax, and has no value.
+    """
+    if isinstance(block, Block):
+        return _attend(query, block, layer, scale, softcap, sinks)
+    parts = [_attend(query[:, :, first:last], part, layer, scale, softcap, sinks) for part, first, last in block.parts]
+    return torch.cat(parts, 2)
+
+
+def _attend(
+    query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    if sinks is not None:
+        keys, values, mask = block.visible(layer, query.dtype)
+        output, total = plain_attention(query, keys, values, scale, mask, softcap)
+        share = torch.sigmoid(total - sinks.to(total.dtype)[:, None])  # e^total / (e^total + e^sink)
+        return (output * share.unsqueeze(-1)).to(query.dtype)
+    way = block.backend
+    if way == "auto":
+        if query.is_cuda:
+            way = _way(way, query.device, query.dtype, query.shape[-1], block.cache.values[layer].shape[-1])
+        else:
+            way = "split" if block.rows > 1 and block.rows * (block.length + block.rows) > _SPLIT_FROM else "sdpa"
+    if way != "sdpa":
+        return _split(way, query, block, layer, scale, softcap)
+    keys, values, mask = block.visible(layer, query.dtype)
+    if softcap is not None:
+        return plain_attention(query, keys, values, scale, mask, softcap)[0]
+    if query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16):
+        return _folded(query, keys, values, scale, mask)
+    grouped = keys.shape[1] != query.shape[1]
+    with sdpa_kernel(_TORCH_S) if query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def attend_all(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention of ``query`` [1, Hq, T, D] over all of ``keys`` and ``values`` [1, Hkv, S, D]: [1, Hq, T, D]."""
+    if not query.is_cuda:
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=keys.shape[1] != query.shape[1])
+    taken = _flash_takes(query.device, query.dtype, query.shape[-1], values.shape[-1])
+    return (aten_flash if taken else plain_attention)(query, keys, values, query.shape[-1] ** -0.5)[0]
+
+
+def _folded(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Half precision on a CPU: a group's query heads as rows of one, never fewer than two.
+
+    Torch's kernel multiplies a single bfloat16 row four times slower than two (measured: 16 over 8 heads of 64, 400
+    keys, 1034 us against 404); and keys that are converted once serve the whole group.
+    """
+    heads, rows = keys.shape[1], query.shape[2]
+    group = query.shape[1] // heads
+    folded = query.view(1, heads, group, rows, -1).transpose(2, 3).reshape(1, heads, rows * group, -1)
+    if rows * group == 1:
+        folded = folded.expand(-1, -1, 2, -1)
+    if mask is not None and group > 1:
+        mask = mask.repeat_interleave(group, 0)
+    output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    output = output[:, :, : rows * group].reshape(1, heads, rows, group, -1).transpose(2, 3)
+    return output.reshape(1, heads * group, rows, -1)
+
+
+def _way(name: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> str:
+    """The backend that a name means on a CUDA device."""
+    if name != "auto":
+        return name
+    return "aten" if _flash_takes(device, dtype, width, value_width) else "split"
+
+
+def _flash_takes(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
+    """Whether flash kernels compute with such heads."""
+    fits = width == value_width and width <= 256 and width % 8 == 0
+    return fits and dtype in (torch.float16, torch.bfloat16) and _has_flash(device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    built = torch.backends.cuda.is_flash_attention_available  # some builds of torch have none
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and built()
+
+
+def _split(
+    way: str, query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None
+) -> torch.Tensor:
+    layout = block.layout(block.cache.group_of[layer], query.dtype)
+    keys, values = block.cache.keys[layer], block.cache.values[layer]
+    flash = None
+    if way != "split" and softcap is None:
+        shape = (query.device, query.dtype, query.shape[-1], values.shape[-1])
+        flash = FLASH[way] if _flash_takes(*shape) else None
+    if flash is not None and (whole := _one_range(layout)) is not None:
+        first, last = whole
+        return flash(query, keys[:, :, first:last], values[:, :, first:last], scale, causal=block.rows > 1)[0]
+    parts: list[Part] = []
+    kernel = flash or (cpu_flash if query.device.type == "cpu" and softcap is None else plain_attention)
+    for first, last in layout.prefix:
+        parts.append(kernel(query, keys[:, :, first:last], values[:, :, first:last], scale, softcap=softcap))
+    prior = merge(parts) if parts else None
+    tree = _tree_kernel(query, keys, values) if softcap is None else None
+    if tree is not None:
+        return tree(query, keys, values, layout.tail, layout.mask, scale, prior)
+    if isinstance(layout.tail, tuple):
+        first, last = layout.tail
+        keys, values = keys[:, :, first:last], values[:, :, first:last]
+    else:
+        keys, values = keys.index_select(2, layout.tail), values.index_select(2, layout.tail)
+    mask = layout.mask
+    if query.device.type == "cpu" and softcap is None:
+        own = cpu_flash(query, keys, values, scale, mask, causal=layout.causal)
+    else:
+        if layout.causal:
+            mask = torch.full((block.rows, block.rows), -torch.inf, dtype=query.dtype, device=query.device).triu_(1)
+        own = plain_attention(query, keys, values, scale, mask, softcap)
+    return (own if prior is None else merge([prior, own]))[0].to(query.dtype)
+
+
+def _one_range(layout: Layout) -> tuple[int, int] | None:
+    """The slots of a chain whose last row sees all of them, where they are contiguous: one causal call does it."""
+    tail, prefix = layout.tail, layout.prefix
+    if layout.mask is not None or not isinstance(tail, tuple) or len(prefix) > 1:
+        return None
+    if prefix and prefix[0][1] != tail[0]:
+        return None
+    return (prefix[0][0] if prefix else tail[0]), tail[1]
+
+
+def _tree_kernel(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The Triton kernel for trees, on a GPU and where Triton is installed; torch's wheels for CUDA bring it."""
+    if not query.is_cuda or query.dtype == torch.float64:
+        return None
+    group = query.shape[1] // keys.shape[1]
+    return _load_tree_kernel(query.device, query.dtype, group, query.shape[-1], values.shape[-1])
+
+
+@cache
+def _load_tree_kernel(
+    device: torch.device, dtype: torch.dtype, group: int, width: int, value_width: int
+) -> Callable[..., torch.Tensor] | None:
+    """The kernel, tried once on a few zeros of this kind; None, with a warning, where it is missing or fails."""
+    try:
+        kernel: Callable[..., torch.Tensor] = importlib.import_module("specdec.runners.kernels.tree").tree_attention
+        query, keys, values, mask, prior = (
+            torch.zeros(1, heads, 2, size, dtype=dtype, device=device)
+            for heads, size in ((group, width), (1, width), (1, value_width), (1, 2), (group, value_width))
+        )
+        # Of its variants the one that takes the most of a processor's memory.
+        kernel(query, keys, values, (0, 2), mask[0, 0], 1.0, (prior, prior[..., 0]))
+    except Exception as error:  # the compiler's, the driver's and the linker's share no class but this
+        warnings.warn(
+            f"the Triton kernel for trees is not used, and torch's products do its work, more slowly: "
+            f"{type(error).__name__}: {first_line(error)}",
+            SpecdecWarning,
+            stacklevel=2,
+        )
+        return None
+    return kernel

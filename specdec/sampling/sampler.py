@@ -1,0 +1,253 @@
+"""From logits to tokens: logits processors on each node's own prefix, then the argmax or a draw by noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+from specdec.errors import NumericalError
+from specdec.sampling.grammar import Grammar, States
+from specdec.sampling.noise import Noise
+from specdec.sampling.processors import FREE, check_scores, judged, masked, name_of, takes_rows
+from specdec.sampling.scores import Scores, extremes, finite_argmax, no_distribution
+from specdec.settings.sampling_params import SamplingParams
+from specdec.step import device_copies
+
+__all__ = ["Sampler"]
+
+
+class Processor(Protocol):
+    """A logits processor in transformers' form: ([1, n] ids, [1, V] scores) to [1, V] scores."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor: ...
+
+
+class Sampler:
+    """Turns a row's logits into a token or a distribution, under the processors, on the row's own prefix.
+
+    Args:
+        params: temperature and the rest.
+        tokens: the committed text, live; its last token is the root.
+        vocab_size: V.
+        device: where logits arrive.
+        processors: further processors (transformers' or anyone's, or a :class:`specdec.sampling.grammar.Grammar`),
+            applied before those of ``params``.
+        sample: draw (True) or take the largest (False); None follows the temperature.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokens: list[int],
+        vocab_size: int,
+        device: torch.device,
+        processors: Sequence[Any] = (),
+        sample: bool | None = None,
+    ) -> None:
+        self.params = params
+        self.sample = params.temperature > 0 if sample is None else sample
+        self.noise = Noise(params.seed, vocab_size, device)
+        begun = [States(one, tokens) if isinstance(one, Grammar) else one for one in processors]
+        self.processors: list[Any] = [*begun, *params.processors()]
+        self._all_free = all(type(p) in FREE for p in self.processors)
+        self.takes_together = all(map(takes_rows, self.processors))
+        # What others are shown, and a grammar's states, are made of tokens that the host knows.
+        self.reads_drafts = not self.takes_together or any(isinstance(p, States) for p in self.processors)
+        last: Any = self.processors[-1] if self.processors else None
+        plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
+        plain = plain and not device_copies.is_apart(device)  # where every number that is read is waited for
+        self._top_p: float | None = last.top_p if plain else None
+        only = type(last) is TemperatureLogitsWarper and len(self.processors) == 1
+        self._temperature: float | None = last.temperature if only else None if self.processors else 1.0
+        self.tokens = tokens
+        self._prefix = torch.zeros(1, 256, dtype=torch.long, device=device)
+        self._filled = 0
+
+    @property
+    def unread(self) -> list[int] | None:
+        """Tokens of the text that are not on the device yet; None where no processor asks for any."""
+        return None if self._all_free else self.tokens[self._filled :]
+
+    def together(
+        self,
+        logits: torch.Tensor,
+        paths: torch.Tensor,
+        unread: torch.Tensor | None = None,
+        depths: Sequence[int] = (),
+        path_of: Callable[[int], Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """Logits [R, V] after all processors, where it ``takes_together``.
+
+        Args:
+            logits: [R, V], raw.
+            paths: int64 [R, D], each row's tokens below the root, filled up with tokens of its text.
+            unread: what :attr:`unread` lists, where it is on the device already.
+            depths: the rows'; for processors beside those of ``params``.
+            path_of: a row's tokens below the root, where it ``reads_drafts``.
+        """
+        if logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()
+        ids = (
+            self._prefix[:, :0]
+            if self._all_free
+            else torch.cat((self._ids((), unread).expand(len(logits), -1), paths), 1)
+        )
+        lengths = [len(self.tokens) + depth for depth in depths]
+        for processor in self.processors:
+            if isinstance(processor, States):
+                assert path_of is not None
+                logits = masked(processor, self.tokens, [path_of(row) for row in range(len(logits))], logits)
+            else:
+                logits = judged(processor, ids, logits, lengths)
+        return logits
+
+    @property
+    def next_draw(self) -> tuple[float, int] | None:
+        """Temperature and key of the draw after the text, where these and the logits are all that it depends on."""
+        if not self.sample or self._temperature is None:
+            return None
+        return self._temperature, self.noise.key(len(self.tokens))
+
+    def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
+
+        ``depths`` are the rows', empty where nobody asks for the latter; ``scores`` are ``processed`` where there are
+        processors. A row whose logits are no distribution has a number that is no token.
+        """
+        best = own = finite_argmax(scores.logits)
+        if not depths:
+            return best, best
+        logits = scores.logits if scores.processed is None else scores.processed
+        if self.sample:
+            noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}
+            own = finite_argmax(torch.stack([noise[depth] for depth in depths]) + logits)
+        elif self.processors:
+            own = finite_argmax(logits)
+        return best, own
+
+    def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
+        """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
+        if not self.processors and not self.sample:
+            return scores.argmax(row)
+        try:
+            own = scores.own(row)
+            if own is not None:
+                return own
+            if self.sample:
+                return self._drawn(scores, row, path)
+        except NumericalError:
+            raise self._unsound(scores, row, path) from None
+        value, token = self.processed(scores, row, path).max(-1)
+        if not math.isfinite(value.item()):
+            raise self._unsound(scores, row, path)
+        return int(token)
+
+    def _unsound(self, scores: Scores, row: int, path: Sequence[int]) -> NumericalError:
+        """What is to be said of a row that is no distribution: of the model's logits, or of a processor's scores."""
+        found = scores.of(row)
+        name: str | None = None
+        if math.isfinite(float(found.max())):
+            for count, processor in enumerate(self.processors, 1):
+                made = self.processed(scores, row, path, self.processors[:count])
+                if math.isfinite(float(made.max())):
+                    name = None
+                elif name is None:
+                    found, name = made, name_of(processor)
+        if name is None:
+            return no_distribution(scores.of(row))
+        return NumericalError(
+            f"the scores after the logits processor {name} are no distribution: {extremes(found)}, and the model's own "
+            "logits are finite; it must leave at least one token a finite score, and none NaN or +inf"
+        )
+
+    def _drawn(self, scores: Scores, row: int, path: Sequence[int]) -> int:
+        """A token by the target's own noise.
+
+        Top-p sorts the vocabulary, which may take longer than a forward. Where it comes last, tokens are drawn as if it
+        were not there, until one is drawn that it keeps for sure; only where rounding decides is it asked itself.
+        """
+        position = len(self.tokens) + len(path)
+        if self._temperature is not None:
+            token = self.noise.drawn(scores.row(row), position, self._temperature)
+            if token is not None:
+                return token
+        if self._top_p is None:
+            return self.noise.winner(self.processed(scores, row, path), position)
+        logits = self.processed(scores, row, path, self.processors[:-1])
+        shares = torch.softmax(logits.double(), -1)
+        rounding = len(shares) * 2.0**-24  # of a sum of so many numbers in float32, whose total is 1
+        left = 1 - self._top_p  # what the least likely tokens may have together, to be left out
+        near = (shares > max(0.0, (left - rounding) / len(shares))).nonzero()[:, 0]  # all others are, for sure
+        if not near.numel():
+            raise no_distribution(logits)
+        while True:
+            token = self.noise.winner(logits, position, near)
+            value = logits[token]
+            if float(shares.dot((logits < value).double()) + shares[token]) - rounding > left:
+                return token
+            if float(shares.dot((logits <= value).double())) + rounding > left:
+                return self.noise.winner(self.processors[-1](self._prefix[:, :0], logits[None])[0], position)
+            near = near[logits[near] > value]
+
+    def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+        """[V] float64, of the token after ``path``; NaN where logits are no distribution, which nobody has read yet."""
+        return torch.softmax(self.processed(scores, row, path).double(), -1)
+
+    def distribution(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+        """The same, whose numbers are read.
+
+        Raises:
+            NumericalError: the logits are no distribution.
+        """
+        probabilities = self.probabilities(scores, row, path)
+        if torch.isnan(probabilities).any():
+            raise self._unsound(scores, row, path)
+        return probabilities
+
+    def processed(
+        self, scores: Scores, row: int, path: Sequence[int], processors: Sequence[Any] | None = None
+    ) -> torch.Tensor:
+        """[V] logits of ``row`` after processors saw the text up to and with ``path``; float32 or float64.
+
+        ``processors``: some of the sampler's; None for all.
+        """
+        place = scores.place(row)
+        if scores.processed is not None and processors is None:
+            return scores.processed[place]
+        logits = scores.logits[place : place + 1]
+        if logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()
+        if not self._all_free:
+            logits = logits.clone()  # they may write in place, and the raw logits go on to the drafter
+        ids = self._ids(path)
+        for processor in self.processors if processors is None else processors:
+            given = logits
+            if not isinstance(processor, States):
+                logits = processor(ids, logits)
+            elif device_copies.is_apart(logits.device):
+                logits = masked(processor, self.tokens, [path], logits)
+            else:
+                logits = processor.process(self.tokens, path, logits)
+            if not self._all_free:
+                check_scores(processor, logits, given.shape)
+        return logits[0]
+
+    def _ids(self, path: Sequence[int], unread: torch.Tensor | None = None) -> torch.Tensor:
+        """[1, n] the committed text and the path; only what is new since the last call is written."""
+        if self._all_free:
+            return self._prefix[:, :0]
+        known, needed = len(self.tokens), len(self.tokens) + len(path)
+        if needed > self._prefix.shape[1]:
+            grown = self._prefix.new_zeros(1, 2 * needed)
+            grown[:, : self._filled] = self._prefix[:, : self._filled]
+            self._prefix = grown
+        new = [*self.tokens[self._filled :], *path]
+        if new:
+            there = torch.tensor(new, device=self._prefix.device) if unread is None else unread
+            self._prefix[0, self._filled : needed] = there
+        self._filled = known  # the path's tokens are scratch
+        return self._prefix[:, :needed]

@@ -1,0 +1,315 @@
+"""Verification: which rows of a draft the target accepts, and the token that it adds.
+
+Every rule returns a path from the root and one token per row of it: the tokens of the path's rows after the root, then
+the *bonus* token, which the target emits whether or not a draft row was right.
+
+``match``
+    Draw from the target at the root; where a child holds that token, go there and draw again. Lossless for any draft,
+    and at a given seed the text is plain decoding's token for token.
+``reject``
+    Speculative sampling for drafts drawn from a distribution q. On a chain it is block verification (Sun et al. 2024,
+    arXiv 2403.10444), on a tree traversal verification (Weng et al. 2025, arXiv 2505.12398); the two coincide on
+    chains, and a child that was chosen and not drawn counts as drawn from the distribution with all mass on it.
+``typical``
+    Medusa's rule (Cai et al. 2024, section 2.3.1). Lossy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.errors import DraftError
+from specdec.sampling.noise import Noise
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.scores import Scores
+from specdec.settings.sampling_params import SamplingParams
+from specdec.step import device_copies
+from specdec.step.device_copies import Later
+from specdec.step.tree import Draft
+
+__all__ = [
+    "Verdict",
+    "Verifier",
+    "last_row",
+    "look",
+    "match",
+    "reject",
+    "typical",
+    "verifier_for",
+    "verify",
+    "walk_arrays",
+]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """``path``: accepted rows, ascending, the root first; ``tokens``: as many, the last one being the bonus token."""
+
+    path: list[int]
+    tokens: list[int]
+
+    def cut(self, count: int) -> Verdict:
+        """The first ``count`` tokens and the rows that then are committed; the last token is the next root."""
+        return self if count == len(self.tokens) else Verdict(self.path[:count], self.tokens[:count])
+
+
+Verifier = Callable[[Draft, Scores, Sampler], Verdict]
+
+Look = tuple[list[torch.Tensor], Callable[[Sequence[list[Any]]], Verdict]]
+"""What a rule has to read, which stays on a device until then, and the verdict by its numbers."""
+
+
+def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Verifier:
+    """The rule that ``params.acceptance`` means for this draft."""
+    if params.acceptance == "typical":
+        return typical
+    if not sampling or params.acceptance == "match":
+        return match
+    if params.acceptance == "reject" or draft.q:
+        return reject
+    return match
+
+
+def verify(scores: Scores, draft: Draft, sampler: Sampler) -> tuple[Verdict, Scores]:
+    """The verdict by the scores of the draft's rows, and what a session may read of them."""
+    return verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler), scores
+
+
+def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
+    """Follow the target's own tokens through the draft."""
+    end, path, tokens = 0, [0], [sampler.token(scores, 0, [])]
+    proposed, parents, probes = draft.tokens, draft.parents, draft.probes
+    for row in range(1, len(proposed)):  # children come after their parents
+        if parents[row] == end and proposed[row] == tokens[-1] and row not in probes:
+            path.append(row)
+            tokens.append(sampler.token(scores, row, tokens))
+            end = row
+    return Verdict(path, tokens)
+
+
+def walk_arrays(draft: Draft, place: Callable[[int], int]) -> dict[str, npt.NDArray[Any]]:
+    """What :func:`last_row` needs: per row, where its parent's logits are, and whether it may be accepted.
+
+    ``place`` says where a scored row stands among the logits. Of equal siblings the first counts, as in ``match``.
+    """
+    places, eligible, seen = [0], [True], set[tuple[int, int]]()
+    unscored = draft.probes.difference(draft.read)
+    for row in range(1, len(draft)):
+        parent = draft.parents[row]
+        known = (parent, draft.tokens[row])
+        fit = row not in draft.probes and parent not in unscored and known not in seen
+        if fit:
+            seen.add(known)
+        places.append(place(parent) if fit else 0)
+        eligible.append(fit)
+    return {"parent_places": np.array(places, dtype=np.int64), "eligible": np.array(eligible, dtype=np.bool_)}
+
+
+def last_row(
+    own: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, eligible: torch.Tensor, closure: torch.Tensor
+) -> torch.Tensor:
+    """int64 [1], the row with which ``match`` ends its path, without a copy to the host.
+
+    Args:
+        own: [R] the target's own token after each scored row.
+        tokens: [T] the draft's.
+        places, eligible: of :func:`walk_arrays`, [T].
+        closure: [T, T] bool, whether row i sees row j.
+    """
+    wrong = (own.index_select(0, places) != tokens) | ~eligible
+    wrong[:1] = False
+    accepted = ~(closure & wrong).any(-1)
+    # The path is the longest accepted one, and its rows are those that its end sees.
+    return (accepted * closure.sum(-1)).argmax(-1, keepdim=True)
+
+
+def look(rule: Verifier, draft: Draft, scores: Scores, sampler: Sampler) -> Look:
+    """What ``reject`` or ``typical`` reads of all rows, where nobody needs their texts to process the logits."""
+    return (rejecting if rule is reject else _typical_look)(draft, scores, sampler)
+
+
+def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
+    """Traverse the tree bottom-up, accepting the first node whose coin says so.
+
+    Per node: ``alpha``, the probability that the node is kept once all below it is rejected, and ``p``, the residual
+    target. A child x takes ``alpha_x = min(1, alpha p(x) / q(x))``. When x's whole subtree has been rejected, the rest
+    is ``(alpha p - q)+``, with mass R: p becomes its normalisation, alpha becomes ``R / (R + 1 - alpha)``, and q loses
+    x. The root has alpha 1 and keeps it.
+    """
+    tensors, judge = rejecting(draft, scores, sampler)
+    return judge(device_copies.copy_out(tensors))
+
+
+def rejecting(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
+    """What ``reject`` computes: no row's numbers depend on a coin. Its verdict needs the tokens, however late."""
+    found = _Traversal(draft, scores, sampler)
+    position, order, none = len(sampler.tokens), [*found.left], found.sums[0][:0]
+    every = found.alphas, found.sums, found.masses, found.totals, found.least
+    tensors = [torch.cat([none, *numbers.values()]) for numbers in every]
+    if apart := device_copies.is_apart(none.device):  # so that nothing is left to be read once a row is kept
+        rows = torch.stack([*found.left.values()])
+        tensors.append(sampler.noise.draws(rows, position, Noise.COIN, [len(draft) + row for row in order]))
+
+    def judge(numbers: Sequence[list[Any]]) -> Verdict:
+        for row, total in zip(found.sums, numbers[1], strict=True):
+            if math.isnan(total):
+                sampler.distribution(scores, row, draft.path_tokens(row))  # which says what is wrong with it
+        for row, total, least in zip(found.totals, numbers[3], numbers[4], strict=True):
+            if not (least >= 0 and 0 < total < math.inf):
+                raise DraftError(
+                    f"the q of row {row} is no distribution: its sum is {total}, its smallest number {least}; set q to "
+                    "what the row's children were drawn from"
+                )
+        for child, mass in zip(found.masses, numbers[2], strict=True):
+            if not mass > 0:
+                raise DraftError(
+                    f"row {child} holds token {draft.tokens[child]}, to which the q of row {draft.parents[child]} "
+                    f"gives probability {mass}; set q only for children that were drawn from it, without replacement"
+                )
+        coin = partial(sampler.noise.uniform, position, Noise.COIN)
+        chances = zip(order, numbers[0], strict=True)
+        kept = next(row for row, alpha in chances if row == 0 or coin(row) < alpha)
+        if apart:
+            bonus = numbers[-1][order.index(kept)]
+        else:
+            bonus = sampler.noise.draw(found.left[kept], position, Noise.COIN, len(draft) + kept)
+        return Verdict(found.paths[kept], [*draft.path_tokens(kept), bonus])
+
+    return tensors, judge
+
+
+class _Traversal:
+    """Tensors on the scores' device, by row.
+
+    Attributes:
+        left: [V] the residual target once all below the row is rejected, in the order in which rows are judged.
+        alphas: [1], in that order.
+        sums: [1] of the probabilities, in the order in which rows are visited.
+        masses: [1] what q gives a child, in the order of the children.
+        totals, least: [1] sum of a row's q as it was given, and its smallest number.
+        paths: the rows down to and with the row.
+    """
+
+    def __init__(self, draft: Draft, scores: Scores, sampler: Sampler) -> None:
+        self._draft, self._scores, self._sampler = draft, scores, sampler
+        self._below, self._late = draft.children(), isinstance(draft.tokens, Later)
+        self.left: dict[int, torch.Tensor] = {}
+        self.alphas: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, torch.Tensor] = {}
+        self.masses: dict[int, torch.Tensor] = {}
+        self.totals: dict[int, torch.Tensor] = {}
+        self.least: dict[int, torch.Tensor] = {}
+        self.paths: dict[int, list[int]] = {}
+        self._visit(0, None, [0])
+
+    def _visit(self, row: int, alpha: torch.Tensor | None, path: list[int]) -> None:
+        tokens = [] if self._late else [self._draft.tokens[above] for above in path[1:]]
+        p = self._sampler.probabilities(self._scores, row, tokens)
+        alpha = torch.ones_like(p[:1]) if alpha is None else alpha
+        self.paths[row] = path
+        self.sums[row] = p.sum()[None]
+        q = self._draft.q.get(row)
+        if q is not None:
+            q = q.to(p.device, p.dtype)
+            self.totals[row], self.least[row] = q.sum()[None], q.min()[None]
+            q = q / self.totals[row]  # in half precision the sum may be far from 1
+        children = self._below[row]
+        for child in children:
+            token = _place(self._draft, child, p.device)
+            drawn = _with(torch.zeros_like(p), token, 1.0) if q is None else q
+            self.masses[child] = drawn[token]
+            self._visit(child, (alpha * p[token] / drawn[token]).clamp(max=1.0), [*path, child])
+            rest = (alpha * p - drawn).clamp_(min=0)
+            total = rest.sum()
+            p = torch.where(total > 0, rest / total, p)
+            mass = total + 1 - alpha
+            alpha = torch.where(mass > 0, total / mass, 0.0)
+            if q is not None and child != children[-1]:
+                q = _with(q, token, 0.0)
+                mass = q.sum()
+                q = torch.where(mass > 0, q / mass, q)
+        self.alphas[row], self.left[row] = alpha, p
+
+
+def _place(draft: Draft, row: int, device: torch.device) -> slice | torch.Tensor:
+    """Where a row's token stands in [V]; unread, where a device may still be drawing it."""
+    if isinstance(draft.tokens, Later):
+        return draft.tokens.tensor[row : row + 1].to(device)
+    return slice(draft.tokens[row], draft.tokens[row] + 1)
+
+
+def _with(values: torch.Tensor, token: slice | torch.Tensor, number: float) -> torch.Tensor:
+    """[V] values, with a number at a token."""
+    if isinstance(token, torch.Tensor):
+        return values.index_fill(0, token, number)  # in the kernel's arguments, where an assignment would copy it
+    values = values.clone()
+    values[token] = number
+    return values
+
+
+def typical(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
+    """Keep the longest path of tokens with ``p > min(epsilon, delta exp(-H(p)))``. Lossy."""
+
+    def read(row: int, children: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
+        p = sampler.distribution(scores, row, tokens)
+        return float(torch.special.entr(p).sum()), [float(p[draft.tokens[child]]) for child in children]
+
+    return _longest(draft, scores, sampler, read)
+
+
+def _typical_look(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
+    """What ``typical`` reads of any row; the target's own tokens are decided already."""
+    below = draft.children()
+    above = [row for row in range(len(draft)) if below[row]]
+    chances = {row: sampler.probabilities(scores, row, []) for row in above}
+    entropies = [torch.special.entr(p).sum()[None] for p in chances.values()]
+    numbers = [p[_place(draft, child, p.device)] for row, p in chances.items() for child in below[row]]
+
+    def judge(found: Sequence[list[Any]]) -> Verdict:
+        left = iter(found[0][len(above) :])
+        known = {
+            row: (entropy, [next(left) for _ in below[row]]) for row, entropy in zip(above, found[0], strict=False)
+        }
+
+        def read(row: int, children: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
+            if math.isnan(known[row][0]):
+                sampler.distribution(scores, row, tokens)  # which says what is wrong with it
+            return known[row]
+
+        return _longest(draft, scores, sampler, read)
+
+    return [torch.cat([*entropies, *numbers]) if above else scores.logits.new_empty(0)], judge
+
+
+def _longest(
+    draft: Draft,
+    scores: Scores,
+    sampler: Sampler,
+    read: Callable[[int, Sequence[int], Sequence[int]], tuple[float, list[float]]],
+) -> Verdict:
+    """The verdict of ``typical``; ``read`` gives a row's entropy, and the probabilities of its children."""
+    below = draft.children()
+    best: tuple[list[int], list[int]] = ([0], [])
+    stack: list[tuple[int, list[int], list[int]]] = [(0, [0], [])]
+    params = sampler.params
+    while stack:
+        row, path, tokens = stack.pop()
+        if len(path) > len(best[0]):
+            best = (path, tokens)
+        if not below[row]:
+            continue
+        entropy, chances = read(row, below[row], tokens)
+        bar = min(params.typical_epsilon, params.typical_delta * math.exp(-entropy))
+        for child, chance in zip(reversed(below[row]), reversed(chances), strict=True):
+            if chance > bar:
+                stack.append((child, [*path, child], [*tokens, draft.tokens[child]]))
+    path, tokens = best
+    return Verdict(path, [*tokens, sampler.token(scores, path[-1], tokens)])

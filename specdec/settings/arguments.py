@@ -1,0 +1,135 @@
+"""Arguments of the public functions: each name means one thing wherever it stands, and what fits it is said here, once.
+
+``checked`` holds a call against this table before anything is done. Prompts are read by :mod:`specdec.engine.prompt`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+from annotated_types import Ge, Le, MinLen, Predicate
+
+from specdec.settings.sampling_params import SamplingParams
+from specdec.settings.validation import fitting, having
+
+__all__ = ["ARGUMENTS", "DTYPES", "MAX_ROWS", "checked"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+MAX_ROWS = 1 << 16
+"""Most rows of one step, whatever an engine is told: costs and masks are made for as many."""
+
+
+def _is_dtype(value: Any) -> bool:
+    if type(value).__name__ == "dtype":
+        return str(value) in [f"torch.{name}" for name in DTYPES]
+    return isinstance(value, str) and value in DTYPES
+
+
+def _is_device(value: Any) -> bool:
+    return (isinstance(value, str | int) and not isinstance(value, bool)) or type(value).__name__ == "device"
+
+
+def _is_drafter(value: Any) -> bool:
+    return isinstance(value, str | Mapping) or (hasattr(value, "start") and not isinstance(value, type))
+
+
+def _is_ids(value: Any) -> bool:
+    """Whether it is a tensor [B, n] of token ids."""
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)
+
+
+def _is_processor(value: Any) -> bool:
+    """A function, or a grammar, which has states (:mod:`specdec.sampling.grammar`)."""
+    return callable(value) or (hasattr(value, "start") and not isinstance(value, type))
+
+
+_Processor = Annotated[Any, Predicate(_is_processor)]
+_Text = Annotated[str, MinLen(1)]
+_Function = Annotated[Callable[..., Any], "a function"]
+_Flag = Annotated[bool, "True or False"]
+_Name = Annotated[str, "a name"]
+
+ARGUMENTS: Mapping[str, Any] = {
+    # Engine
+    "target": Annotated[Any, having("forward", "new_cache", "active"), "a Target, such as TransformersTarget(model)"],
+    "tokenizer": Annotated[Any, having("decode"), "a tokenizer of transformers, or None"],
+    "drafter": Annotated[Any, Predicate(_is_drafter), "a name, {'name': ..., **options}, or a drafter"],
+    "max_rows": Annotated[int, Ge(1), Le(MAX_ROWS), f"an integer from 1 to {MAX_ROWS}"],
+    "prefill_chunk": Annotated[int, Ge(1), "an integer >= 1, or None"],
+    "policy": Annotated[str | os.PathLike[str], "off, acceptance, cost, or the path of a cost file"],
+    "costs": Annotated[Any, having("at", "steps"), "a CostCurve"],
+    "progress": _Function,
+    # Models
+    "path": Annotated[_Text | os.PathLike[str], "'tiny', a folder, or a hub id"],
+    "model": Annotated[Any, having("config", "get_input_embeddings"), "a causal language model of transformers"],
+    "dtype": Annotated[Any, Predicate(_is_dtype), f"{', '.join(DTYPES)}, or such a torch.dtype"],
+    "device": Annotated[Any, Predicate(_is_device), "a device, such as cpu or cuda:0"],
+    "device_map": Annotated[_Text | dict[str, Any], "such as auto, or a device for each module's name"],
+    "execution": _Name,
+    "attention": _Name,
+    "parallel": _Name,
+    "threads": Annotated[int, Ge(1), Le(4096), "an integer from 1 to 4096"],
+    "trust_remote_code": _Flag,
+    "owned": _Flag,
+    # A generation
+    "max_new_tokens": Annotated[int, Ge(1), "an integer >= 1"],
+    "sampling": SamplingParams,
+    "prefix_cache": Annotated[Any, having("begin"), "a PrefixCache"],
+    "logprobs": Annotated[int, Ge(0), "an integer >= 0, or None"],
+    "batch": Annotated[int, Ge(1), "an integer >= 1"],
+    "step_rows": Annotated[int, Ge(1), "an integer >= 1, or None"],
+    "cache_bytes": Annotated[int, Ge(1), "an integer >= 1, or None"],
+    "stop": Annotated[
+        _Text | list[_Text] | tuple[_Text, ...] | set[_Text] | frozenset[_Text],
+        "non-empty text, or a list of such; leave it out for none",
+    ],
+    "stop_token_ids": Annotated[
+        int | list[int] | tuple[int, ...] | set[int] | frozenset[int],
+        "a token id, or a list of such; leave it out for none",
+    ],
+    "logits_processor": Annotated[
+        list[_Processor] | tuple[_Processor, ...],
+        "a list of functions (ids, scores) -> scores; leave it out for none",
+    ],
+    "on_step": _Function,
+    "stop_when": _Function,
+    "sample": _Flag,
+    "stream": _Flag,
+    "eos_ids": Annotated[set[int] | frozenset[int], "a set of token ids"],
+    # custom_generate
+    "input_ids": Annotated[Any, Predicate(_is_ids), "a tensor [B, n] of token ids"],
+    "streamer": Annotated[Any, having("put", "end"), "a streamer of transformers"],
+    "seed": Annotated[int, "an integer, such as 0"],
+    "acceptance": _Name,
+    "synced_gpus": _Flag,
+}
+"""Name -> what fits it, where it is not left at its default."""
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose arguments are held against ``ARGUMENTS``; ConfigError for the first that does not fit."""
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+
+    def fit(name: str, value: Any) -> Any:
+        kind = ARGUMENTS.get(name)
+        if kind is None or name not in parameters or value is parameters[name].default:
+            return value
+        return fitting(name, value, kind)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        fit_args: Any = [*map(fit, names, args), *args[len(names) :]]
+        fit_kwargs: Any = {name: fit(name, value) for name, value in kwargs.items()}
+        return function(*fit_args, **fit_kwargs)
+
+    return call

@@ -1,0 +1,91 @@
+"""Rows of several sequences in one forward: their blocks, one after the other and never padded.
+
+Storing and attending look at each block's own cache, so that a row's numbers have nothing to do with the other
+sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.step import device_copies
+from specdec.step.block import MOST_REPLAYED, Block, Rows
+from specdec.step.visibility import bucket
+
+__all__ = ["Batch", "rows_of"]
+
+
+class Batch(Rows):
+    """Blocks of several sequences, each with a cache of its own, as the rows of one forward.
+
+    Where they come again on a device, ``step`` has one more dimension than a block's: so many sequences, a power of
+    two of them, each with as many rows as the longest. ``spread`` [sequences x rows] says which of the T rows is there,
+    and ``packed`` [T] where each of them is.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        ends = list(accumulate(block.rows for block in blocks))
+        self._parts = [(block, end - block.rows, end) for block, end in zip(blocks, ends, strict=True)]
+        self.rows, self.start, self.end = ends[-1], None, max(block.end for block in blocks)
+        self.backend = blocks[0].backend
+        self.again, self.sent = all(block.again and block.sent for block in blocks), {}
+        if self.again:
+            rows = bucket(max(block.rows for block in blocks))
+            self.again = bucket(len(blocks)) * rows <= MOST_REPLAYED
+
+    def send(self) -> None:
+        """Have ``sent``, by one copy."""
+        blocks = [block for block, _, _ in self._parts]
+        self.shapes = {name: _stacked([block.shapes[name] for block in blocks]) for name in blocks[0].shapes}
+        self.shapes["table"][len(blocks) :] = blocks[0].shapes["table"]  # who has no rows needs slots, to divide by
+        sequences, rows, _ = self.shapes["closure"].shape
+        packed = [rows * number + row for number, block in enumerate(blocks) for row in range(block.rows)]
+        spread = np.zeros(sequences * rows, dtype=np.int64)
+        spread[packed] = np.arange(self.rows)
+        step = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)
+        device_copies.fill(step, self.shapes)
+        index = {"spread": spread, "packed": np.array(packed, dtype=np.int64)}
+        self.sent = device_copies.copy_in({"step": step, **index}, self.tokens.device)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return [token for block, _, _ in self._parts for token in block.ids]
+
+    @property
+    def parts(self) -> Sequence[tuple[Block, int, int]]:
+        return self._parts
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        if any(block.sent for block, _, _ in self.parts):
+            return torch.cat([block.tokens for block, _, _ in self.parts], 1)
+        return torch.tensor([self.ids])
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        return torch.cat([block.positions for block, _, _ in self.parts], 1)
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        for block, first, last in self.parts:
+            block.store(keys[:, :, first:last], values[:, :, first:last], layer)
+
+
+def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Arrays of as many dimensions, one for each sequence of a power of two of them, filled with zeros."""
+    shape = np.max([array.shape for array in arrays], 0)
+    stacked = np.zeros((bucket(len(arrays)), *shape), dtype=arrays[0].dtype)
+    for own, array in zip(stacked, arrays, strict=False):
+        own[tuple(map(slice, array.shape))] = array
+    return stacked
+
+
+def rows_of(blocks: Sequence[Block]) -> Rows:
+    """The rows of a forward that is of one sequence or of several."""
+    return Batch(blocks) if len(blocks) > 1 else blocks[0]

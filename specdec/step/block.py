@@ -1,0 +1,326 @@
+"""Rows of one forward, where they stand in the cache and what each of them sees: one sequence's block.
+
+A block is also what the decoder layers get as their cache, and through which the attention function stores and reads
+keys and values in the slots. So no layer holds state, and no global does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.errors import TargetError
+from specdec.step import device_copies
+from specdec.step.cache import KVCache, Slices, Slots
+from specdec.step.tree import Draft, ancestors
+from specdec.step.visibility import Layout, bucket, slot_ranges
+
+__all__ = ["MOST_REPLAYED", "Block", "Rows"]
+
+MOST_REPLAYED = 128  # rows, at most; with more of them a device is busy for longer than they take to launch
+
+
+class Rows(ABC):
+    """The rows of one forward: one sequence's (:class:`Block`), or several sequences' (:class:`Batch`).
+
+    Attributes:
+        rows: T.
+        start: position of the first row, where the others follow at one position after the other; else None.
+        end: the position after the last one that a row stands at.
+        backend: attention backend, see :mod:`specdec.runners.attention`.
+        again: such rows come again and again, so that it pays to keep how they are run.
+        sent, shapes: what is on a device, and in "step" what kernels read there; see :class:`Block`.
+        attended: how often a module's attention has asked for what they see.
+    """
+
+    attended: int = 0
+    rows: int
+    start: int | None
+    end: int
+    backend: str
+    again: bool
+    sent: dict[str, torch.Tensor]
+    shapes: dict[str, npt.NDArray[Any]]
+
+    @property
+    @abstractmethod
+    def ids(self) -> Sequence[int]:
+        """The rows' tokens, on the host; to read a :class:`specdec.step.device_copies.Later` is to wait for it."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[tuple[Block, int, int]]:
+        """The blocks, and of each its first row among all, and the one after its last."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> torch.Tensor:
+        """[1, T] the rows' token ids."""
+
+    @property
+    @abstractmethod
+    def positions(self) -> torch.Tensor:
+        """[1, T] where the rows stand in their texts."""
+
+    def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Some of the rows, ascending, as an index on a device."""
+        if device_copies.is_apart(device) and rows[-1] - rows[0] == len(rows) - 1:
+            return torch.arange(rows[0], rows[-1] + 1, device=device)  # made there
+        return torch.tensor(rows, device=device)
+
+    @abstractmethod
+    def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        """Store one layer's keys and values [1, heads, T, dim] in the slots of the rows."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What decoder layers call, as transformers' caches have it: gives back the rows' own keys and values.
+
+        They are stored when they reach the attention function. Some models compress what they give to a cache, and
+        expand what it returns (multi-head latent attention); what attention reads is the same in all of them.
+        """
+        return keys, values
+
+
+class Block(Rows):
+    """Rows ``first`` .. ``first + T`` of a step tree, on their way through the layers.
+
+    Args:
+        cache: where their keys and values go, at positions ``cache.length + row``.
+        tokens: the T rows' token ids; those that are :class:`specdec.step.device_copies.Later` are not waited for.
+        parents: of *all* the tree's rows up to the last of the block, or None for a chain.
+        depths: of the same rows, or None for a chain.
+        first: row of the tree that the block starts with; earlier rows are in their slots already.
+        device: where the embedding lives.
+        backend: attention backend, see :mod:`specdec.runners.attention`.
+        more: arrays, int64 or bool, that somebody needs on the device with the rows; ``sent`` has them there.
+        again: such rows come again and again, so that it pays to keep how they are run.
+
+    Attributes:
+        step: what kernels on a device read of the rows and their cache, so that nothing of it is among their arguments:
+            ``counts`` [3], tokens before the tree, rows of the tree before these, and these; ``table``, the cache's;
+            and for a tree, or where rows come ``again``, padded to buckets, ``places`` [K] of all the tree's rows, and
+            ``closure`` [T, K], whether a row sees another. A chain has no rows before these: they are tokens before it.
+        shapes: the same as arrays on the host.
+        draw: temperature and key (``Noise.key``) of the first row's draw, where who runs the rows
+            may draw from its logits while they are at hand; None where nobody asks.
+    """
+
+    ids: Sequence[int] = ()
+    draw: tuple[float, int] | None = None
+
+    def __init__(
+        self,
+        cache: KVCache,
+        tokens: Sequence[int],
+        *,
+        parents: Sequence[int] | None = None,
+        depths: Sequence[int] | None = None,
+        first: int = 0,
+        device: torch.device | None = None,
+        backend: str = "auto",
+        more: Mapping[str, npt.NDArray[Any]] | None = None,
+        again: bool = True,
+    ) -> None:
+        self.cache = cache
+        self.length = cache.length
+        self.first = first
+        self.ids = tokens
+        self.rows = len(tokens)
+        self.backend = backend
+        self.parents = parents
+        last = first + self.rows
+        cache.reserve(self.length + last)
+        self.depths = range(last) if depths is None else depths
+        self.deepest = last - 1 if depths is None else max(depths[first:last])
+        self.start = self.length + first if parents is None else None
+        self.end = self.length + self.deepest + 1
+        self._device = device
+        self._grown = cache.grown
+        self.again = again and self.rows <= MOST_REPLAYED
+        self.sent = {}
+        self.step: dict[str, torch.Tensor] = {}
+        if device_copies.is_apart(device):
+            assert device is not None
+            self._more = more or {}
+            self.shapes = self._step()
+            whole = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)
+            device_copies.fill(whole, self.shapes)
+            rows = {"positions": self._places()[None, first:]}
+            if type(tokens) is not device_copies.Later:
+                rows["tokens"] = np.array([tokens], dtype=np.int64)
+            self.sent = device_copies.copy_in({"step": whole, **rows, **self._more}, device)
+            if type(tokens) is device_copies.Later:
+                self.sent["tokens"] = tokens.tensor[None].to(device)
+            self.step = device_copies.views(self.sent["step"], self.shapes)
+        self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
+        self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
+        self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
+
+    @classmethod
+    def of(
+        cls,
+        draft: Draft,
+        cache: KVCache,
+        device: torch.device | None,
+        backend: str = "auto",
+        more: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> Block:
+        """The block of a whole draft."""
+        parents, depths = (None, None) if draft.is_chain else (draft.parents, draft.depths)
+        return cls(cache, draft.tokens, parents=parents, depths=depths, device=device, backend=backend, more=more)
+
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Positions of all the tree's rows, up to the block's last."""
+        return self.length + np.array(self.depths[: self.first + self.rows], dtype=np.int64)
+
+    def _step(self) -> dict[str, npt.NDArray[Any]]:
+        """What ``step`` has on a device."""
+        before = 0 if self.parents is None else self.first
+        known, size = self.length + self.first - before, before + self.rows
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "counts": np.array([known, before, self.rows], dtype=np.int64),
+            "table": self.cache.table,
+        }
+        if self.parents is None and not self.again:
+            return arrays
+        arrays["places"] = np.zeros(bucket(size), dtype=np.int64)
+        arrays["places"][:size] = self._places()[self.first - before :]
+        arrays["closure"] = np.zeros((bucket(self.rows), bucket(size)), dtype=np.bool_)
+        closure = np.tri(size, dtype=np.bool_) if self.parents is None else ancestors(self.parents[:size])
+        arrays["closure"][: self.rows, :size] = closure[before:]
+        return arrays
+
+    def where(self) -> dict[str, torch.Tensor]:
+        """``step``, for kernels that are about to run.
+
+        Raises:
+            TargetError: the cache has moved since; its former addresses would be written to.
+        """
+        if self._grown != self.cache.grown:
+            raise TargetError(
+                f"the cache grew {self.cache.grown - self._grown} times after a block of {self.rows} rows was made, "
+                "whose addresses hold no more; make a block when nothing else is run before it"
+            )
+        if not self.step:
+            self.shapes = self._step()
+            self.step = device_copies.copy_in(self.shapes, self._device or torch.device("cpu"))
+        return self.step
+
+    def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
+        """As for all rows; those that came as ``more["rows"]`` are there already."""
+        if "rows" in self.sent and np.array_equal(self._more["rows"], rows):
+            return self.sent["rows"].to(device)
+        return super().index(rows, device)
+
+    @property
+    def parts(self) -> Sequence[tuple[Block, int, int]]:
+        return ((self, 0, self.rows),)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self.sent["tokens"] if "tokens" in self.sent else torch.tensor([[*self.ids]])
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        if "positions" in self.sent:
+            return self.sent["positions"]
+        depths = self.depths[self.first : self.first + self.rows]
+        return torch.tensor([[self.length + depth for depth in depths]], device=self._device)
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        slots = self.cache.keys[layer].dtype
+        if keys.dtype is not slots:  # which would round them
+            raise TargetError(
+                f"layer {layer} computes keys in {keys.dtype}, and did in {slots} when its target was made: the model "
+                "was cast since; make a new engine of it"
+            )
+        self.cache.write(layer, keys, values, self.length + self.first)
+
+    def visible(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values [1, heads, slots, dim] that the rows of a layer may see, and the mask over them."""
+        group = self.cache.group_of[layer]
+        span, mask = self.mask(group, dtype)
+        found = self._seen.get(id(group))
+        if found is None:
+            found = self._seen[id(group)] = (span, *group.slices(span[0], span[1] - span[0]))
+        place = self.cache.index_in_group[layer]
+        return found[1][place], found[2][place], mask
+
+    def seen(self, keys: int, device: torch.device) -> torch.Tensor:
+        """[T, keys] bool: which of the last ``keys`` rows of the tree each row sees."""
+        last = self.first + self.rows
+        if self.parents is None:
+            closure = torch.ones(last, last, dtype=torch.bool, device=device).tril_()
+        elif "closure" in self.step:
+            return self.step["closure"][: self.rows, last - keys : last].to(device)
+        else:
+            closure = torch.from_numpy(ancestors(self.parents[:last])).to(device)
+        return closure[self.first :, last - keys :]
+
+    def mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
+        """Slots [first, last) to attend over, and one additive mask [T, slots] over them (None: all is seen)."""
+        key = (id(group), dtype)
+        if key not in self._masks:
+            self._masks[key] = self._mask(group, dtype)
+        return self._masks[key]
+
+    def _mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
+        layout = self.layout(group, dtype)
+        tail, prefix = layout.tail, layout.prefix
+        if layout.mask is None and not layout.causal and isinstance(tail, tuple):
+            first = prefix[0][0] if prefix else tail[0]
+            if not prefix or (len(prefix) == 1 and prefix[0][1] == tail[0]):
+                return (first, tail[1]), None
+        size = min(self.length + self.first + self.rows, group.size)
+        mask = torch.full((self.rows, size), -torch.inf, dtype=dtype, device=group.keys.device)
+        for first, last in prefix:
+            mask[:, first:last] = 0
+        seen = mask.new_zeros(self.rows, 1) if layout.mask is None else layout.mask
+        if layout.causal:
+            seen = mask.new_full((self.rows, self.rows), -torch.inf).triu_(1)
+        mask[:, slice(*tail) if isinstance(tail, tuple) else tail] = seen
+        return (0, size), mask
+
+    def layout(self, group: Slots, dtype: torch.dtype) -> Layout:
+        """The same keys in two parts: what every row sees, and the tail that needs a mask."""
+        key = (id(group), dtype)
+        if key not in self._layouts:
+            self._layouts[key] = self._layout(group, dtype)
+        return self._layouts[key]
+
+    def _layout(self, group: Slots, dtype: torch.dtype) -> Layout:
+        length, end, tree = self.length, self.length + self.first + self.rows, self.first + self.rows
+        device, window = group.keys.device, group.window
+        # The shallowest row sees committed keys from `edge` on, the deepest row from `common` on.
+        edge = 0 if window is None else max(0, length + min(self.depths[self.first :]) - window + 1)
+        common = edge if window is None else min(length, max(0, length + self.deepest - window + 1))
+        prefix = slot_ranges(common, length, group.size)
+        lone = self.parents is None and self.first == 0 and (window is None or self.deepest < window)
+        if edge == common and lone:
+            tail = slot_ranges(length, end, group.size)
+            if len(tail) == 1:
+                return Layout(prefix, tail[0], None, causal=self.rows > 1)
+        hidden = (edge, max(edge, common))  # committed keys that only some rows see
+        size = hidden[1] - edge + end - length
+        visible = torch.ones(self.rows, size, dtype=torch.bool, device=device)
+        own = self.positions.to(device)[0, :, None]
+        if window is not None:
+            if self.parents is None:
+                places = torch.arange(length, end, device=device)
+            elif "places" in self.step:
+                places = self.step["places"][:tree].to(device)
+            else:
+                places = torch.tensor([length + depth for depth in self.depths[:tree]], device=device)
+            visible = own - torch.cat((torch.arange(*hidden, device=device), places)) < window
+        visible[:, size - tree :] &= self.seen(tree, device)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+        start = edge if edge < common else length
+        pieces = slot_ranges(start, end, group.size) if edge == common or common == length else ()
+        tail_slots = pieces[0] if len(pieces) == 1 else group.index(hidden, (length, end))
+        return Layout(prefix, tail_slots, mask, causal=False)

@@ -1,0 +1,390 @@
+"""Policy: rows are kept while they pay, drafters that lose are left alone, and the text stays the target's."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
+from specdec.costs.curve import CostCurve, roofline
+from specdec.costs.measuring import describe
+from specdec.costs.policy import AcceptancePolicy, CostPolicy, Patience, check_policy
+from specdec.costs.prices import ALONE, Crowd, Prices
+from specdec.drafting.registry import drafter_names
+from specdec.errors import ConfigError
+from tests.fakes import Oracle
+from tests.models import greedy, prompt_of, settings_of, target_of
+from tests.tiers import matrix
+
+PROMPT = prompt_of(9)
+
+
+def curve_of(*, row: float, plain: float = 1.0) -> CostCurve:
+    """A plain step takes ``plain`` seconds, and every further row ``row`` plain steps."""
+    rows = [1, 2, 4, 8, 16, 32, 64]
+    return CostCurve(machine={}, rows=rows, lengths=[100], seconds=[[plain * (1 + row * (n - 1)) for n in rows]])
+
+
+def test_prices_are_the_curve_s_wherever_it_was_read_before() -> None:
+    curve = CostCurve(machine={}, rows=[1, 4, 64], lengths=[100, 900], seconds=[[1.0, 2.0, 9.0], [2.0, 2.5, 30.0]])
+    reads = [(length, most, crowd) for length in (10, 700) for crowd in (ALONE, Crowd(3, 7)) for most in (40, 2)]
+    prices = Prices(curve, clock=False)
+    for before in reads:
+        for length, most, crowd in reads:
+            for place, rows, prices.crowd in (before, (length, most, crowd)):
+                found = prices.plain(place), prices.step(place, rows)
+            sequences, beside = crowd
+            taken = curve.at(length // 256 * 256 + 128, 64)
+            plain = taken[sequences] / sequences
+            assert found == pytest.approx((plain, 1 + (taken[beside + most] - taken[beside + 1]) / plain))
+
+
+def test_readings_of_a_curve_do_not_pile_up() -> None:
+    """A service meets texts of ever new lengths; what is read again is read the same."""
+    curve = curve_of(row=0.25)
+    first = curve.reading(128, 20)
+    assert curve.reading(128, 31) is first
+    for length in range(3000):
+        curve.reading(length, 32)
+    assert len(curve._readings) <= 512
+    assert curve.reading(128, 20) == first
+    assert first.seconds == pytest.approx([0.0, *(1 + 0.25 * (rows - 1) for rows in range(1, 257))])
+    assert first.cheapest == pytest.approx([0.25] * 256 + [math.inf])
+    assert len(curve.reading(128, 300).seconds) > 300
+
+
+def test_rows_that_cost_nothing_more_are_taken() -> None:
+    """Where eight take less than six do, nobody stops at six, in a crowd as little as alone."""
+    rows, times = [1, 4, 6, 8, 9, 64], [1.0, 1.3, 2.0, 1.6, 2.4, 24.0]
+    curve = CostCurve(machine={}, rows=rows, lengths=[100], seconds=[times])
+    prices = Prices(curve, clock=False)
+    assert prices.keep([0.1] * 20, 100, base=1) == 7
+    assert [prices.rows(100, steps, 20) for steps in (1.5, 1.7, 2.3)] == [4, 8, 8]
+    prices.crowd = Crowd(6, 5)
+    assert prices.price(100, 3) == pytest.approx(0.0)
+    prices.crowd = Crowd(8, 7)  # whose plain step is one of eight: what six take makes the ninth no cheaper
+    assert prices.price(100, 2) == pytest.approx(0.8 / (1.6 / 8))
+
+
+def test_the_cheapest_row_is_one_that_may_still_come() -> None:
+    """Beside others' rows as well: what is behind them costs nothing any more."""
+    curve = CostCurve(machine={}, rows=[1, 2, 3, 4, 64], lengths=[100], seconds=[[1.0, 2.0, 2.1, 3.1, 63.1]])
+    prices = Prices(curve, clock=False)
+    assert prices.least(100, 8) == pytest.approx(0.1)
+    prices.crowd = Crowd(2, 2)
+    assert prices.least(100, 8) == pytest.approx(1.0)  # a plain step of two takes two, a sequence's share is one
+
+
+def policy_of(*, row: float, memory: float = 0.95) -> CostPolicy:
+    return CostPolicy(curve_of(row=row), memory=memory)
+
+
+def test_rows_are_kept_while_they_pay() -> None:
+    prices = policy_of(row=0.25).prices  # and a token takes a second, so far
+    assert prices.rate == pytest.approx(1.0)
+    assert prices.keep([0.9, 0.5, 0.26, 0.24, 0.1], 0) == 3
+    assert prices.keep([0.2, 0.2], 0) == 0
+    assert prices.keep([], 0) == 0
+
+
+def test_a_dear_row_is_kept_for_those_behind_it() -> None:
+    steps = CostCurve(machine={}, rows=[1, 2, 3, 4], lengths=[100], seconds=[[1.0, 1.5, 1.5, 1.5]])
+    assert CostPolicy(steps).prices.keep([0.3, 0.3, 0.3], 0) == 3
+
+
+def test_rows_that_are_there_anyway_are_not_priced() -> None:
+    steps = CostCurve(machine={}, rows=[1, 2, 8], lengths=[100], seconds=[[1.0, 1.5, 1.5]])
+    assert CostPolicy(steps).prices.keep([0.3], 0) == 0
+    assert CostPolicy(steps).prices.keep([0.3], 0, base=4) == 1
+
+
+def test_the_rate_makes_rows_dearer() -> None:
+    chain = Draft.chain(range(5))
+    for policy in (policy_of(row=0.25), AcceptancePolicy(curve_of(row=0.25))):
+        for _ in range(50):
+            policy.learn(chain, range(5), 0, 0.0, 2.0)  # 2.5 tokens a second, as the curve has it too
+        assert policy.prices.rate == pytest.approx(2.5, rel=0.1)
+        assert policy.prices.keep([0.9, 0.65, 0.55], 0) == 2
+
+
+def test_a_slow_step_or_a_slow_machine_changes_little() -> None:
+    policy = policy_of(row=0.25)
+    plain = Draft.chain([1])
+    for _ in range(100):
+        policy.learn(plain, [0], 0, 0.0, 2.0)  # all takes twice as long as measured
+    assert policy.prices.price(0, 2) == pytest.approx(0.25, rel=0.05)
+    policy.learn(plain, [0], 0, 0.0, 1000.0)
+    assert policy.prices.rate > 0.4
+
+
+def test_a_clock_that_stands_still_makes_nothing_free() -> None:
+    policy = policy_of(row=0.25)
+    for _ in range(20_000):
+        policy.prices.learn(1, 1, 0, 0.0, 0.0)
+    assert 0 < policy.prices.rate < float("inf")
+    assert policy.prices.price(0, 2) > 0
+
+
+def test_where_the_text_depends_on_rows_cost_goes_by_the_curve_alone() -> None:
+    """Each sequence by itself: neither what others took nor what its own steps took counts."""
+    engine = Engine(target_of("llama"), None, "jacobi", policy="cost", costs=curve_of(row=0.1))
+    shared = engine.row_policy()
+    assert shared is engine.row_policy()
+    found = []
+    for seconds in (0.1, 50.0):
+        policy = engine.row_policy(steady=True)
+        assert policy is not None
+        assert policy.room(9, 0) > 1
+        for _ in range(20):
+            policy.learn(Draft.chain(range(3)), range(2), 0, seconds / 2, seconds)
+        found.append((policy.room(9, 0), policy.prices.price(0, 9)))
+    assert found[0] == found[1]
+    tiny = CostPolicy(curve_of(row=0.1, plain=1e-4), clock=False, fixed_rows=4)
+    for _ in range(40):
+        tiny.learn(Draft.chain(range(3)), range(3), 0, 0.0, 0.0)
+    assert tiny.room(9, 0) == 1, "drafting takes five plain steps, by what the drafter says"
+
+
+def test_what_steps_take_means_nothing_to_acceptance() -> None:
+    prices = []
+    for seconds in (0.1, 50.0):
+        policy = AcceptancePolicy(curve_of(row=0.25))
+        for _ in range(20):
+            policy.learn(Draft.chain(range(3)), range(2), 0, seconds / 2, seconds)
+        prices.append((policy.room(9, 0), policy.prices.price(0, 9), policy.prices.drafting(seconds, 1, 0)))
+    assert prices[0] == prices[1]
+
+
+def test_a_drafter_that_is_always_right_gets_all_its_room() -> None:
+    policy = policy_of(row=0.1)
+    for _ in range(30):
+        room = policy.room(9, 0)
+        policy.learn(Draft.chain(range(room)), range(room), 0, 0.0, 1 + 0.1 * (room - 1))
+    assert policy.room(9, 0) == 9
+
+
+def test_a_drafter_that_is_never_right_is_seldom_asked() -> None:
+    policy = policy_of(row=0.1)
+    rooms = []
+    for _ in range(300):
+        rooms.append(policy.room(9, 0))
+        policy.learn(Draft.chain(range(rooms[-1])), [0], 0, 0.0, 1 + 0.1 * (rooms[-1] - 1))
+    assert sum(room > 1 for room in rooms) < 20
+    assert sum(room > 1 for room in rooms[100:]) >= 2, "it is never asked again"
+
+
+def test_a_draft_that_takes_longer_than_it_saves_is_not_made() -> None:
+    policy = policy_of(row=0.0)
+    rooms = []
+    for _ in range(60):
+        rooms.append(policy.room(4, 0))
+        drafted = rooms[-1] > 1
+        policy.learn(Draft.chain(range(rooms[-1])), [0, 1] if drafted else [0], 0, 3.0 * drafted, 1 + 3.0 * drafted)
+    assert sum(room > 1 for room in rooms[20:]) < 6
+
+
+def test_patience_doubles() -> None:
+    patience = Patience(2, 16)
+    tries = [step for step in range(80) if patience.due()]
+    assert [after - before for before, after in pairwise(tries)] == [4, 8, 16, 16, 16, 16]
+    patience.paid()
+    assert [patience.due(), patience.due()] == [False, True]
+
+
+def test_no_room_is_no_room() -> None:
+    assert policy_of(row=0.0).room(1, 0) == 1
+    assert AcceptancePolicy(curve_of(row=0.1)).room(1, 0) == 1
+
+
+def spend(policy: AcceptancePolicy, accepted: int, steps: int) -> list[int]:
+    """The rooms that a drafter gets which fills them, its first rows being right."""
+    rooms = []
+    for _ in range(steps):
+        rooms.append(policy.room(9, 0))
+        path = range(min(1 + accepted, rooms[-1]))
+        policy.learn(Draft.chain(range(rooms[-1])), path, 0, 0.0, 0.0)
+    return rooms
+
+
+def test_a_drafter_that_is_never_right_rests_and_is_tried_with_one_row_and_more_and_more_rarely() -> None:
+    rooms = spend(AcceptancePolicy(curve_of(row=0.1)), 0, 80)
+    tries = [step for step, room in enumerate(rooms) if room > 1]
+    assert rooms[0] == 8  # all that 0.75 pays for
+    assert [after - before for before, after in pairwise(tries)] == [1, 2, 4, 8, 16, 32]
+    assert {rooms[step] for step in tries[1:]} == {2}
+
+
+def test_a_drafter_that_is_right_again_gets_its_rows_back() -> None:
+    policy = AcceptancePolicy(curve_of(row=0.1))
+    spend(policy, 0, 40)
+    rooms = spend(policy, 4, 60)
+    assert rooms[-30:] == [9] * 30
+    assert spend(policy, 0, 4) == [9, 9, 9, 6]  # what it has saved up carries it a little way, and no further
+
+
+def test_rows_are_paid_for_by_the_measured_curve() -> None:
+    """Four rows are nearly free here, and the fifth costs four plain steps."""
+    steps = CostCurve(machine={}, rows=[1, 4, 5], lengths=[100], seconds=[[1.0, 1.06, 5.0]])
+    policy = AcceptancePolicy(steps)
+    assert policy.room(9, 0) == 4
+    assert set(spend(policy, 1, 50)) == {4}
+
+
+def test_fixed_costs_are_paid_for_in_time() -> None:
+    """Four rows of a small model take as long as four of ten steps of a tiny one, and nothing beside a large one's."""
+    tiny, large = curve_of(row=0.1, plain=0.001), curve_of(row=0.1)
+    assert (AcceptancePolicy(tiny).room(20, 0), AcceptancePolicy(tiny, 4).room(20, 0)) == (7, 3)
+    assert AcceptancePolicy(large, 4).room(20, 0) == 8
+    assert AcceptancePolicy(tiny).prices.drafting(7.0, 4, 0) == pytest.approx(0.4)
+    assert CostPolicy(tiny).prices.drafting(7.0, 4, 0) == pytest.approx(7000)
+
+
+def test_what_a_model_computed_for_a_draft_is_paid_for() -> None:
+    """Half a plain step for each draft: two in vain empty the account, whether or not a row came of them."""
+    for tokens in ([1], [1, 2]):
+        policy = AcceptancePolicy(curve_of(row=0.01))
+        rooms = []
+        for _ in range(4):
+            rooms.append(policy.room(9, 0))
+            policy.learn(
+                Draft(tokens, range(-1, len(tokens) - 1), cost=0.5 if rooms[-1] > 1 else 0.0), [0], 0, 0.0, 0.0
+            )
+        assert rooms == [9, 9, 2, 1]
+
+
+def test_rows_that_cost_next_to_nothing_are_not_withheld() -> None:
+    assert set(spend(AcceptancePolicy(curve_of(row=0.002)), 0, 30)) == {9}
+
+
+def test_silence_costs_nothing() -> None:
+    policy = AcceptancePolicy(curve_of(row=0.1))
+    for _ in range(50):
+        assert policy.room(8, 0) == 8
+        policy.learn(Draft.chain([1]), [0], 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("drafter", drafter_names())
+def test_acceptance_changes_no_token_and_needs_no_clock(drafter: str, tmp_path: Path) -> None:
+    """Twice the same rows, step by step."""
+    target = target_of("llama")
+    sampling = SamplingParams(temperature=0.8, acceptance="match", seed=3)
+    plain = Engine(target).generate(PROMPT, 40, sampling).token_ids
+    for settings in settings_of(drafter, target, tmp_path):
+        engine = Engine(target, max_rows=24, policy="acceptance", costs=curve_of(row=0.1, plain=0.001))
+        first, second = (engine.with_drafter(settings).generate(PROMPT, 40, sampling) for _ in range(2))
+        assert first.token_ids == second.token_ids == plain, settings
+        assert first.stats.rows == second.stats.rows
+
+
+class Eager(DrafterBase):
+    """Always proposes as many wrong tokens as it may."""
+
+    name = "eager"
+    Config = dict
+
+    def start(self, context: Context) -> EagerSession:
+        return EagerSession(context)
+
+
+class EagerSession:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def propose(self, room: int) -> Draft:
+        return Draft.chain([self._context.root] * min(room, 20))
+
+    def observe(self, seen: Observation) -> None:
+        pass
+
+
+@pytest.mark.parametrize("choice", ["acceptance", "cost"])
+def test_the_engine_leaves_a_losing_drafter_alone_and_lets_a_winning_one_be(choice: str) -> None:
+    target = target_of("llama")
+    truth = greedy("llama", PROMPT, 60)
+    lost = Engine(target, None, Eager(), policy=choice, costs=curve_of(row=0.5)).generate(PROMPT, 60)
+    assert lost.token_ids == truth
+    assert lost.stats.rows_per_step < 4
+    free = Engine(target, None, Eager()).generate(PROMPT, 60)
+    assert free.stats.rows_per_step > 15
+    oracle = Oracle([*PROMPT, *truth], target.vocab_size, steady=True)
+    won = Engine(target, None, oracle, policy=choice, costs=curve_of(row=0.001)).generate(PROMPT, 60)
+    assert won.token_ids == truth
+    assert won.stats.tokens_per_step > 4
+
+
+@pytest.mark.parametrize(("drafter", "temperature"), matrix(drafter_names(), [0.0, 0.8]))
+def test_no_token_changes_by_the_clock(drafter: str, temperature: float, tmp_path: Path) -> None:
+    target = target_of("llama")
+    sampling = SamplingParams(temperature=temperature, acceptance="match" if temperature else "auto", seed=3)
+    plain = Engine(target).generate(PROMPT, 40, sampling).token_ids
+    for settings in settings_of(drafter, target, tmp_path):
+        for row in (0.001, 0.2):  # rows are nearly free, or dear
+            engine = Engine(target, None, settings, max_rows=24, policy="cost", costs=curve_of(row=row))
+            assert engine.generate(PROMPT, 40, sampling).token_ids == plain, settings
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What asked for the target's curve: the engine, each time with the file that it named."""
+    calls: list[object] = []
+
+    def curve(target: object, file: object = None, *, progress: object = None) -> CostCurve:
+        calls.append(file)
+        return curve_of(row=0.1)
+
+    monkeypatch.setattr("specdec.engine.engine.cost_curve", curve)
+    return calls
+
+
+def test_the_curve_is_read_when_the_engine_is_made_and_only_where_rows_are_weighed(kept: list[object]) -> None:
+    target = target_of("llama")
+    for drafter, policy in (("none", "acceptance"), ("none", "cost"), ("lookahead", "off")):
+        engine = Engine(target, None, drafter, policy=policy)
+        engine.generate(PROMPT, 3)
+        assert engine.row_policy() is None
+        assert engine.costs == roofline("cpu")
+    assert kept == []
+    engine = Engine(target, None, "none", policy="acceptance").with_drafter("jacobi")
+    assert kept == [None]
+    assert isinstance(engine.row_policy(), AcceptancePolicy)
+    assert engine.row_policy() is not engine.row_policy(), "one sequence's account is another's"
+    other = engine.with_drafter("lookahead", policy="cost")
+    other.generate(PROMPT, 3)
+    assert isinstance(other.row_policy(), CostPolicy)
+    assert other.row_policy() is other.row_policy()
+    assert other.with_drafter("auto", policy="off").row_policy() is not None, "it cannot choose rows without prices"
+    assert kept == [None], "what is known is not read again"
+    assert isinstance(Engine(target, None, "auto").row_policy(), AcceptancePolicy)
+    assert kept == [None, None]
+
+
+def test_a_cost_file_is_a_policy_by_the_clock(kept: list[object], tmp_path: Path) -> None:
+    curve_of(row=0.1).save(tmp_path / "mine.json")
+    engine = Engine(target_of("llama"), None, "jacobi", policy="acceptance")
+    by_file = engine.with_drafter("jacobi", policy=str(tmp_path / "mine.json"))
+    assert kept == [None, str(tmp_path / "mine.json")]
+    assert isinstance(by_file.row_policy(), CostPolicy)
+    by_file.with_drafter("lookahead")
+    assert len(kept) == 2
+
+
+def test_progress_is_shown_while_the_curve_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("specdec.costs.measuring.cache_folder", lambda: tmp_path)
+    shares: list[float] = []
+    engine = Engine(target_of("llama"), None, "none", policy="acceptance", progress=shares.append)
+    assert shares == []
+    jacobi = engine.with_drafter("jacobi")
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert jacobi.costs.machine == describe(target_of("llama"))
+    count = len(shares)
+    engine.with_drafter("lookahead")  # from the file that was kept
+    assert len(shares) == count
+
+
+def test_unknown_choices_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"policy='cots' is unknown; choose acceptance, cost, off, or a cost file"):
+        Engine(target_of("llama"), policy="cots")
+    assert check_policy("off") == "off"

@@ -1,0 +1,114 @@
+"""How far attention reaches: read from the masks that models make, where their attention functions are not told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_overlay,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
+
+from specdec import Engine, TransformersTarget
+from specdec.errors import TargetError
+from specdec.models.inspection import refuse_unfit
+from specdec.models.masks import window_of
+from tests.models import BOS, VOCAB, prompt_of, reference
+
+MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
+WINDOW = 16  # more than the few tokens of the check at load
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "sliding_window": WINDOW,
+    "bos_token_id": BOS,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def new_model(kind: str, **options: Any) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options})
+    model: PreTrainedModel = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "windows"),
+    [
+        ("Qwen2Moe", {"use_sliding_window": True, "layer_types": MIXED}, [None, WINDOW, WINDOW]),
+        ("Qwen2Moe", {"use_sliding_window": False, "layer_types": MIXED[:1] * 3}, [None, None, None]),
+        ("Phimoe", {}, [WINDOW] * 3),
+    ],
+)
+def test_windows_that_only_the_mask_knows(kind: str, options: dict[str, Any], windows: list[int | None]) -> None:
+    model, prompt = new_model(kind, **options), prompt_of(40)
+    expected = reference(model, prompt, 30)
+    target = TransformersTarget(model)
+    assert [spec.window for spec in target.specs] == windows
+    for drafter in ("none", "prompt_lookup"):
+        assert Engine(target, drafter=drafter).generate(prompt, 30).token_ids == expected
+    assert not any(layer._forward_pre_hooks for layer in target.layers)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("longest", [5, 64, 100, 4096, 1 << 20])
+def test_the_window_of_a_mask(longest: int) -> None:
+    assert window_of(causal_mask_function, longest) is None
+    for window in (1, 2, 7, 63, 64, 1000, longest - 1, longest, longest + 5):
+        found = window_of(sliding_window_causal_mask_function(window), longest)
+        assert found == (window if window < longest else None)
+
+
+def test_other_masks_are_refused() -> None:
+    chunks = and_masks(chunked_overlay(16, torch.zeros(1, dtype=torch.long)), causal_mask_function)
+    first = or_masks(sliding_window_causal_mask_function(9), lambda batch, head, query, key: key < 1)
+    both = or_masks(causal_mask_function, lambda batch, head, query, key: abs(query - key) < 2)
+    for mask in (chunks, first, both):
+        with pytest.raises(TargetError, match=r"token \d+ sees other tokens than all before it, or the last \d+"):
+            window_of(mask, 256)
+
+
+def own_mask(module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
+    """As of a model that makes its masks without transformers' helpers."""
+    mask = options["attention_mask"]
+    return arguments, {**options, "attention_mask": None if mask is None else mask.clone()}
+
+
+def test_a_mask_that_says_nothing_is_believed_without_limits_alone() -> None:
+    model, prompt = new_model("Phimoe", sliding_window=None), prompt_of(40)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(own_mask, with_kwargs=True)
+    assert Engine(TransformersTarget(model)).generate(prompt, 20).token_ids == reference(model, prompt, 20)
+    model.config.local_window = 4096
+    with pytest.raises(TargetError, match=r"makes its masks itself, and its config says local_window=4096: .* refused"):
+        TransformersTarget(model)
+
+
+def test_attention_that_chooses_its_keys_is_refused() -> None:
+    with pytest.raises(TargetError, match=r"Phimoe attends to the keys that score best \(index_topk=128\)"):
+        refuse_unfit("Phimoe", new_model("Phimoe", index_topk=128).config)
+    refuse_unfit("Phimoe", new_model("Phimoe", index_topk=256).config)  # as many as the context holds

@@ -1,0 +1,40 @@
+"""docs/models.md has a row for every model type, and a row says what its model does."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specdec.native.library import library
+
+ROOT = Path(__file__).parents[3]
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/models_table.py"), run_name="models_table")
+PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
+# Multiples everywhere; sinks and windows; latent attention; windows that the mask alone knows; refused for what layers
+# are given, for rotary positions, for recurrent layers, and for attention that the block does not reach.
+QUICK = ("granite", "gpt_oss", "youtu", "phimoe", "gemma4_text", "deepseek_v2", "mamba2", "stablelm")
+EXACT = [row.split("`")[1] for row in PAGE if re.match(r"\| `.*` \| transformers", row)]
+SAMPLE = sorted({*QUICK, "llama", *SCRIPT["kinds"]()[::5], *EXACT[::3]})
+
+
+def test_every_model_type_has_a_row() -> None:
+    rows = [row.split("`")[1] for row in PAGE if row.startswith("| `")]
+    assert rows == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "run scripts/models_table.py"
+    assert len(EXACT) > 75
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in SAMPLE]
+)
+@pytest.mark.filterwarnings("ignore")  # of transformers' own about small configs
+def test_a_row_is_what_the_script_says(kind: str) -> None:
+    row = str(SCRIPT["row_of"](kind))
+    if library() is None:  # no compiler: nothing can be said of native layers
+        assert row in [shown.replace(", native", "") for shown in PAGE]
+    else:
+        assert row in PAGE

@@ -1,0 +1,649 @@
+"""Native layers: the model's own numbers, and a row's the same, bit for bit, whatever rows are beside it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drafters.kangaroo.adapter import VARIANTS, Adapter, AdapterConfig
+from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
+from specdec import Engine, SamplingParams, TransformersTarget
+from specdec.drafting.joint_forward import Part, forward_together
+from specdec.drafting.registry import drafter_names
+from specdec.native import library as native
+from specdec.native import scores as scores_module
+from specdec.native import types
+from specdec.native.scores import Stored, draw, largest, weighed
+from specdec.runners.boundary_ops import Joints
+from specdec.runners.linear import HeadOf, PackedWeight, TiedEmbedding, linear_kernel
+from specdec.sampling.noise import Noise
+from specdec.sampling.sampler import Sampler
+from specdec.step.block import Block
+from specdec.step.tree import Draft, Entry
+from specdec.target import FINAL
+from tests import models
+from tests.models import settings_of
+from tests.unit.drafters.test_kangaroo import guess_on
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
+SMALL = {"max_rows": 24, "prefill_chunk": 16}
+SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+HEADS = [(16, 4, 2), (48, 3, 1), (64, 6, 2), (96, 8, 1), (128, 4, 1), (160, 2, 2), (256, 2, 1)]
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def multiplied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native layers by tiles, where the processor has them, and by vectors, which all have."""
+    by_tiles = request.param == "tiles"
+    if by_tiles and not native.library().specdec_tiles():
+        pytest.skip("this processor has no tiles")
+    monkeypatch.setattr(native.library(), "specdec_tiles", lambda: int(by_tiles))
+
+
+def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersTarget:
+    return TransformersTarget(models.new_model(family, dtype, **SIZES | changes), execution="native", owned=True)
+
+
+def sizes_of(heads: tuple[int, int, int]) -> dict[str, int]:
+    """Of heads of so many values, so many queries' and so many keys'."""
+    counts = {"num_attention_heads": heads[1], "num_key_value_heads": heads[2]}
+    return {"hidden_size": 96, "head_dim": heads[0], **counts}
+
+
+def weight_of(dtype: torch.dtype, values: str, inputs: int = 530) -> torch.Tensor:
+    """[200, inputs] random weights: float32's own; bfloat16's; with a few, or many, that no code is left for."""
+    weight = torch.randn(200, inputs)
+    if values != "float32":
+        weight = weight.bfloat16().float()
+    every = {"few": 5_000, "many": 50}.get(values)
+    if every is not None:
+        weight.view(-1)[::every] *= 2.0 ** torch.randint(-100, 10, weight.view(-1)[::every].shape)
+        weight.view(-1)[1::every] = 0.0
+    return weight.to(dtype)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "few", "many"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [64, 530, 544])
+def test_a_row_s_product_does_not_depend_on_the_others(inputs: int, dtype: torch.dtype, values: str) -> None:
+    torch.manual_seed(0)
+    weight, bias = weight_of(dtype, values, inputs), torch.randn(200).to(dtype)
+    rows, residual = torch.randn(300, inputs).to(dtype), torch.randn(300, 200).to(dtype)
+    product = PackedWeight(weight, bias)
+    expected = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
+    together, onto = product(rows), product.add(rows, residual)
+    theirs = torch.nn.functional.linear(rows, weight, bias)
+    bound = 3 * float((theirs.double() - expected).abs().max())  # rounding, as much as torch's own
+    torch.testing.assert_close(together.double(), expected, atol=bound, rtol=0)
+    torch.testing.assert_close(onto.double(), expected + residual.double(), atol=bound, rtol=0)
+    for count in (*range(1, 32), 33, 64, 100, 256, 257):
+        assert torch.equal(product(rows[:count]), together[:count]), count
+        assert torch.equal(product.add(rows[-count:], residual[-count:]), onto[-count:]), count
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("inputs", [530, 531, 544])
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "few", "many"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_of_a_weight_is_lost(dtype: torch.dtype, values: str, inputs: int) -> None:
+    """Unpacked, looked up, and multiplied with rows of the unit matrix, few and many of them."""
+    torch.manual_seed(0)
+    weight = weight_of(dtype, values, inputs)
+    product, unit = PackedWeight(weight), torch.eye(inputs).to(dtype)
+    assert torch.equal(product.unpack(), weight)
+    assert torch.equal(product.look_up([199, 0, 31, 32]), weight[[199, 0, 31, 32]])
+    assert torch.equal(product(unit), weight.t())
+    assert torch.equal(product(unit[-3:]), weight.t()[-3:])
+    assert torch.equal(torch.cat([product(row[None]) for row in unit]), weight.t())
+    half = dtype is torch.bfloat16 or values != "float32"
+    coded = half and values != "many" and inputs % 2 == 0 and native.library().specdec_codes()
+    assert (product.described.kind in (types.Kind.CODED, types.Kind.CODED_PAIRS)) == coded
+    padded = 256 * inputs
+    assert product.nbytes <= (padded * 1.5 + 1_000 if coded else padded * (2 if half else 4))
+
+
+@needs_compiler
+@pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40])
+def test_a_weight_that_is_no_usual_number_is_kept(special: float) -> None:
+    weight = torch.randn(64, 256).bfloat16()
+    weight[5, 7] = special
+    found = PackedWeight(weight).unpack()
+    assert torch.equal(found.view(torch.int16), weight.view(torch.int16))
+
+
+@needs_compiler
+def test_a_residual_stays_as_it_is() -> None:
+    product, residual = PackedWeight(torch.randn(64, 32), None), torch.randn(3, 64)
+    before = residual.clone()
+    product.add(torch.randn(3, 32), residual)
+    assert torch.equal(residual, before)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [("inner", "native layers need all layers to have the same sizes"), ("attention", "attention='sdpa' asks for tor")],
+)
+def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str, reason: str) -> None:
+    """One MLP wider than the others; and an attention backend that was asked for by name."""
+    model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
+    if change == "inner":
+        model.model.layers[1].mlp = type(model.model.layers[1].mlp)(
+            models.new_model("llama", intermediate_size=64).config
+        )
+    expected = models.reference(model, prompt, 30)
+    attention = "sdpa" if change == "attention" else "auto"
+    target = TransformersTarget(model, owned=True, attention=attention)
+    assert target.runner.name == "fused"
+    assert target.plan.reason.startswith(reason)
+    assert Engine(target).generate(prompt, 30).token_ids == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
+    weight = torch.randn(100, 32).to(dtype)
+    tokens = torch.tensor([[0, 99, 31], [32, 5, 5]])
+    embedding = TiedEmbedding(PackedWeight(weight, None), nn.Embedding(100, 32))
+    assert torch.equal(embedding(tokens), weight[tokens])
+    for wrong in (100, -1):
+        with pytest.raises(IndexError, match="the weight has 100"):
+            embedding(torch.tensor([wrong]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+def test_an_embedding_that_multiplies_and_shares_the_head_s_weight(family: str) -> None:
+    """With heads of 256, and norms that are not all the same."""
+    model = models.new_model(family, torch.float32, head_dim=256, num_attention_heads=2, tie_word_embeddings=True)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.uniform_(parameter, -0.5, 0.5)
+    plain, tokens = copy.deepcopy(model), torch.tensor([[3, 5, models.VOCAB - 1]])
+    target = TransformersTarget(model, execution="native", owned=True)
+    assert isinstance(target.model.get_input_embeddings(), TiedEmbedding)
+    again = target.plain_model().get_input_embeddings()
+    assert type(again) is type(plain.get_input_embeddings())
+    expected = plain.get_input_embeddings()(tokens)
+    for embedding in (target.model.get_input_embeddings(), again):
+        assert torch.equal(embedding(tokens), expected)
+    prompt = models.prompt_of(11)
+    assert Engine(target, drafter="lookahead").generate(prompt, 40).token_ids == models.reference(plain, prompt, 40)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_that_of_generate(family: str) -> None:
+    target = native_target(family, attention_bias=True) if family == "llama" else native_target(family)
+    prompt = models.prompt_of(11)
+    expected = models.reference(target.plain_model(), prompt, 60)
+    for drafter in ("none", "prompt_lookup", "jacobi", "lookahead", "token_recycling"):
+        assert Engine(target, drafter=drafter).generate(prompt, 60).token_ids == expected, drafter
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [3.0e38, 1.0000001, -1e-30, 0.0, float("inf"), float("-inf"), float("nan")])
+def test_a_float32_row_of_any_numbers_is_multiplied_as_it_is(number: float) -> None:
+    """In three parts of eight bits, where that is how it is done."""
+    weight = torch.eye(32) if abs(number) < float("inf") else torch.ones(32, 32)
+    found = PackedWeight(weight)(torch.full((7, 32), number))
+    torch.testing.assert_close(found, torch.full((7, 32), number), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "heads"), [*((family, HEADS[0]) for family in FAMILIES), *(("llama", heads) for heads in HEADS[1:])]
+)
+def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(
+    family: str, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Every path of a tree, over texts that have left the windows (8 tokens) and wrapped their rings."""
+    target = native_target(family, dtype, **sizes_of(heads))
+    tree = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
+    for length in (1, 5, 8, 21):
+        with target.active():
+            cache = target.new_cache(capacity=64, rows=8)
+            for token in models.prompt_of(length):
+                plain(target, cache, token)
+            blocks = [Block.of(tree, cache, target.device)]
+            logits = target.forward(blocks[0], taps=(2,))
+            for path in ((0, 1, 3, 5, 6), (0, 2, 4)):
+                alone = target.new_cache(capacity=64, rows=8)
+                for token in models.prompt_of(length):
+                    plain(target, alone, token)
+                for row in path:
+                    output = plain(target, alone, tree.tokens[row])
+                    assert torch.equal(output.logits[0], logits.logits[row]), (length, row)
+                    assert torch.equal(output.taps[2][0], logits.taps[2][row]), (length, row)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize(
+    ("family", "heads", "dtype"),
+    [("llama", heads, torch.bfloat16) for heads in HEADS]
+    + [("gemma2", HEADS[2], torch.bfloat16), ("llama", HEADS[2], torch.float32)],
+)
+def test_a_tree_after_a_long_text(family: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Rows of many branches see blocks that all share, whole ones of their own, and what is left."""
+    target = native_target(family, dtype, sliding_window=512, **sizes_of(heads))
+    parents = [-1, *range(40), 3, 41, 42, 20, 44, 0, 46, 47, 35]  # a trunk that is longer than a block, and branches
+    tree = Draft(models.prompt_of(len(parents)), parents)
+    for length in (30, 64, 290):
+        text, found = models.prompt_of(length), []
+        for steps in ([range(len(parents))], [[0, *range(1, 41)]], [[0, 1, 2, 3, 41, 42, 43]], [[0, 46, 47, 48]]):
+            with target.active():
+                cache = target.new_cache(capacity=400, rows=300)
+                target.forward(Block(cache, text, device=target.device))
+                cache.commit(range(length))
+                if len(steps[0]) == len(parents):
+                    found.append(target.forward(Block.of(tree, cache, target.device)).logits)
+                else:
+                    logits = []
+                    for row in steps[0]:
+                        logits.append(plain(target, cache, tree.tokens[row]).logits[0])
+                    assert torch.equal(torch.stack(logits), found[0][list(steps[0])]), length
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_walk_in_two_parts_is_the_whole_walk_bit_for_bit(dtype: torch.dtype) -> None:
+    target, tokens = native_target("qwen3", dtype), models.prompt_of(9)
+    with target.active():
+        whole, parted = (target.new_cache(capacity=16, rows=16) for _ in range(2))
+        expected = target.forward(Block(whole, tokens, device=target.device)).logits
+        block = Block(parted, tokens, device=target.device)
+        shallow = target.forward(block, exit_layer=2).hidden
+        found = target.forward(block, entry=Entry(2, shallow)).logits
+    assert torch.equal(found, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("likeliest", [0, 20])
+@pytest.mark.parametrize("vocab", [64, 101])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, likeliest: int) -> None:
+    """Chosen rows are those of all; a tie's first token is taken, as by torch; a row that is NaN has none."""
+    target, tokens = native_target("llama", dtype, vocab_size=vocab, tie_word_embeddings=True), [3, 4, 5, 6]
+    with target.active():
+        cache = target.new_cache(capacity=16, rows=16)
+        block = Block(cache, tokens, device=target.device)
+        whole = target.forward(block, taps=(FINAL,), likeliest=likeliest)
+        part = target.forward(block, rows=(1, 3), likeliest=likeliest)
+        assert target.forward(block, taps=(FINAL,), rows=()).logits is None
+        assert torch.equal(target.head(whole.taps[FINAL]), whole.logits)
+        assert torch.equal(part.logits, whole.logits[[1, 3]])
+        assert whole.peaks[0].of(0, 4) == whole.logits.argmax(-1).tolist()
+        assert part.peaks[0].of(1, 2) == whole.logits[3:].argmax(-1).tolist()
+        for value, found in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
+            hidden = torch.full((4, target.hidden_size), value, dtype=dtype)
+            with torch.no_grad():
+                entry = Entry(target.num_layers, hidden)
+                entered = target.forward(block, entry=entry, rows=(2,), likeliest=likeliest)
+            assert entered.peaks[0].of(0, 1) == [found], value
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_embedded_in_the_same_call(dtype: torch.dtype) -> None:
+    """They go in as their rows of the embedding do; what is no token is refused."""
+    target, tokens = native_target("llama", dtype, vocab_size=101, tie_word_embeddings=True), [3, 100, 0, 64]
+    assert target.runner.looks_up
+    with target.active():
+        cache = target.new_cache(capacity=16, rows=16)
+        found = target.forward(Block(cache, tokens), taps=(0,))
+        embedded = target.embed(tokens)
+        assert torch.equal(embedded, target.model.get_input_embeddings().weight[tokens])
+        assert torch.equal(found.taps[0], embedded)
+        assert torch.equal(target.forward(Block(cache, tokens), entry=Entry(0, embedded)).logits, found.logits)
+        for none in (101, -1):
+            with pytest.raises(IndexError, match="no embedding for one of its tokens"):
+                target.forward(Block(cache, [3, none]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_tokens_are_found_with_the_logits(
+    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a look at the logits finds, and no look is taken, of a sequence by itself and of two together."""
+    target = native_target("llama", dtype, vocab_size=200)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with target.active():
+            blocks = [
+                Block(target.new_cache(capacity=16, rows=16), ids, device=target.device) for ids in ([3, 4, 5], [6, 7])
+            ]
+            parts = [Part(block, rows) for block, rows in zip(blocks, (None, (1,)), strict=True)]
+            outputs = forward_together(target, parts, likeliest=32)
+            outputs.append(target.forward(blocks[0], likeliest=32))
+    finally:
+        torch.set_num_threads(before)
+    find = scores_module._find
+    monkeypatch.setattr(scores_module, "_find", None)
+    for output, rows in zip(outputs, (None, (1,), None), strict=True):
+        own, order = output.scores(rows), output.logits.sort(descending=True, stable=True)
+        assert own.likeliest(8) == order.indices[:, :8].tolist()
+        tokens, logits = own.weighed(32)
+        assert [row.tolist() for row in tokens] == order.indices[:, :32].tolist()
+        assert torch.equal(torch.tensor([row.tolist() for row in logits], dtype=dtype), order.values[:, :32])
+        if rows is None:
+            assert own.select([2, 0], None).likeliest(3) == order.indices[[2, 0], :3].tolist()
+        with pytest.raises(TypeError):  # of more than were asked for
+            own.likeliest(33)
+    monkeypatch.setattr(scores_module, "_find", find)
+    assert (
+        outputs[0].scores(None).likeliest(40)
+        == outputs[0].logits.sort(descending=True, stable=True).indices[:, :40].tolist()
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_s_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
+    """Of any width, with ties, infinities and NaN, which torch sorts before all numbers too; as of a part of others."""
+    torch.manual_seed(0)
+    for size in (1, 5, 16, 63, 64, 65, 200, 1003, 4096, 70_001):
+        scores = torch.randn(6, size).to(dtype)
+        scores[1].round_()  # ties
+        scores[2, ::2] = -torch.inf
+        scores[3] = -torch.inf
+        scores[4, ::3], scores[4, ::5] = torch.nan, torch.inf
+        scores[5] = torch.linspace(-1, 1, size)  # each one larger than all before it
+        expected = scores.sort(descending=True, stable=True).indices
+        for count in (1, 8, 20):
+            assert largest(scores, None, count) == expected[:, :count].tolist(), (size, count)
+            assert largest(scores, (5, 1, 1), count) == expected[[5, 1, 1], :count].tolist(), (size, count)
+            stored = Stored(scores.data_ptr(), 6, size, dtype is torch.bfloat16).part(2, 4)
+            places, values = weighed(stored, None, count) or ([], [])
+            assert [row.tolist() for row in places] == expected[2:, :count].tolist(), (size, count)
+            found = torch.tensor([row.tolist() for row in values], dtype=dtype)
+            assert torch.equal(found.nan_to_num(), scores[2:].gather(1, expected[2:, :count]).nan_to_num())
+    assert largest(scores.double(), None, 1) is None
+    assert largest(scores[:, ::2], None, 1) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draw_is_that_of_torch_s_numbers(dtype: torch.dtype) -> None:
+    """Of any width, steep or flat; where scores are no distribution, or two sums are even, nobody is drawn."""
+    for size, seed in itertools.product((1, 7, 16, 63, 65, 200, 20_011), range(8)):
+        noise = Noise(seed, size, torch.device("cpu"))
+        scores = (0.0, 0.5, 4.0, 30.0)[seed % 4] * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        scores[1::7] = -torch.inf
+        scores = scores.to(dtype)
+        for temperature in (1.0, 0.8, 0.01, 3.0):
+            expected = int((noise.gumbel(3) + scores.float() / temperature).argmax())
+            assert noise.drawn(scores, 3, temperature) == expected, (size, seed, temperature)
+        for odd in (torch.nan, torch.inf):
+            assert draw(scores.index_fill(0, torch.tensor([size // 2]), odd), 5) is None
+    assert draw(torch.full((100,), -torch.inf), 5) is None
+    assert draw(torch.zeros(100).double(), 5) is None
+    noise = Noise(0, 2, torch.device("cpu"))
+    found = ((position, *noise.gumbel(position).tolist()) for position in itertools.count())
+    position, first, second = next(near for near in found if 0 < near[1] - near[2] < 0.005)
+    even = torch.tensor([0.0, first - second])  # float32 is exact enough to make their sums even
+    assert noise.drawn(even, position) is None
+    assert noise.drawn(even + torch.tensor([0.0, 1e-6]), position) == 1
+
+
+@needs_compiler
+def test_a_draw_is_uneven_wherever_its_best_tokens_lie() -> None:
+    """Two tokens whose sums are as good as even, in places that are looked at one after the other, and far apart."""
+    for size, other in itertools.product((200, 3001), (1, 63, 64, 130, 199)):
+        noise = Noise(size, size, torch.device("cpu"))
+        for position in range(3):
+            numbers, scores = noise.gumbel(position), torch.full((size,), -60.0, dtype=torch.float64)
+            scores[0], scores[other] = 20.0, 20.0 + numbers[0] - numbers[other]
+            rounded = scores.float()
+            apart = float((rounded.double() + numbers)[other] - (rounded.double() + numbers)[0])
+            assert abs(apart) < 1e-5
+            winner = None if abs(apart) < 1e-9 else other if apart > 0 else 0
+            assert noise.drawn(rounded, position) == winner
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_next_is_drawn_with_the_logits(dtype: torch.dtype, threads: int) -> None:
+    """Of a sequence by itself and of three together, one of which asks for none, and another for logits of few rows."""
+    target = native_target("llama", dtype, vocab_size=200)
+    noise, before = Noise(3, 200, torch.device("cpu")), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with target.active():
+            blocks = [
+                Block(target.new_cache(capacity=16, rows=16), ids, device=target.device)
+                for ids in ([3, 4, 5], [6, 7], [8, 9, 10])
+            ]
+            for position in range(20):
+                blocks[0].draw, blocks[2].draw = (0.8, noise.key(position)), (1.5, noise.key(position + 1))
+                wanted = (None, None, (0, 2))
+                parts = [Part(block, rows) for block, rows in zip(blocks, wanted, strict=True)]
+                together = forward_together(target, parts, likeliest=1 + position % 2)
+                first, none, last = (output.scores(rows) for output, rows in zip(together, wanted, strict=True))
+                alone = target.forward(blocks[0]).scores(None)
+                for scores in (first, alone):
+                    assert scores.own(0) == noise.drawn(scores.logits[0], position, 0.8)
+                    assert scores.own(1) is scores.own(2) is None
+                assert none.own(0) is none.own(1) is None
+                assert last.own(0) == noise.drawn(last.logits[0], position + 1, 1.5)
+                assert last.own(2) is None
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "token_recycling"])
+def test_no_second_look_is_taken_for_the_first_draw(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the text is the one that such looks give; where processors change logits, none are drawn with them."""
+    target, looks = native_target("llama", torch.bfloat16, vocab_size=200), list[int]()
+    engine = Engine(target, None, drafter, policy="off")
+    drawn = Noise.drawn
+
+    def counted(self: Noise, scores: Any, position: int, temperature: float = 1.0) -> int | None:
+        looks.append(position)
+        return drawn(self, scores, position, temperature)
+
+    monkeypatch.setattr(Noise, "drawn", counted)
+    hot, prompt = SamplingParams(temperature=0.7, seed=5), [3, 4, 5, 3, 4, 5, 3]
+    found = engine.generate(prompt, 40, hot)
+    assert len(looks) == len(found.token_ids) - len(found.steps), "one of each step's tokens needs none"
+    monkeypatch.setattr(Sampler, "next_draw", None)
+    looks.clear()
+    assert engine.generate(prompt, 40, hot).token_ids == found.token_ids
+    assert len(looks) == len(found.token_ids)
+    monkeypatch.undo()
+    for params in (replace(hot, top_p=0.6), replace(hot, top_k=5), replace(hot, repetition_penalty=1.3)):
+        other = engine.with_drafter("none").generate(prompt, 40, params).token_ids
+        assert engine.generate(prompt, 40, params).token_ids == other
+
+
+def plain(target: TransformersTarget, cache: Any, token: int) -> Any:
+    """One token by itself."""
+    output = target.forward(Block(cache, [token], device=target.device), taps=(2,))
+    cache.commit((0,))
+    return output
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapter_s_step_equals_the_whole_text(variant: str) -> None:
+    torch.manual_seed(0)
+    inner = 48 if variant in ("layer", "mlp") else 0
+    config = AdapterConfig(
+        hidden_size=64, vocab_size=32, exit_layer=1, heads=4, variant=variant, intermediate_size=inner
+    )
+    adapter = Adapter(config).requires_grad_(False)
+    features, head = torch.randn(1, 11, 64), torch.nn.Linear(64, 32).requires_grad_(False)
+    whole = adapter(features, torch.arange(11)[None], head)
+    step = AdapterStep(adapter, head)
+    assert (step._layer is not None) == (variant == "layer")
+    cache = AdapterCache(step, 11)
+    if variant != "mlp":
+        step.absorb(features[0, :4], cache)
+    found = torch.cat(
+        [guess_on(step, features[0, first:last], cache) for first, last in itertools.pairwise((4, 5, 8, 9, 11))]
+    )
+    torch.testing.assert_close(found, whole[[4, 7, 8, 10]], atol=1e-5, rtol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_s_layer_and_head_are_one_call(dtype: torch.dtype) -> None:
+    """A guess, of one sequence and of three, is what layer and head give one after the other."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "vocab_size": 96, "heads": 4, "key_heads": 2, "intermediate_size": 48}
+    adapter = Adapter(AdapterConfig(exit_layer=1, variant="layer", **sizes)).to(dtype).requires_grad_(False)
+    weight = torch.randn(70, 64).to(dtype)
+    step = AdapterStep(adapter, HeadOf(linear_kernel(weight), Joints()))
+    apart = AdapterStep(adapter, lambda hidden: hidden @ weight.T)
+    assert (step._native_head is None, apart._native_head is None) == (False, True)
+    texts = [torch.randn(size, 64).to(dtype) for size in (5, 9, 3)]
+
+    def guesses(of: AdapterStep, together: bool) -> list[torch.Tensor]:
+        caches, found = [AdapterCache(of, 12) for _ in texts], list[torch.Tensor]()
+        for first, last in ((0, 2), (2, 3)):
+            parts = [text[first:last] for text in texts]
+            if together:
+                found += of.guess([Nodes(part, cache) for part, cache in zip(parts, caches, strict=True)])
+                for cache in caches:
+                    cache.commit([0])
+            else:
+                found += [guess_on(of, part, cache) for part, cache in zip(parts, caches, strict=True)]
+        return found
+
+    one, other = guesses(step, together=False), guesses(step, together=True)
+    assert all(map(torch.equal, one, other))
+    for found, expected in zip(one, guesses(apart, together=True), strict=True):
+        torch.testing.assert_close(found, expected, **({} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.2}))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_no_drafter_changes_a_token_of_bfloat16_either(family: str, drafter: str, tmp_path: Path) -> None:
+    """Where the best logits are often nearer than rounding, greedy and drawn; rounding itself does not change."""
+    target = native_target(family, torch.bfloat16)
+    for settings in settings_of(drafter, target, tmp_path)[:2]:
+        for sampling in (SamplingParams(), SamplingParams(temperature=1.5, seed=3, acceptance="match")):
+            for prompt in (models.prompt_of(7), models.prompt_of(33)):
+                plain = Engine(target, None, "none", **SMALL).generate(prompt, 60, sampling)
+                out = Engine(target, None, settings, **SMALL).generate(prompt, 60, sampling)
+                assert out.token_ids == plain.token_ids, settings
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_spreads_as_in_the_model(dtype: torch.dtype) -> None:
+    """A broken row of the embedding: it and all that see it are NaN, and the rows before it are what they were."""
+    target, found = native_target("llama", dtype, **sizes_of(HEADS[2])), []
+    for broken in (False, True):
+        if broken:
+            with torch.no_grad():
+                target.model.get_input_embeddings().weight[5] = float("nan")
+        with target.active():
+            cache = target.new_cache(capacity=16, rows=16)
+            logits = target.forward(Block(cache, [3, 4, 5, 6], device=target.device)).logits
+        assert logits is not None
+        found.append(logits)
+    assert [bool(row.isnan().all()) for row in found[1]] == [False, False, True, True]
+    assert torch.equal(found[1][:2], found[0][:2])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 11, 40])
+def test_threads_change_nothing(rows: int, dtype: torch.dtype) -> None:
+    """Nor do the rows beside a row, when threads part the rows of one strip of a weight."""
+    target, prompt = native_target("qwen2", dtype, vocab_size=3001), models.prompt_of(40)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            with target.active():
+                cache = target.new_cache(capacity=64, rows=40)
+                found.append(target.forward(Block(cache, prompt[:rows], device=target.device)).logits)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Over many blocks of rows, and a window that they leave; whole, by 13 and by one."""
+    target, tokens, found = native_target(family, dtype, **sizes_of(heads)), models.prompt_of(70), []
+    for step in (70, 13, 1):
+        with target.active():
+            cache, logits = target.new_cache(capacity=80, rows=70), []
+            for begin in range(0, 70, step):
+                part = tokens[begin : begin + step]
+                logits.append(target.forward(Block(cache, part, device=target.device)).logits)
+                cache.commit(range(len(part)))
+        found.append(torch.cat(logits))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> None:
+    """As near to what float64 says as transformers' own layers are, up to a quarter."""
+    tokens = models.prompt_of(70)
+
+    def logits(model: Any, execution: str) -> torch.Tensor:
+        target = TransformersTarget(model, execution=execution)
+        with target.active():
+            cache = target.new_cache(capacity=80, rows=70)
+            found = target.forward(Block(cache, tokens, device=target.device)).logits
+        assert found is not None
+        return found.double()
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = models.new_model(family, dtype, **sizes_of(heads))
+        exact = logits(copy.deepcopy(model).double(), "transformers")
+        theirs, ours = ((logits(model, name) - exact).abs().mean() for name in ("transformers", "native"))
+        assert ours < 1.25 * theirs
+
+
+@needs_compiler
+def test_a_tied_weight_is_held_once() -> None:
+    model = models.new_model("llama", torch.float32, tie_word_embeddings=True, **SIZES)
+    names = [name for name, _ in sorted(model.named_parameters())]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    target = TransformersTarget(model, execution="native", owned=True)
+    assert isinstance(model.get_input_embeddings(), TiedEmbedding)
+    assert {name for name, value in model.named_parameters() if value.ndim == 2} == set()
+    assert [name for name, _ in target.named_weights()] == names
+    copy = target.plain_model()
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight
+    for state in (model.state_dict(), copy.state_dict()):
+        assert all(torch.equal(before[name], state[name]) for name in before)
+    prompt = models.prompt_of(7)
+    assert Engine(target).generate(prompt, 30).token_ids == models.reference(copy, prompt, 30)

@@ -1,0 +1,40 @@
+"""Triton's kernels compile for GPUs: by its own compiler and assembler, which need none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "compile_kernels.py"
+
+
+def compile_kernels(*arguments: str) -> list[str]:
+    """The lines of the script, which runs without the interpreter that these tests are under."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, [line for line in lines if "FAILED" in line] or done.stderr
+    return lines[:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "89", "90"])
+def test_a_sample_compiles(arch: str) -> None:
+    lines = compile_kernels("--sample", "--arch", arch)
+    assert len(lines) >= 18
+    assert all("ok" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_every_two_properties_of_a_kernel_compile() -> None:
+    """For one architecture: all variants take a quarter of an hour, which the script is for."""
+    assert len(compile_kernels("--arch", "90", "--pairs")) >= 220

@@ -1,0 +1,371 @@
+"""Steps that are replayed from graphs, on a device that is not there, against steps that are launched."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Draft, Engine, SamplingParams, TransformersTarget
+from specdec.drafting.registry import drafter_names
+from specdec.errors import SpecdecWarning, TargetError
+from specdec.runners.graphs import CudaRecorder
+from specdec.step.batched_rows import Batch
+from specdec.step.block import Block
+from specdec.step.tree import Entry
+from specdec.target import FINAL
+from tests.launching import Recorder, fused, launch
+from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
+from tests.tiers import matrix
+
+SIZES = {"max_position_embeddings": 2048}
+TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 9, 10, 8, 12, 5)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=4)
+PROMPT, NEW = prompt_of(20), 24
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return launch(monkeypatch)
+
+
+def chain(rows: int) -> list[int]:
+    return list(range(-1, rows - 1))
+
+
+def tree(rows: int) -> list[int]:
+    return [-1, *((row - 1) // 2 for row in range(1, rows))]
+
+
+class Both:
+    """One model twice: its steps replayed, and launched; every forward is made by both, and compared."""
+
+    def __init__(self, family: str, **sizes: Any) -> None:
+        self.targets = [fused(new_model(family, torch.float64, **sizes)) for _ in range(2)]
+        self.caches = [target.new_cache(capacity=1500, rows=200) for target in self.targets]
+
+    def forward(self, tokens: Sequence[int], parents: Sequence[int], **options: Any) -> list[Any]:
+        draft, outputs = Draft(tokens, parents), []
+        for again, target, cache in zip((True, False), self.targets, self.caches, strict=True):
+            shape = {} if draft.is_chain else {"parents": draft.parents, "depths": draft.depths}
+            block = Block(cache, tokens, **shape, device=target.device, again=again)
+            with target.active():
+                outputs.append(target.forward(block, **options))
+        return outputs
+
+    def compare(self, outputs: list[Any]) -> None:
+        one, other = outputs
+        for name in ("logits", "hidden"):
+            assert (getattr(one, name) - getattr(other, name)).abs().max() < 1e-11
+        assert one.taps.keys() == other.taps.keys()
+        assert all((one.taps[tap] - other.taps[tap]).abs().max() < 1e-11 for tap in one.taps)
+        first, second = self.caches
+        assert first.length == second.length
+        for mine, theirs in zip((*first.keys, *first.values), (*second.keys, *second.values), strict=True):
+            seen = slice(0, min(first.length, mine.shape[2]))
+            assert (mine[:, :, seen] - theirs[:, :, seen]).abs().max() < 1e-11
+
+    def commit(self, path: Sequence[int]) -> None:
+        for cache in self.caches:
+            cache.commit(path)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_steps_are_those_that_are_launched(family: str, recorder: Recorder) -> None:
+    """Chains and trees on both sides of the buckets' borders, after texts on both sides of a window and of a growth."""
+    both = Both(family, **SIZES)
+    for number in range(9):  # 900 tokens, or 45 windows
+        rows = [7] * 100
+        both.forward(rows, chain(100), rows=())
+        both.commit(range(100))
+        for rows, parents in (
+            (1, chain(1)),
+            (2, chain(2)),
+            (3, chain(3)),
+            (15, list(TREE)),
+            (16, tree(16)),
+            (17, tree(17)),
+        ):
+            if number not in (0, 8) and rows > 2:
+                continue
+            tokens = [(3 * row + number) % VOCAB for row in range(rows)]
+            both.compare(both.forward(tokens, parents, taps={0, 2, FINAL}))
+            both.commit([0, 2, 5] if parents == list(TREE) else range(min(rows, 2)))
+    grown = [cache.grown for cache in both.caches]
+    while both.caches[0].length < 1100:
+        both.forward([5] * 60, chain(60), rows=())
+        both.commit(range(60))
+    assert ([cache.grown for cache in both.caches] != grown) == (family != "mistral")
+    for rows in (1, 6, 33):
+        both.compare(both.forward([9] * rows, tree(rows)))
+    assert sorted(set(recorder.made)) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert sum(recorder.replays.values()) > 2 * len(recorder.made)
+
+
+def test_layers_in_parts(recorder: Recorder) -> None:
+    """A first part row by row and siblings beside each other, the rest entered with all; and the taps of each."""
+    target = fused(new_model("llama", torch.float64))
+    tokens, parents = [3, 4, 5, 6, 7], [-1, 0, 1, 2, 2]
+    draft, found = Draft(tokens, parents), []
+    for again in (True, False):
+        cache = target.new_cache(capacity=60, rows=8)
+        with target.active():
+            target.forward(Block(cache, PROMPT, device=target.device, again=False), rows=())
+            cache.commit(range(len(PROMPT)))
+            parts = []
+            for row in range(3):
+                block = Block(cache, [tokens[row]], first=row, device=target.device, again=again)
+                parts.append(target.forward(block, exit_layer=1, taps={0, 1}))
+            block = Block(
+                cache, tokens[3:], parents=parents, depths=[0, 1, 2, 3, 3], first=3, device=target.device, again=again
+            )
+            parts.append(target.forward(block, exit_layer=1, taps={0, 1}))
+            hidden = torch.cat([part.hidden for part in parts])
+            block = Block.of(draft, cache, target.device)
+            block.again = again
+            rest = target.forward(block, entry=Entry(1, hidden), taps={1, 2})
+            whole = Block.of(draft, cache, target.device)
+            whole.again = again
+            found.append((parts, rest, target.forward(whole, taps={1, 2})))
+    for mine, theirs in zip(found[0][0], found[1][0], strict=True):
+        for tap in (0, 1):
+            assert (mine.taps[tap] - theirs.taps[tap]).abs().max() < 1e-12
+    for mine, theirs in ((found[0][1], found[1][1]), (found[0][2], found[1][2]), (found[0][1], found[0][2])):
+        assert (mine.logits - theirs.logits).abs().max() < 1e-12
+    assert found[0][1].taps.keys() == {1, 2}
+
+
+@pytest.mark.parametrize(("drafter", "sampling"), matrix(drafter_names(), [None, SAMPLED]))
+def test_texts_are_those_of_steps_that_are_launched(
+    drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
+) -> None:
+    plain = TransformersTarget(new_model("mistral", torch.float64))
+    target = fused(new_model("mistral", torch.float64))
+    loaded = sum(recorder.replays.values())
+    for options in settings_of(drafter, plain, tmp_path):
+        if drafter in ("kangaroo", "medusa"):
+            options = {**options, "check_target": False}  # another object of the same weights
+        expected, out = (
+            Engine(one, None, options, max_rows=24, prefill_chunk=16).generate(PROMPT, NEW, sampling)
+            for one in (plain, target)
+        )
+        assert out.token_ids == expected.token_ids, options
+    assert sum(recorder.replays.values()) - loaded >= len(out.steps)
+
+
+def test_one_graph_does_for_two_engines_and_for_texts_that_alternate(recorder: Recorder) -> None:
+    target = fused(new_model("llama", torch.float64))
+    engines = [Engine(target), Engine(target)]
+    prompts = [prompt_of(size, seed=size) for size in (5, 30)]
+    expected = [reference(target.model, prompt, 12) for prompt in prompts]
+    made = None
+    decodings = [engine.start(prompt, 12) for engine, prompt in zip(engines, prompts, strict=True)]
+    with target.active():
+        for decoding in decodings:
+            decoding.prefill()
+        while any(decoding.finish_reason is None for decoding in decodings):
+            for decoding in decodings:
+                decoding.step()
+            made = len(recorder.made) if made is None else made
+    assert [decoding.result().token_ids for decoding in decodings] == expected
+    assert len(recorder.made) == made
+
+
+@pytest.mark.parametrize(
+    ("drafter", "family", "sampling"),
+    matrix(["none", "token_recycling", "kangaroo", "draft_model"], ["llama", "mistral"], [None, SAMPLED]),
+)
+def test_texts_of_a_batch_are_those_of_each(
+    family: str, drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
+) -> None:
+    """Prompts of several lengths, of which three are under way, with rows of several numbers."""
+    plain = TransformersTarget(new_model(family, torch.float64))
+    target = fused(new_model(family, torch.float64))
+    prompts = [prompt_of(size, seed=size) for size in (20, 1, 9, 33)]
+    for options in settings_of(drafter, plain, tmp_path)[:2]:
+        if drafter == "kangaroo":
+            options = {**options, "check_target": False}
+        expected = [Engine(plain, None, options, max_rows=12).generate(prompt, 12, sampling) for prompt in prompts]
+        recorded = len(recorder.made)
+        found = Engine(target, None, options, max_rows=12).generate_batch(prompts, 12, sampling, batch=3)
+        assert [one.error for one in found] == [None] * 4
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected], options
+        assert any(rows % 4 == 0 for rows in recorder.made[recorded:])
+    assert any(replays > 3 for replays in recorder.replays.values())
+
+
+def test_threads_share_graphs(recorder: Recorder) -> None:
+    target = fused(new_model("llama", torch.float64))
+    prompts = [prompt_of(size, seed=size) for size in range(5, 9)]
+    expected = [reference(target.model, prompt, 12) for prompt in prompts]
+    found: dict[int, list[int]] = {}
+
+    def work(number: int) -> None:
+        found[number] = Engine(target, drafter="prompt_lookup").generate(prompts[number], 12).token_ids
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(4)] == expected
+
+
+def test_rows_of_a_block_that_was_made_before_its_cache_grew_are_refused(recorder: Recorder) -> None:
+    target = fused(new_model("llama", torch.float64, **SIZES))
+    cache = target.new_cache(capacity=1500, rows=8)
+    for again in (True, False):
+        block = Block(cache, [3], device=target.device, again=again)
+        cache.reserve(cache.groups[0].size + 1)
+        with target.active(), pytest.raises(TargetError, match="cache grew 1 times after a block of 1 rows was made"):
+            target.forward(block)
+        cache = target.new_cache(capacity=1500, rows=8)
+
+
+def test_what_is_recorded_beforehand_is_not_recorded_in_a_text(recorder: Recorder) -> None:
+    target = fused(new_model("llama", torch.float64))
+    target.warm_up(24)
+    assert sorted(recorder.made) == [1, 2, 4, 8, 16, 32]
+    Engine(target, None, {"name": "token_recycling", "rows": 20}, max_rows=24).generate(PROMPT, NEW)
+    assert len(recorder.made) == 6
+
+
+def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> None:
+    target = fused(new_model("llama", torch.float64))
+    expected = reference(target.model, PROMPT, 12)
+    assert target.runner.graphs("auto") == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
+    assert "attention='aten' is told" in target.runner.graphs("aten")
+    assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: transformers layers are not")
+    recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
+    with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):
+        assert Engine(target).generate(PROMPT, 12).token_ids == expected
+    replays = sum(recorder.replays.values())
+    assert Engine(target, drafter="lookahead").generate(PROMPT, 12).token_ids == expected
+    assert sum(recorder.replays.values()) == replays
+    assert target.runner.graphs("auto").startswith("not used: RuntimeError: operation not permitted")
+
+
+def test_what_is_not_recorded(recorder: Recorder) -> None:
+    """Chunks of a prompt, more rows than a graph pays for, and attention that was asked for by name."""
+    target = fused(new_model("llama", torch.float64))
+    made, replays = len(recorder.made), sum(recorder.replays.values())
+    engine = Engine(target)
+    decoding = engine.start(PROMPT, 4)
+    with target.active():
+        decoding.prefill()
+        cache = target.new_cache(capacity=300, rows=200)
+        target.forward(Block(cache, [3] * 129, device=target.device))
+        caches = [target.new_cache(capacity=60, rows=40) for _ in range(3)]
+        target.forward(Batch([Block(cache, [3] * 33, device=target.device) for cache in caches]))  # 4 x 64
+    named = fused(new_model("llama", torch.float64), attention="split")
+    assert Engine(named).generate(PROMPT, 4).token_ids == reference(target.model, PROMPT, 4)
+    assert (len(recorder.made), sum(recorder.replays.values())) == (made, replays)
+
+
+# -- The recorder of a CUDA device, against what torch does there ------------------------------------------------------
+
+
+class Driver:
+    """What torch.cuda does to streams when a graph is captured.
+
+    Attributes:
+        done: what was waited for and run, and on which stream.
+        ends: whether a capture ends as it should; else torch leaves its stream current.
+        states: of the generator of random numbers.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.ends, self.current, self.states = True, self.stream("main"), ["begun"]
+        generator = SimpleNamespace(clone_state=lambda: "anew", graphsafe_set_state=self.states.append)
+        parts = {
+            "device": lambda device: nullcontext(),
+            "graph_pool_handle": lambda: "pool",
+            "Stream": lambda: self.stream("side"),
+            "current_stream": lambda: self.current,
+            "current_device": lambda: 1,
+            "default_generators": [None, generator],
+            "stream": self.on,
+            "graph": self.captured,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.done.append("replayed")),
+        }
+        for name, part in parts.items():
+            patch.setattr(torch.cuda, name, part)
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.done.append(f"{name} waits for {other.name}"))
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        former, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = former
+
+    @contextmanager
+    def captured(self, graph: Any, pool: str, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, capture_error_mode) == ("pool", "thread_local")
+        former, self.current = self.current, SimpleNamespace(name="capture")
+        yield
+        if not self.ends:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current = former
+
+    def work(self) -> Any:
+        assert not gc.isenabled()
+        assert not CudaRecorder._one.acquire(blocking=False)  # nobody else waits for the device meanwhile
+        self.done.append(f"work on {self.current.name}")
+        return "outcome"
+
+
+WARM = ["side waits for main", "work on side", "work on side", "main waits for side"]
+
+
+def test_a_graph_is_captured_where_work_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    recorder: Any = CudaRecorder(torch.device("cuda:1"))
+    for _ in range(2):
+        outcome, replay = recorder.record(driver.work)
+        assert outcome == "outcome"
+    assert driver.done == 2 * [*WARM, "work on capture"]
+    replay()
+    assert driver.done[-1] == "replayed"
+    assert gc.isenabled()
+    assert driver.states == ["begun"]
+
+
+def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither another stream, nor a generator that takes itself for captured, nor garbage that is not collected."""
+    driver = Driver(monkeypatch)
+    driver.ends = False
+    recorder: Any = CudaRecorder(torch.device("cuda:1"))
+    with pytest.raises(RuntimeError, match="during capture"):
+        recorder.record(driver.work)
+    assert driver.done == [*WARM, "work on capture"]
+    assert driver.current.name == "main"
+    assert driver.states == ["begun", "anew"]
+    assert gc.isenabled()
+    assert not CudaRecorder._one.locked()
+
+
+def test_work_that_fails_before_a_capture_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had launched writes to the cache, as will the kernels that are launched in its place."""
+    driver = Driver(monkeypatch)
+
+    def work() -> Any:
+        driver.work()
+        raise ValueError("no kernel")
+
+    recorder: Any = CudaRecorder(torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="no kernel"):
+        recorder.record(work)
+    assert driver.done == [*WARM[:2], WARM[-1]]
+    assert driver.current.name == "main"

@@ -1,0 +1,164 @@
+"""Block: positions, slots, masks and layouts, by hand; tests/property/test_attention.py has them attended over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec import Draft
+from specdec.step.block import Block
+from specdec.step.cache import KVCache, LayerSpec
+from tests.property.trees import parent_lists
+
+#   0 -- 1 -- 3
+#    \-- 2 -- 4
+TREE = Draft([9, 8, 7, 6, 5], [-1, 0, 0, 1, 2])
+ROWS = 5
+
+
+def cache_of(length: int, window: int | None = None) -> KVCache:
+    """``length`` committed tokens, each slot's key the position that it holds."""
+    spec = LayerSpec(1, 1, 1, window, torch.device("cpu"), torch.float64)
+    cache = KVCache([spec], capacity=100, rows=ROWS)
+    for position in range(length):
+        mark = torch.full((1, 1, 1, 1), float(position), dtype=torch.float64)
+        cache.write(0, mark, mark, position)
+        cache.commit([0])
+    return cache
+
+
+def seen_by(block: Block, drafted: int) -> list[list[int]]:
+    """Per row the positions that it sees; the tree's row i counts as position ``length + i``."""
+    marks = torch.arange(block.length + block.first, block.length + block.first + block.rows, dtype=torch.float64)
+    block.store(marks[None, None, :, None], marks[None, None, :, None], 0)
+    keys, _, mask = block.visible(0, torch.float64)
+    positions = keys[0, 0, :, 0].long().tolist()
+    if mask is None:
+        return [sorted(positions)] * block.rows
+    return [sorted(p for p, m in zip(positions, row, strict=True) if m == 0) for row in mask.tolist()]
+
+
+def test_position_is_length_plus_depth() -> None:
+    block = Block.of(TREE, cache_of(10), None)
+    assert block.positions.tolist() == [[10, 11, 11, 12, 12]]
+    assert block.tokens.tolist() == [[9, 8, 7, 6, 5]]
+    assert Block.of(Draft.chain([1, 2, 3]), cache_of(4), None).positions.tolist() == [[4, 5, 6]]
+
+
+def test_tree_sees_the_text_its_ancestors_and_itself() -> None:
+    text = [0, 1, 2]
+    assert seen_by(Block.of(TREE, cache_of(3), None), ROWS) == [
+        [*text, 3],
+        [*text, 3, 4],
+        [*text, 3, 5],
+        [*text, 3, 4, 6],
+        [*text, 3, 5, 7],
+    ]
+
+
+def test_the_second_piece_of_a_tree_sees_the_first() -> None:
+    cache = cache_of(3)
+    first = Block(cache, TREE.tokens[:3], parents=TREE.parents[:3], depths=TREE.depths[:3])
+    assert seen_by(first, 3) == [[0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 5]]
+    second = Block(cache, TREE.tokens[3:], parents=TREE.parents, depths=TREE.depths, first=3)
+    assert second.positions.tolist() == [[5, 5]]
+    assert seen_by(second, 5) == [[0, 1, 2, 3, 4, 6], [0, 1, 2, 3, 5, 7]]
+
+
+def test_a_window_counts_depth_and_not_rows() -> None:
+    """Window 4 at length 10: the root, at position 10, sees 7, 8, 9; rows of depth 2, at 12, see 9 and their path."""
+    assert seen_by(Block.of(TREE, cache_of(10, window=4), None), ROWS) == [
+        [7, 8, 9, 10],
+        [8, 9, 10, 11],
+        [8, 9, 10, 12],
+        [9, 10, 11, 13],
+        [9, 10, 12, 14],
+    ]
+
+
+def test_a_window_smaller_than_the_tree_hides_its_root() -> None:
+    assert seen_by(Block.of(TREE, cache_of(10, window=2), None), ROWS) == [
+        [9, 10],
+        [10, 11],
+        [10, 12],
+        [11, 13],
+        [12, 14],
+    ]
+
+
+def test_a_lone_row_needs_no_mask() -> None:
+    cache = cache_of(3)
+    assert Block(cache, [1]).mask(cache.groups[0], torch.float32) == ((0, 4), None)
+
+
+def test_layout_of_a_chain_is_prefix_and_causal_tail() -> None:
+    cache = cache_of(6)
+    layout = Block(cache, [1, 2, 3]).layout(cache.groups[0], torch.float32)
+    assert (layout.prefix, layout.tail, layout.mask, layout.causal) == (((0, 6),), (6, 9), None, True)
+
+
+def test_layout_of_a_tree_masks_the_tree_alone() -> None:
+    cache = cache_of(6)
+    layout = Block.of(TREE, cache, None).layout(cache.groups[0], torch.float32)
+    assert (layout.prefix, layout.tail, layout.causal) == (((0, 6),), (6, 11), False)
+    assert layout.mask is not None
+    assert (layout.mask == 0).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 0, 1, 0, 1],
+    ]
+
+
+def test_layout_on_a_ring() -> None:
+    """Window 4, rows 5: a ring of 8. At length 10 all see position 9; 7 and 8 are the window's edge, then the tree."""
+    cache = cache_of(10, window=4)
+    assert cache.groups[0].size == 8
+    layout = Block.of(TREE, cache, None).layout(cache.groups[0], torch.float32)
+    assert layout.prefix == ((1, 2),)
+    assert isinstance(layout.tail, torch.Tensor)
+    assert layout.tail.tolist() == [7, 0, 2, 3, 4, 5, 6]
+    assert layout.mask is not None
+    assert (layout.mask == 0).int().tolist() == [
+        [1, 1, 1, 0, 0, 0, 0],
+        [0, 1, 1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0, 1, 0],
+        [0, 0, 1, 0, 1, 0, 1],
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@given(parents=parent_lists(ROWS), length=st.integers(0, 30), data=st.data())
+def test_mask_and_layout_agree_with_a_list(
+    window: int | None, parents: list[int], length: int, data: st.DataObject
+) -> None:
+    """Every row's positions, one by one, for the mask and for the layout, also for the tree's second piece."""
+    draft = Draft([0] * len(parents), parents)
+    first = data.draw(st.integers(0, len(parents) - 1))
+    cache = cache_of(length, window)
+    if first:
+        seen_by(Block(cache, draft.tokens[:first], parents=parents[:first], depths=draft.depths[:first]), first)
+    block = Block(cache, draft.tokens[first:], parents=parents, depths=draft.depths, first=first)
+    expected = []
+    for row in range(first, len(parents)):
+        position, seen, above = length + draft.depths[row], list[int](), row
+        while above >= 0:
+            seen += [length + above] * (window is None or draft.depths[row] - draft.depths[above] < window)
+            above = parents[above]
+        expected.append(sorted([p for p in range(length) if window is None or position - p < window] + seen))
+    assert seen_by(block, len(parents)) == expected
+
+    group = cache.groups[0]
+    layout = block.layout(group, torch.float64)
+    holds = group.keys[0, 0, 0, :, 0]
+    common = [int(holds[slot]) for start, stop in layout.prefix for slot in range(start, stop)]
+    slots = list(range(*layout.tail)) if isinstance(layout.tail, tuple) else layout.tail.tolist()
+    for number, row in enumerate(expected):
+        open_ = [layout.mask is None or layout.mask[number, place] == 0 for place in range(len(slots))]
+        if layout.causal:
+            open_ = [place <= number for place in range(len(slots))]
+        assert sorted([*common, *(int(holds[s]) for s, o in zip(slots, open_, strict=True) if o)]) == row
