@@ -155,15 +155,15 @@ class DraftModelSession(BatchedSession):
         weights = model.layer_weights + model.vocab_size * model.hidden_size
         self._price = pass_price(weights, context.target, context.costs, context.prompt_length)
 
-    def passes(self, room: int) -> Passes[Draft]:
+    def passes(self, row_budget: int) -> Passes[Draft]:
         context = self._context
         depth = min(self._config.tokens, context.remaining - 1)
         self._fed = 0
-        if depth < 1 or room < 2 or len(context.tokens) + depth > self._model.context_length:
+        if depth < 1 or row_budget < 2 or len(context.tokens) + depth > self._model.context_length:
             self._draft = Draft.chain([context.root])
         else:
             logits, root = yield from self._catch_up()
-            widths = fitting(self._config.widths, depth, room)
+            widths = fitting(self._config.widths, depth, row_budget)
             # A child that is drawn has to have a probability, and of the second one nobody knows without reading it.
             if self._stays and (max(widths) == 1 or not self._draws):
                 self._draft = yield from self._grow_there(logits, root, widths)
@@ -317,14 +317,14 @@ def _there(values: list[float], tokens: list[float], probabilities: list[float])
     return [(int(token), probability) for value, token, probability in found if value > -math.inf]
 
 
-def fitting(widths: Sequence[int], depth: int, room: int) -> list[int]:
-    """Children per row of each of ``depth`` levels, such that the full tree has at most ``room`` rows.
+def fitting(widths: Sequence[int], depth: int, row_budget: int) -> list[int]:
+    """Children per row of each of ``depth`` levels, such that the full tree has at most ``row_budget`` rows.
 
     Decided before anything is drawn: were it decided row by row, what one branch drew could cost another its children.
 
     Example: widths [3, 2] at depth 3 are [3, 2, 1] in 16 rows, and [3, 2] in 12: three more do not fit.
     """
-    fitted, level, left = list[int](), 1, room - 1
+    fitted, level, left = list[int](), 1, row_budget - 1
     for deep in range(depth):
         width = min(widths[deep] if deep < len(widths) else 1, left // level)
         if not width:

@@ -58,9 +58,9 @@ class JacobiSession:
         self._context = context
         self._guess: list[int] = []
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         context = self._context
-        size = min(self._guesses, room - 1, context.remaining - 1)
+        size = min(self._guesses, row_budget - 1, context.remaining - 1)
         while len(self._guess) < size:
             self._guess.append(context.rng.choice(context.tokens))
         return Draft.chain([context.root, *self._guess[:size]])

@@ -201,20 +201,20 @@ class LookaheadSession:
         self._window = Window(window, ngram, seeds)
         self._last: list[int] = []
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         config, context = self._config, self._context
         self._last = []
-        if room < 2:
+        if row_budget < 2:
             return Draft.chain([context.root])
         if config.pool_from_prompt:
             self._pool.read(context.tokens)
         builder = DraftBuilder(context.root)
-        # The window first, so that a small room costs guesses and not the window's order.
-        if len(builder) + self._window.rows <= room:
+        # The window first, so that a small budget costs guesses and not the window's order.
+        if len(builder) + self._window.rows <= row_budget:
             self._last = self._window.place(builder, config.verify_window)
         if config.verify:
             for guess in self._pool.of(context.root):
-                builder.add_path(guess[: context.remaining - 1], room=room)
+                builder.add_path(guess[: context.remaining - 1], row_budget=row_budget)
         return builder.build(read=self._last)
 
     def observe(self, seen: Observation) -> None:

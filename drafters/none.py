@@ -32,7 +32,7 @@ class PlainSession:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         return Draft.chain([self._context.root])
 
     def observe(self, seen: Observation) -> None:

@@ -72,19 +72,19 @@ class PromptLookupSession:
         self._after: dict[tuple[int, ...], list[int]] = {}
         self._indexed = 0
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         config, context = self._config, self._context
-        if room < 2:
+        if row_budget < 2:
             return Draft.chain([context.root])
         self._index()
-        size = min(config.tokens, context.remaining - 1, room - 1)
+        size = min(config.tokens, context.remaining - 1, row_budget - 1)
         length, starts = self._matches()
         if len(starts) <= 1:
             path = self._continuation(starts[0], size) if starts else []
             return Draft.chain([context.root, *path], match_length=length)
         builder = DraftBuilder(context.root)
         for start in starts:
-            builder.add_path(self._continuation(start, size), room=room)
+            builder.add_path(self._continuation(start, size), row_budget=row_budget)
         return builder.build(match_length=length)
 
     def observe(self, seen: Observation) -> None:

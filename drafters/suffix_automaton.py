@@ -185,9 +185,9 @@ class SuffixAutomatonSession:
         self._cursor = None if corpus is None else Cursor(corpus)
         self._read()
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         config, context = self._config, self._context
-        if room < 2:
+        if row_budget < 2:
             return Draft.chain([context.root])
         self._read()
         end, length = self._text.match
@@ -196,7 +196,7 @@ class SuffixAutomatonSession:
             source, (end, length) = self._corpus.tokens, there
         if length < config.min_match:
             return Draft.chain([context.root])
-        size = max(1, int(min(config.factor * length, config.max_tokens, context.remaining - 1, room - 1)))
+        size = max(1, int(min(config.factor * length, config.max_tokens, context.remaining - 1, row_budget - 1)))
         path = source[end : end + size]
         if source is self._text.tokens:
             # A match that runs into the end of the text goes on with the draft itself.

@@ -66,9 +66,9 @@ class _RecorderSession:
     def __init__(self, inner: Any, context: Context, steps: list[RecordedStep]) -> None:
         self._inner, self._context, self._steps = inner, context, steps
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         self._before = list(self._context.tokens)
-        draft: Draft = self._inner.propose(room)
+        draft: Draft = self._inner.propose(row_budget)
         return draft
 
     def observe(self, seen: Observation) -> None:

@@ -63,8 +63,8 @@ class NotedSession:
     def __init__(self, noted: Noted, inner: DraftSession) -> None:
         self._noted, self._inner = noted, inner
 
-    def propose(self, room: int) -> Draft:
-        return self._inner.propose(room)
+    def propose(self, row_budget: int) -> Draft:
+        return self._inner.propose(row_budget)
 
     def observe(self, seen: Observation) -> None:
         if seen.draft is not None:

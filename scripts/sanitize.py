@@ -28,6 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from specdec.native import library  # noqa: E402
+
 SOURCE = ROOT / "specdec" / "native" / "layers.c"
 TEAM = Path(__file__).with_name("sanitize_team.c")
 COMMON = ("-O1", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-g1", "-fno-omit-frame-pointer")
@@ -119,7 +123,6 @@ def run_inside(name: str, source: Path, arguments: Sequence[str]) -> int:
     import pytest
     import torch
 
-    from specdec.native import library
     from specdec.runners.memory_pages import HugePages
 
     library._SOURCE, library._SECONDS = source, SECONDS
@@ -168,7 +171,9 @@ def path_of(library: str) -> str | None:
 def sees(fault: Fault, folder: Path) -> str | None:
     """Why a fault that was put in is not seen, if it is not."""
     source = folder / f"{fault.name.replace(' ', '_')}.c"
-    source.write_text(SOURCE.read_text(encoding="utf-8").replace(fault.before, fault.after), encoding="utf-8")
+    text = library.source(SOURCE)  # with its headers in their places
+    assert text.count(fault.before) == 1, f"{fault.name} has no place in the source"
+    source.write_text(text.replace(fault.before, fault.after), encoding="utf-8")
     done = run_under(fault.sanitizer, source, folder, [fault.test])
     return None if done.returncode and fault.report in done.stdout else f"exit {done.returncode}\n{done.stdout}\n"
 

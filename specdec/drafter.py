@@ -2,12 +2,13 @@
 
 A *drafter* holds what sequences share: options, weights, a datastore. A *session* holds one sequence's state and has
 two methods. Exactness does not depend on it: whatever a session proposes, the engine emits the target's own text.
-(:class:`BatchedSession` and :class:`AskingSession` are for drafters with a model, which may say more.)
+(:class:`BatchedSession` and :class:`ReadbackSession` are for drafters with a model, which may say more.)
 """
 
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, final, runtime_checkable
@@ -16,6 +17,7 @@ import torch
 
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.policy import RowPolicy
+from specdec.errors import SpecdecWarning
 from specdec.sampling.noise import Noise
 from specdec.sampling.scores import Scores
 from specdec.settings.sampling_params import SamplingParams
@@ -25,15 +27,15 @@ from specdec.step.tree import Draft
 from specdec.target import Target
 
 __all__ = [
-    "AskingSession",
     "BatchedSession",
     "Context",
+    "DeviceStep",
     "DraftSession",
     "Drafter",
     "DrafterBase",
     "DrafterWrapper",
     "Observation",
-    "Question",
+    "ReadbackSession",
 ]
 
 
@@ -91,7 +93,7 @@ class Observation:
         tokens: the tokens emitted, bonus last; for a chunk its own tokens. They stand in ``Context.tokens`` already.
         scores: logits of the draft's scored rows; None for a chunk.
         taps: the drafter's ``taps``: layer -> [T, D], all rows of the block.
-        answer: what the session's ``ask`` gave, copied from the device; None where it was not asked.
+        readback: what the session's ``readback`` gave, copied from the device; None where it was not asked.
     """
 
     draft: Draft | None
@@ -99,7 +101,7 @@ class Observation:
     tokens: Sequence[int]
     scores: Scores | None = None
     taps: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    answer: Sequence[int] | None = None
+    readback: Sequence[int] | None = None
 
     def argmax(self, row: int) -> int:
         """The target's greedy token after a scored row of the draft."""
@@ -108,7 +110,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class DeviceStep:
     """A step on a device, before anything of it was copied to the host.
 
     Attributes:
@@ -127,17 +129,17 @@ class Question:
 
 
 @runtime_checkable
-class AskingSession(Protocol):
+class ReadbackSession(Protocol):
     """A session that reads numbers of every step, and has them come with the step's one copy from the device."""
 
-    def ask(self, question: Question) -> torch.Tensor | None:
-        """int64, what ``Observation.answer`` is to hold; only asked on accelerators, so ``observe`` may be without."""
+    def readback(self, step: DeviceStep) -> torch.Tensor | None:
+        """int64, what ``Observation.readback`` is to hold; on accelerators only, so ``observe`` may be without."""
 
 
 class BatchedSession:
     """A session that runs a model to draft, and in a batch has its passes run together with other sequences'."""
 
-    def passes(self, room: int) -> Passes[Draft]:
+    def passes(self, row_budget: int) -> Passes[Draft]:
         """What ``propose`` does, as a generator that yields each :class:`specdec.step.forward_passes.Pass` and is sent
         its answer.
 
@@ -146,16 +148,16 @@ class BatchedSession:
         raise NotImplementedError
 
     @final
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         """As of any session, with each pass run by itself."""
-        return alone(self.passes(room))
+        return alone(self.passes(row_budget))
 
 
 class DraftSession(Protocol):
     """One sequence's drafting state."""
 
-    def propose(self, room: int) -> Draft:
-        """A tree of at most ``room`` rows, the root included; the root alone is a plain step."""
+    def propose(self, row_budget: int) -> Draft:
+        """A tree of at most ``row_budget`` rows, the root included; the root alone is a plain step."""
 
     def observe(self, seen: Observation) -> None:
         """Learn from a step that it proposed (or, if the drafter has taps, from text that it was not asked for)."""
@@ -173,10 +175,10 @@ class Drafter(Protocol):
             then told nothing.
         needs_draft: False where sessions take a step as it was, whoever proposed its rows. Beside other drafters, in a
             ``union``, they are shown all of it, which is less work than to show them what became of their own draft.
-        likeliest: how many of each scored row's likeliest tokens sessions read. Where several processes share a step's
+        top_k: how many of each scored row's likeliest tokens sessions read. Where several processes share a step's
             rows, neither more than that many nor logits are there.
         proposes: False where drafts are the root alone, so that nothing has to be known of what rows cost.
-        plans_rows: sessions choose their rows by ``context.policy.prices``; others' room is bounded by the policy.
+        plans_rows: sessions choose their rows by ``context.policy.prices``; others' row budget the policy bounds.
         draws: False where no draft comes with a q, unless ``acceptance`` is ``reject``. Otherwise a text that is
             sampled depends on the rows proposed, and in a batch these must not depend on the other sequences.
         fixed_cost_rows: what drafting costs besides the rows that are verified, in rows of a small model: a tenth of a
@@ -187,7 +189,7 @@ class Drafter(Protocol):
     taps: frozenset[int]
     needs_observe: bool
     needs_draft: bool
-    likeliest: int
+    top_k: int
     proposes: bool
     plans_rows: bool
     draws: bool
@@ -209,11 +211,18 @@ class DrafterBase:
     taps: frozenset[int] = frozenset()
     needs_observe: bool = True
     needs_draft: bool = True
-    likeliest: int = 1
+    top_k: int = 1
     proposes: bool = True
     plans_rows: bool = False
     draws: bool = True
     fixed_cost_rows: int = 0
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "likeliest" in cls.__dict__:  # its name of before
+            message = f"{cls.__name__}.likeliest is called top_k now; rename it"
+            warnings.warn(message, SpecdecWarning, stacklevel=2)
+            cls.top_k = cls.__dict__["likeliest"]
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
@@ -236,7 +245,7 @@ class DrafterWrapper:
         self.taps = inner.taps
         self.needs_observe = inner.needs_observe
         self.needs_draft = inner.needs_draft
-        self.likeliest = inner.likeliest
+        self.top_k = inner.top_k
         self.proposes = inner.proposes
         self.plans_rows = inner.plans_rows
         self.draws = inner.draws

@@ -10,7 +10,7 @@ import torch
 
 from specdec.runners.runner import FINAL
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Peaks, Scores
+from specdec.sampling.scores import RowArgmax, Scores
 from specdec.sampling.verify import Verdict
 from specdec.step.block import Rows
 from specdec.step.cache import KVCache
@@ -28,30 +28,30 @@ class TargetOutput:
         logits: of the rows asked for; None where none were, or the forward left early.
         hidden: [T, D] residual stream after the last layer that ran.
         taps: see the attribute; of a layer that only the first rows came through, those.
-        peaks: see the attribute.
+        argmax: see the attribute.
 
     Attributes:
         taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
-        peaks: the likeliest tokens of a batch's rows, found for all at once, and where these rows begin and end among
+        argmax: the likeliest tokens of a batch's rows, found for all at once, and where these rows begin and end among
             them.
     """
 
-    __slots__ = ("_hidden", "_logits", "_rows", "peaks", "taps")
+    __slots__ = ("_hidden", "_logits", "_rows", "argmax", "taps")
 
     def __init__(
         self,
         logits: torch.Tensor | None,
         hidden: torch.Tensor,
         taps: Mapping[int, torch.Tensor] | None = None,
-        peaks: tuple[Peaks, int, int] | None = None,
+        argmax: tuple[RowArgmax, int, int] | None = None,
     ) -> None:
         self._logits, self._hidden, self._rows = logits, hidden, _ALL
         self.taps: Mapping[int, torch.Tensor] = {} if taps is None else taps
-        self.peaks = peaks
+        self.argmax = argmax
 
-    def part(self, first: int, last: int, peaks: tuple[Peaks, int, int] | None) -> TargetOutput:
-        """Rows [first, last), whose logits are those of ``peaks``; nothing is cut before somebody reads it."""
-        part = TargetOutput(None if peaks is None else self._logits, self._hidden, peaks=peaks)
+    def part(self, first: int, last: int, argmax: tuple[RowArgmax, int, int] | None) -> TargetOutput:
+        """Rows [first, last), whose logits are those of ``argmax``; nothing is cut before somebody reads it."""
+        part = TargetOutput(None if argmax is None else self._logits, self._hidden, argmax=argmax)
         part._rows = slice(first, last)
         if self.taps:
             part.taps = _Cut(self.taps, first, last)
@@ -60,9 +60,9 @@ class TargetOutput:
     @property
     def logits(self) -> torch.Tensor | None:
         """[R, V] of the rows asked for, in the target's dtype; None where none were, or the forward left early."""
-        if self._rows is _ALL or self._logits is None or self.peaks is None:
+        if self._rows is _ALL or self._logits is None or self.argmax is None:
             return self._logits
-        return self._logits[self.peaks[1] : self.peaks[2]]
+        return self._logits[self.argmax[1] : self.argmax[2]]
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -72,7 +72,7 @@ class TargetOutput:
     def scores(self, rows: Sequence[int] | None) -> Scores:
         """Of the ``rows`` that logits were asked for."""
         assert self._logits is not None
-        return Scores(self._logits if self._rows is _ALL else self._cut, rows, self.peaks)
+        return Scores(self._logits if self._rows is _ALL else self._cut, rows, self.argmax)
 
     def _cut(self) -> torch.Tensor:
         assert self.logits is not None
@@ -120,7 +120,7 @@ class Target(Protocol):
     options: dict[str, Any]
 
     @property
-    def alike(self) -> bool:
+    def batch_invariant(self) -> bool:
         """Whether a row's numbers are the same, bit for bit, whatever rows are beside it."""
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
@@ -134,18 +134,18 @@ class Target(Protocol):
         exit_layer: int | None = None,
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
-        likeliest: int = 1,
+        top_k: int = 1,
     ) -> TargetOutput:
         """Run the block's rows through layers [entry.layer or 0, exit_layer or all).
 
-        ``rows``: those whose logits are wanted; None for all, empty for none. ``likeliest``: how many of each one's
+        ``rows``: those whose logits are wanted; None for all, empty for none. ``top_k``: how many of each one's
         largest somebody will read.
         """
 
     def verify(
-        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int, scores: Scores | None = None
     ) -> tuple[Verdict, Scores]:
-        """Judge a draft by what its forward gave; ``likeliest`` is the drafter's.
+        """Judge a draft by what its forward gave; ``top_k`` is the drafter's.
 
         ``scores`` are the output's, where something was copied from the device already.
         """

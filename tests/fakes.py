@@ -33,7 +33,7 @@ class Reciter:
     device = head_device = CPU
     dtype = torch.float64
     backend = "sdpa"
-    alike = True
+    batch_invariant = True
     name = "reciter"
 
     def __init__(
@@ -73,7 +73,7 @@ class Reciter:
         exit_layer: int | None = None,
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
-        likeliest: int = 1,
+        top_k: int = 1,
     ) -> TargetOutput:
         tokens = block.tokens[0].to(self.dtype)[None, None, :, None]
         block.store(tokens, tokens, 0)
@@ -89,7 +89,7 @@ class Reciter:
         return TargetOutput(logits, hidden)
 
     def verify(
-        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int, scores: Scores | None = None
     ) -> tuple[Verdict, Scores]:
         assert output.logits is not None
         return verify(output.scores(draft.scored_rows()) if scores is None else scores, draft, sampler)
@@ -124,9 +124,9 @@ class Scripted(DrafterBase):
         self.context, self.rooms, self.seen = context, list[int](), list[Observation]()
         return self
 
-    def propose(self, room: int) -> Draft:
-        self.rooms.append(room)
-        return self.draft(self.context, room)
+    def propose(self, row_budget: int) -> Draft:
+        self.rooms.append(row_budget)
+        return self.draft(self.context, row_budget)
 
     def observe(self, seen: Observation) -> None:
         self.seen.append(seen)
@@ -153,10 +153,10 @@ class OracleSession:
         self._oracle, self._context = oracle, context
         self._rng = random.Random(len(context.tokens))
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         oracle, rng = self._oracle, self._rng
         known = len(self._context.tokens)
-        truth = oracle.text[known : known + min(oracle.deepest, self._context.remaining - 1, room - 1)]
+        truth = oracle.text[known : known + min(oracle.deepest, self._context.remaining - 1, row_budget - 1)]
         if oracle.steady:
             return Draft.chain([self._context.root, *truth])
         tokens, parents, probes = [self._context.root], [-1], set[int]()
@@ -168,7 +168,7 @@ class OracleSession:
                 probes.add(len(tokens) - 1)
             return len(tokens) - 1
 
-        row, left = 0, room - 1 - len(truth)
+        row, left = 0, row_budget - 1 - len(truth)
         for token in truth[: rng.randint(0, len(truth))]:
             for _ in range(rng.randint(0, 2)):
                 if left < 2:
@@ -212,11 +212,11 @@ class DrawingSession:
     def __init__(self, drafter: Drawing, context: Context) -> None:
         self._drafter, self._context = drafter, context
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         context, drafter = self._context, self._drafter
         tokens, parents, q = [context.root], [-1], dict[int, torch.Tensor]()
         level = [0]
-        for depth, width in enumerate(drafter.widths[: min(context.remaining, room) - 1]):
+        for depth, width in enumerate(drafter.widths[: min(context.remaining, row_budget) - 1]):
             below: list[int] = []
             for row in level:
                 drawn = drafter.q[tokens[row]]
@@ -235,7 +235,7 @@ class DrawingSession:
                     parents.append(row)
                     below.append(len(tokens) - 1)
             level = below
-        assert len(tokens) <= room
+        assert len(tokens) <= row_budget
         return Draft(tokens, parents, q=q)
 
     def observe(self, seen: Observation) -> None:
@@ -264,8 +264,8 @@ class SpySession:
     def __init__(self, spy: Spy, inner: DraftSession, context: Context) -> None:
         self._spy, self._inner, self._context = spy, inner, context
 
-    def propose(self, room: int) -> Draft:
-        draft = self._inner.propose(room)
+    def propose(self, row_budget: int) -> Draft:
+        draft = self._inner.propose(row_budget)
         self._spy.on_draft(draft)
         return draft
 

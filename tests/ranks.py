@@ -72,7 +72,7 @@ class ThreadRanks(Ranks):
     def lead(self, tensor: torch.Tensor, *, patient: bool = False) -> torch.Tensor:
         return self._all(tensor, patient)[0].clone()
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """As it is; nothing is written out."""
         return self._exchange(value)[0]
 

@@ -31,7 +31,7 @@ from drafters.rest.stdlib_corpus import STDLIB
 from drafters.shared.weights import check_fit, weights_folder
 from specdec.drafter import Drafter
 from specdec.engine.engine import Engine
-from specdec.engine.sequence import Decoding
+from specdec.engine.sequence import SequenceState
 from specdec.errors import ConfigError, pip_line
 from specdec.results import Statistics
 from specdec.settings.files import write_text, writing
@@ -188,7 +188,7 @@ def step_seconds(
     budget = min(4 * steps, engine.target.context_length - len(prompt))
     times: dict[int, list[float]] = {key: [] for key in drafters}
     with engine.target.active():
-        running: dict[int, Decoding] = {}
+        running: dict[int, SequenceState] = {}
         for turn in range(-3, steps):  # the first ones warm up
             for key, drafter in drafters.items():
                 if key not in running or running[key].finish_reason is not None:

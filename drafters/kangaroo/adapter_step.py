@@ -41,7 +41,7 @@ class AdapterStep:
     Attributes:
         config: the adapter's.
         norm: [D] weight of its last norm, which tells dtype and device.
-        alike: whether a sequence's logits are the same, bit for bit, whatever sequences are beside it.
+        batch_invariant: whether a sequence's logits are the same, bit for bit, whatever sequences are beside it.
     """
 
     def __init__(self, adapter: Adapter, head: Linear, target_norm: Linear | None = None) -> None:
@@ -55,7 +55,7 @@ class AdapterStep:
         if self.config.has_mlp:
             self._mlp_norm = adapter.mlp_norm.detach()
             self._gate_up, self._down = _stored(adapter.gate_proj, adapter.up_proj), _stored(adapter.down_proj)
-        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
         self._layer: NativeLayers | None = None
         self._native_head: NativeHead | None = None
         if self.config.attends and self.config.has_mlp:
@@ -69,7 +69,7 @@ class AdapterStep:
                 own = self._head.packed if isinstance(self._head, HeadOf) else self._head
                 if isinstance(own, PackedWeight):
                     self._native_head = NativeHead(self.norm, eps, own)
-        self.alike = self._layer is not None
+        self.batch_invariant = self._layer is not None
 
     def absorb(self, features: torch.Tensor, cache: AdapterCache) -> None:
         """Cache keys and values of ``features`` [T, D] as the next T positions."""
@@ -157,12 +157,12 @@ class AdapterStep:
 
         In float32 for the library, which reads them so.
         """
-        if self._turns is None or self._turns[0].shape[1] < end:
+        if self._cos_sin is None or self._cos_sin[0].shape[1] < end:
             places = torch.arange(max(1024, 1 << end.bit_length()), device=self.norm.device)
             cos, sin = rotations(places, self.config, self.norm.dtype)
-            turns = cos[None], signed(sin)[None]
-            self._turns = turns if self._layer is None else (turns[0].float(), turns[1].float())
-        return self._turns
+            cos_sin = cos[None], signed(sin)[None]
+            self._cos_sin = cos_sin if self._layer is None else (cos_sin[0].float(), cos_sin[1].float())
+        return self._cos_sin
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)

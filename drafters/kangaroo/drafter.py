@@ -28,7 +28,7 @@ import torch
 
 from drafters.kangaroo.adapter import Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
-from drafters.shared.vocabulary import DraftVocabulary, coupled, likeliest, processed
+from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
@@ -99,7 +99,7 @@ class Kangaroo(DrafterBase):
         super().__init__(config)
         self.vocabulary = DraftVocabulary(adapter.draft_tokens, target)
         self.adapter = AdapterStep(adapter, self.vocabulary.head, target.norm)
-        self.alike = self.adapter.alike and target.alike
+        self.batch_invariant = self.adapter.batch_invariant and target.batch_invariant
         self.exit_layer = adapter.config.exit_layer
         self.eta = adapter.config.eta if config.eta is None else config.eta
         self.gamma = adapter.config.gamma if config.gamma is None else config.gamma
@@ -186,10 +186,10 @@ class KangarooSession(BatchedSession):
         ranks = range(min(drafter.branch, context.max_rows))
         self._ranks = [[_ACCEPTED * (1 - _ACCEPTED) ** rank * _GUESSES, _GUESSES] for rank in ranks]
 
-    def passes(self, room: int) -> Passes[Draft]:
-        """One round: shallow pass, adapter, shallow pass, ... until gamma, the room, or a lack of confidence."""
+    def passes(self, row_budget: int) -> Passes[Draft]:
+        """One round: shallow pass, adapter, shallow pass, ... until gamma, the row budget, or a lack of confidence."""
         drafter, context, drawn_from = self._drafter, self._context, None
-        most = min(self._gamma, room - 1, context.remaining - 1)
+        most = min(self._gamma, row_budget - 1, context.remaining - 1)
         parents, depths = [-1], [0]
         self._drafted, self._above, self._guessed = [], [], []
         tokens: list[int] = [context.root]
@@ -203,10 +203,10 @@ class KangarooSession(BatchedSession):
         unread: list[torch.Tensor] = [root.brought.block.tokens[0]] if self._stays else []
         q: dict[int, torch.Tensor] = {}
         nodes, reached, cost = range(1), [1.0], 0.0  # rows to guess behind, and the chances that all above is right
-        while nodes and depths[nodes[0]] < most and len(parents) < room:
+        while nodes and depths[nodes[0]] < most and len(parents) < row_budget:
             scores = self._scores((yield self._guess(nodes, features[-1], parents, depths)))
             cost += self._guess_price * self._steps[len(nodes)]
-            last, first, left = nodes[0], len(parents), min(drafter.branch, room - len(parents))
+            last, first, left = nodes[0], len(parents), min(drafter.branch, row_budget - len(parents))
             listed = None if self._draws else self._listed(scores, depths[last])
             if listed is None:
                 shares, places, drawn_from = (self._draw if self._draws else self._rank)(scores[0], depths[last])
@@ -402,7 +402,7 @@ class KangarooSession(BatchedSession):
             self._pending.clear()
         places, seen = (None, None) if chain else (self._above, [depths[row] for row in self._drafted])
         nodes = Nodes(features.to(self._adapter.norm.device), self._cache, first, places, seen)
-        return Pass(self._drafter.guess, nodes, self._drafter.alike)
+        return Pass(self._drafter.guess, nodes, self._drafter.batch_invariant)
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         """[N, d] guesses, under the processors that the target's logits are under."""
@@ -423,7 +423,7 @@ class KangarooSession(BatchedSession):
             return None
         found, place = list[tuple[Sequence[float], Sequence[float]]](), self._place(depth)
         for row in scores:
-            one = likeliest(row, self._drafter.branch, self._noise, place, self._temperature)
+            one = top_k(row, self._drafter.branch, self._noise, place, self._temperature)
             if one is None:
                 shares, places, _ = self._rank(row, depth)
                 found.append((places.tolist(), shares.tolist()))

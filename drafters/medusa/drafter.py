@@ -23,10 +23,10 @@ from drafters.medusa.heads import MedusaHeads
 from drafters.medusa.heads_step import HeadsStep, State
 from drafters.medusa.rank_paths import Node, check_tree, nodes_of, paths_of
 from drafters.shared.scored_tree import Grown, Margin, grow
-from drafters.shared.vocabulary import DraftVocabulary, coupled, likeliest, processed
+from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
-from specdec.drafter import BatchedSession, Context, DrafterBase, Observation, Question
+from specdec.drafter import BatchedSession, Context, DeviceStep, DrafterBase, Observation
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.tree import Draft
@@ -48,7 +48,7 @@ class MedusaConfig:
         heads: folder of trained heads, ours or published ones; None is the one in this package that was trained for the
             model.
         tree: a name in ``TREES``, a ``.yaml`` file (of ``specdec tree-search``, or with a list), or rank paths such as
-            ``[[0], [0, 0], [1]]``, likeliest first, since a narrow room cuts the end; None grows one in every step, of
+            ``[[0], [0, 0], [1]]``, likeliest first, as a small budget cuts the end; None grows one in every step, of
             the rows that pay by how probable the heads find them, and by how often that was right in this text.
         check_target: refuse a model that is not the one the heads were trained for.
     """
@@ -114,7 +114,7 @@ class Medusa(DrafterBase):
         logits = self.step.each(states)
         found = list[Guesses]()
         for own, session in zip(logits, sessions, strict=True):
-            ranked = likeliest(own, self.ranks, None, 0, 0.0) if session is None else session.likeliest(own)
+            ranked = top_k(own, self.ranks, None, 0, 0.0) if session is None else session.top_k(own)
             if ranked is None:  # then of all of them
                 break
             found.append([*zip(*ranked, strict=True)])
@@ -161,11 +161,11 @@ class MedusaSession(BatchedSession):
         self._noise = drafter.vocabulary.noise(context.noise)
         self._processors = replace(params, repetition_penalty=1.0).processors()  # those that read no prefix
 
-    def passes(self, room: int) -> Passes[Draft]:
+    def passes(self, row_budget: int) -> Passes[Draft]:
         """The tree, less what is deeper than the text may get, has no chance at all or does not fit."""
         drafter, context = self._drafter, self._context
         deepest = context.remaining - 1
-        if self._seen is None or room < 2 or deepest < 1:
+        if self._seen is None or row_budget < 2 or deepest < 1:
             return Draft.chain([context.root])
         if self._guesses is None:
             self._guesses = _sound((yield Pass(drafter.lists, self._brought())))
@@ -175,7 +175,7 @@ class MedusaSession(BatchedSession):
         if not rates:
             return Draft([context.root], [-1], cost=self._price)
         tokens, parents, token_of = [context.root], [-1], drafter.vocabulary.token
-        for parent, rank, depth, _ in self._nodes(rates, room - 1, sure):
+        for parent, rank, depth, _ in self._nodes(rates, row_budget - 1, sure):
             tokens.append(token_of(int(guesses[depth - 1][0][rank])))
             parents.append(parent)
         wrong = max(1 - sure * rates[0][0], 0.01)
@@ -189,15 +189,15 @@ class MedusaSession(BatchedSession):
         nodes = grow(rates, min(most, _MOST), self._margin.least, sure)
         return nodes[: self._margin.size([worth for _, _, _, worth in nodes])]
 
-    def likeliest(self, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]] | None:
+    def top_k(self, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]] | None:
         """By the heads' logits [heads, d], the likeliest ones of the tokens that the target will draw; or None."""
         scores, ranks, position = self._processed(logits), self._drafter.ranks, len(self._context.tokens)
-        return likeliest(scores, ranks, self._noise, position, self._temperature)
+        return top_k(scores, ranks, self._noise, position, self._temperature)
 
     def drawn(self, logits: torch.Tensor, depth: torch.Tensor | None = None) -> torch.Tensor:
         """Of the heads' logits [heads, d], those of the tokens that the target will draw.
 
-        ``depth``: of the row that ends a step which is not over, see :class:`specdec.drafter.Question`.
+        ``depth``: of the row that ends a step which is not over, see :class:`specdec.drafter.DeviceStep`.
         """
         position, heads = len(self._context.tokens), range(len(logits))
         if depth is None:
@@ -218,13 +218,13 @@ class MedusaSession(BatchedSession):
         assert self._seen is not None
         return State(self._seen[FINAL], self._last, self._context.root), self if self._samples else None
 
-    def ask(self, question: Question) -> torch.Tensor | None:
-        hidden = question.taps[FINAL]
-        if question.last is None:
+    def readback(self, step: DeviceStep) -> torch.Tensor | None:
+        hidden = step.taps[FINAL]
+        if step.last is None:
             return None
-        assert question.root is not None
-        (logits,) = self._drafter.step.logits(hidden.index_select(0, question.last.to(hidden.device)), question.root)
-        found = self._drafter.ranked([self.drawn(logits, question.depth) if self._samples else logits])
+        assert step.root is not None
+        (logits,) = self._drafter.step.logits(hidden.index_select(0, step.last.to(hidden.device)), step.root)
+        found = self._drafter.ranked([self.drawn(logits, step.depth) if self._samples else logits])
         return found.flatten().view(torch.int64)  # the numbers' bits
 
     def observe(self, seen: Observation) -> None:
@@ -240,6 +240,6 @@ class MedusaSession(BatchedSession):
         if prompt_ends and device_copies.is_apart(self._context.target.head_device):
             # Read with the prompt, as later guesses come with a step's copy: no step has a copy of its own for them.
             self._guesses = _sound(*self._drafter.lists([self._brought()]))
-        if seen.answer is not None:
-            found = np.array(seen.answer, dtype=np.int64).view(np.float64)
+        if seen.readback is not None:
+            found = np.array(seen.readback, dtype=np.int64).view(np.float64)
             self._guesses = _sound([(own[0], own[1]) for own in found.reshape(-1, 2, self._drafter.ranks).tolist()])

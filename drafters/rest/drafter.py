@@ -93,9 +93,9 @@ class RestSession:
         self._rows = config.rows or context.costs.tree_rows(context.prompt_length, 64)
         self._found, self._seen = config.max_suffix, 0  # the longest suffix of the text when it had so many tokens
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         config, context = self._config, self._context
-        size, count = min(config.tokens, context.remaining - 1, room - 1), min(self._rows, room - 1)
+        size, count = min(config.tokens, context.remaining - 1, row_budget - 1), min(self._rows, row_budget - 1)
         if size < 1 or count < 1:
             return Draft.chain([context.root])
         builder = DraftBuilder(context.root)

@@ -24,12 +24,12 @@ __all__ = [
     "DraftVocabulary",
     "check_draft_tokens",
     "coupled",
-    "likeliest",
     "most_frequent",
     "number_in",
     "processed",
     "ranks_of",
     "token_counts",
+    "top_k",
 ]
 
 
@@ -89,7 +89,7 @@ def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float) -> to
     return (scores + noise) * temperature
 
 
-def likeliest(
+def top_k(
     scores: torch.Tensor, count: int, noise: Noise | None, position: int, temperature: float
 ) -> tuple[list[list[int]], list[list[float]]] | None:
     """The numbers of the ``count`` likeliest tokens by each row of ``scores`` [R, d] or [d], and their chances.

@@ -61,7 +61,7 @@ class TokenRecycling(DrafterBase):
 
     def __init__(self, config: TokenRecyclingConfig | None = None) -> None:
         super().__init__(config)
-        self.likeliest = max(self.config.successors, KEPT)
+        self.top_k = max(self.config.successors, KEPT)
         self._shared: Successors | None = None
         self._drawn: Distributions | None = None
 
@@ -112,7 +112,7 @@ class Successors:
 
     def learn(self, draft: Draft, path: Sequence[int], scores: Scores) -> None:
         """Take the top k of every scored row; where a token stands in several rows, an accepted one counts."""
-        best, tokens = scores.likeliest(self._size), draft.tokens
+        best, tokens = scores.top_k(self._size), draft.tokens
         scored = tokens if scores.rows is None else [tokens[row] for row in scores.rows]
         self._of.update(zip(scored, best, strict=True))
         self._of.update([(tokens[row], best[scores.place(row)]) for row in path])
@@ -125,8 +125,8 @@ class TokenRecyclingSession:
         self._context = context
         self._learns = True
 
-    def propose(self, room: int) -> Draft:
-        self._learns = room > 1  # where nobody asks, taking the best of every row would be most of its time
+    def propose(self, row_budget: int) -> Draft:
+        self._learns = row_budget > 1  # where nobody asks, taking the best of every row would be most of its time
         root, deepest = self._context.root, self._context.remaining - 1
         if not self._table.of(root):
             return Draft.chain([root])
@@ -134,7 +134,7 @@ class TokenRecyclingSession:
         rows = [0]  # of the root and the template's nodes; -1: without a known token
         for above, rank, _, _ in self._nodes:
             row, size = rows[above], len(tokens)
-            if size >= room:
+            if size >= row_budget:
                 break
             known = of(tokens[row]) if row >= 0 and depths[row] < deepest else ()
             if rank >= len(known):

@@ -102,10 +102,10 @@ class DrawnSession:
         self._chances = [1.0]  # ... and each row's chance where its parent is right, as promised
         self._learns = True
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         context = self._context
-        most, deepest = min(self._most, room - 1), min(self._depth, context.remaining - 1)
-        self._learns = room > 1  # where nobody asks, reading the best of every row would be most of its time
+        most, deepest = min(self._most, row_budget - 1), min(self._depth, context.remaining - 1)
+        self._learns = row_budget > 1  # where nobody asks, reading the best of every row would be most of its time
         tokens, parents, depths, reach = [context.root], [-1], [0], [1.0]
         chances = [1.0]
         before = context.tokens[-2] if len(context.tokens) > 1 else None

@@ -73,7 +73,7 @@ class Bandit:
         if self._net > -_DEBT:
             return True
         # Those who decode together are woken together, and each of them then pays for the try.
-        if not self._patience.due(1 / prices.crowd.sequences):
+        if not self._patience.due(1 / prices.batch_load.sequences):
             return False
         self._net = 0.0  # a few disappointments, and it sleeps again
         return True

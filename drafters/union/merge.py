@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import torch
 
 from drafters.union.bandit import Bandit
-from drafters.union.parts import NO_ROWS, Part, Tree, part_of
-from specdec.drafter import AskingSession, BatchedSession, Context, Drafter, DrafterBase, Observation, Question
+from drafters.union.parts import NO_ROWS, MergedPart, Tree, part_of
+from specdec.drafter import BatchedSession, Context, DeviceStep, Drafter, DrafterBase, Observation, ReadbackSession
 from specdec.drafting.registry import make_drafter
 from specdec.drafting.sessions import proposing
 from specdec.errors import ConfigError
@@ -105,7 +105,7 @@ class Merged(DrafterBase):
         super().__init__(config)
         self.parts = parts
         self.taps = frozenset[int]().union(*(part.taps for part in parts))
-        self.likeliest = max(part.likeliest for part in parts)
+        self.top_k = max(part.top_k for part in parts)
         self.record = Record(parts, config.memory)
 
     @classmethod
@@ -136,28 +136,30 @@ class MergedSession(BatchedSession):
         # As a part of a union without a policy it takes what there is room for, as the union does.
         self._planned = self._prices if drafter.plans_rows else None
         pairs = zip(drafter.parts, self._record.bandits, strict=True)
-        self._parts = [Part(part, bandit, context) for part, bandit in pairs]
+        self._parts = [MergedPart(part, bandit, context) for part, bandit in pairs]
         self._most = drafter.config.rows or context.max_rows
         self._length = 0
-        self._asked: list[tuple[Part, int]] = []  # those that read numbers of the latest step, and how many
+        self._asked: list[tuple[MergedPart, int]] = []  # those that read numbers of the latest step, and how many
         self._rows: Sequence[int] = [0]  # of the tree, that the draft took, ascending
         self._draft = Draft.chain([context.root])
         self._needed = NO_ROWS  # rows of the tree that were taken whatever they promised
         self._promised = 0.0  # rows that were to be right of those that were taken for what they promised
 
-    def passes(self, room: int) -> Passes[Draft]:
+    def passes(self, row_budget: int) -> Passes[Draft]:
         context, prices, waited = self._context, self._prices, self._context.waited
         length = context.cache.length
         self._length, self._promised = length, 0.0
-        room = min(room, self._most + 1)
+        row_budget = min(row_budget, self._most + 1)
         tree, cost, least = Tree(context.root), 0.0, 0.0
-        if self._planned is not None and room > 1:  # no row is taken that is not worth what the cheapest one costs
-            least = max(_FAINT, self._planned.least(length, room) / self._record.sure)
+        if (
+            self._planned is not None and row_budget > 1
+        ):  # no row is taken that is not worth what the cheapest one costs
+            least = max(_FAINT, self._planned.least(length, row_budget) / self._record.sure)
         for part in self._parts:
-            part.asked = room > 1 and (prices is None or part.bandit.awake(prices, length))
+            part.asked = row_budget > 1 and (prices is None or part.bandit.awake(prices, length))
             if not part.asked:
                 continue
-            left, began = room - len(tree.needed), perf_counter() - waited.others
+            left, began = row_budget - len(tree.needed), perf_counter() - waited.others
             part.draft = yield from proposing(part.session, left, part.name, context.target)
             if part.draft.entry is not None:
                 raise ConfigError(
@@ -168,7 +170,7 @@ class MergedSession(BatchedSession):
             part.seconds = perf_counter() - waited.others - began
             cost += part.draft.cost
         self._needed = needed = tree.needed
-        best = tree.best(room - 1 - len(needed))
+        best = tree.best(row_budget - 1 - len(needed))
         if best and self._planned is not None:
             gains = [tree.reach[row] for row in best]
             count = self._planned.keep(gains, length, base=1 + len(needed), share=self._record.sure)
@@ -192,23 +194,23 @@ class MergedSession(BatchedSession):
         tokens, parents = [tree.tokens[row] for row in rows], [kept[tree.parents[row]] for row in rows[1:]]
         return Draft(tokens, [-1, *parents], probes=probes, read=sorted(read), cost=cost)
 
-    def ask(self, question: Question) -> torch.Tensor | None:
+    def readback(self, step: DeviceStep) -> torch.Tensor | None:
         """What the parts ask of the whole step, one answer after the other."""
         self._asked, answers = [], list[torch.Tensor]()
         for part in self._parts:
-            if isinstance(part.session, AskingSession):
-                answer = part.session.ask(replace(question, taps={layer: question.taps[layer] for layer in part.taps}))
-                if answer is not None:
-                    answers.append(answer.flatten().to(question.scores.logits.device))
-                    self._asked.append((part, answer.numel()))
+            if isinstance(part.session, ReadbackSession):
+                readback = part.session.readback(replace(step, taps={layer: step.taps[layer] for layer in part.taps}))
+                if readback is not None:
+                    answers.append(readback.flatten().to(step.scores.logits.device))
+                    self._asked.append((part, readback.numel()))
         return torch.cat(answers) if answers else None
 
     def observe(self, seen: Observation) -> None:
-        answers: dict[Part, Sequence[int]] = {}
+        answers: dict[MergedPart, Sequence[int]] = {}
         first = 0
-        for part, count in self._asked if seen.answer is not None else ():
-            assert seen.answer is not None
-            answers[part], first = seen.answer[first : first + count], first + count
+        for part, count in self._asked if seen.readback is not None else ():
+            assert seen.readback is not None
+            answers[part], first = seen.readback[first : first + count], first + count
         accepted: Sequence[int] = ()  # rows of the tree
         whole = seen.draft
         # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
@@ -223,16 +225,18 @@ class MergedSession(BatchedSession):
             elif part.taps:  # it sees the hidden states of all tokens
                 self._show(part, seen, answers.get(part))
 
-    def _judge(self, part: Part, seen: Observation, answer: Sequence[int] | None, accepted: Sequence[int]) -> None:
+    def _judge(
+        self, part: MergedPart, seen: Observation, readback: Sequence[int] | None, accepted: Sequence[int]
+    ) -> None:
         """Judge a part that was asked by what became of its rows, and let it learn; ``accepted``: rows of the tree."""
         began, rows, prices = perf_counter(), self._rows, self._prices
         part.judge(seen.tokens)
         if part.told and part.maps:
             kept = {row: number for number, row in enumerate(rows)}
-            own = seen if seen.answer is None else replace(seen, answer=answer)
+            own = seen if seen.readback is None else replace(seen, readback=readback)
             part.session.observe(part_of(own, part.draft, [kept.get(row, -1) for row in part.rows], part.taps))
         elif part.told:
-            self._show(part, seen, answer)
+            self._show(part, seen, readback)
         if prices is not None:
             net, size = 0.0, len(rows)
             if size > 1 and part.added:
@@ -242,11 +246,11 @@ class MergedSession(BatchedSession):
                 prices, self._length, net=net, seconds=part.seconds + perf_counter() - began, cost=part.draft.cost
             )
 
-    def _show(self, part: Part, seen: Observation, answer: Sequence[int] | None) -> None:
+    def _show(self, part: MergedPart, seen: Observation, readback: Sequence[int] | None) -> None:
         """Have a part observe the step as it was, but of the taps its own, and its own answer."""
-        if seen.answer is not None or part.taps != self._drafter.taps:
+        if seen.readback is not None or part.taps != self._drafter.taps:
             taps = {layer: seen.taps[layer] for layer in part.taps}
-            seen = Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, answer)
+            seen = Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, readback)
         part.session.observe(seen)
 
 

@@ -13,7 +13,7 @@ from specdec.drafting.sessions import session_of
 from specdec.step import device_copies
 from specdec.step.tree import Draft
 
-__all__ = ["NO_ROWS", "Part", "Tree", "part_of"]
+__all__ = ["NO_ROWS", "MergedPart", "Tree", "part_of"]
 
 _BY_RANK = (1.0, 0.35, 0.2, 0.1)
 _DISSENT = 0.3
@@ -80,7 +80,7 @@ class Tree:
         return rest[:most]
 
 
-class Part:
+class MergedPart:
     """A part in one sequence: its session, its latest draft and where that draft's rows went."""
 
     __slots__ = (
@@ -204,11 +204,11 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     unscored = whole.probes.difference(whole.read)
     if rows == [*range(len(whole))] and unscored <= draft.probes:  # it had the step for itself
         hidden = {layer: seen.taps[layer] for layer in taps}
-        return Observation(draft, list(path), seen.tokens, scores, hidden, seen.answer)
+        return Observation(draft, list(path), seen.tokens, scores, hidden, seen.readback)
     if len(rows) == 1:  # it had none of it: all that concerns it is the text
         chain = Draft.chain([whole.tokens[row] for row in path])
         hidden = {layer: _rows(seen.taps[layer], path) for layer in taps}
-        return Observation(chain, range(len(path)), seen.tokens, scores.select(path, None), hidden, seen.answer)
+        return Observation(chain, range(len(path)), seen.tokens, scores.select(path, None), hidden, seen.readback)
     others = [row for row in path if row not in rows]  # its end, as what is behind another's row is not the part's
     union_rows = [*rows, *others]
     path = [union_rows.index(row) for row in path]  # the first of equal rows
@@ -226,7 +226,7 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     else:
         scores = scores.select(union_rows, None)
     hidden = {layer: _rows(seen.taps[layer], union_rows) for layer in taps}  # [rows of own_draft, D]
-    return Observation(own_draft, path, seen.tokens, scores, hidden, seen.answer)
+    return Observation(own_draft, path, seen.tokens, scores, hidden, seen.readback)
 
 
 def _rows(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from specdec.bench.plan import BASELINE, at_once, with_batch
-from specdec.bench.records import Record, Turn, repeats_of
+from specdec.bench.records import AnsweredTurn, Record, repeats_of
 from specdec.engine.questions import QuestionId, group_of
 
 __all__ = [
@@ -196,7 +196,7 @@ def _count_steps(row: Row, first: Sequence[Record]) -> None:
     row.repeats = sum(repeat_share(t.token_ids) * len(t.token_ids) for t in turns) / max(row.tokens, 1)
 
 
-def _time_tokens(row: Row, turns: Sequence[Turn]) -> None:
+def _time_tokens(row: Row, turns: Sequence[AnsweredTurn]) -> None:
     first = [turn.times[0] for turn in turns]
     steps = [
         (later - before, count)

@@ -62,9 +62,9 @@ class OracleSession:
         self._oracle, self._context, self._text = oracle, context, text
         self._rng = random.Random(oracle.seed)
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         known, size = len(self._context.tokens), self._context.target.vocab_size
-        depth = min(self._oracle.depth, self._context.remaining - 1, room - 1)
+        depth = min(self._oracle.depth, self._context.remaining - 1, row_budget - 1)
         chain = [self._context.root]
         for token in self._text[known : known + depth]:
             chain.append(token if self._rng.random() < self._oracle.accuracy else (token + 1) % size)

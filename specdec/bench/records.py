@@ -24,7 +24,7 @@ from specdec.settings.files import (
 )
 from specdec.settings.validation import read_json
 
-__all__ = ["Key", "Output", "Record", "RunFolder", "Turn", "repeats_of"]
+__all__ = ["AnsweredTurn", "Key", "Output", "Record", "RunFolder", "repeats_of"]
 
 Key = tuple[QuestionId, str, int]
 Seconds = Annotated[float, Ge(0), Lt(1e9)]
@@ -57,7 +57,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn(Output):
+class AnsweredTurn(Output):
     """An answer as it is kept.
 
     Attributes:
@@ -88,7 +88,7 @@ class Record:
     category: str
     system: str
     repeat: int
-    turns: list[Turn]
+    turns: list[AnsweredTurn]
     error: str | None = None
     time: float = 0.0
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from specdec.bench.environment import MemoryMeter, describe_environment, describe_model
 from specdec.bench.plan import Plan
-from specdec.bench.records import Output, Record, RunFolder, Turn
+from specdec.bench.records import AnsweredTurn, Output, Record, RunFolder
 from specdec.bench.systems import Contestant, System, check_specs, make_systems
 from specdec.costs.measuring import measure
 from specdec.engine.engine import Engine
@@ -191,7 +191,7 @@ class Runner:
 
     def _answer(self, repeat: int, asked: Sequence[Question], system: Contestant) -> list[Record]:
         """What a system answers: all first turns, then all second ones, each after the own answer to the first."""
-        turns: dict[QuestionId, list[Turn]] = {question.id: [] for question in asked}
+        turns: dict[QuestionId, list[AnsweredTurn]] = {question.id: [] for question in asked}
         errors: dict[QuestionId, str] = {}
         trace = repeat == 0 and system.size == 1
         for number in range(max(len(question.turns) for question in asked)):
@@ -226,15 +226,15 @@ class Runner:
             for question in asked
         ]
 
-    def _prompt(self, question: Question, turns: Sequence[Turn]) -> list[int]:
+    def _prompt(self, question: Question, turns: Sequence[AnsweredTurn]) -> list[int]:
         said = [turn.text.strip() if question.format != "plain" else turn.text for turn in turns]
         return self.engine.encode(build_prompt(question, said, self.plan.format, self.engine.tokenizer))
 
-    def _turn(self, prompt: list[int], output: Output, memory: int | None, *, trace: bool) -> Turn:
+    def _turn(self, prompt: list[int], output: Output, memory: int | None, *, trace: bool) -> AnsweredTurn:
         tokenizer: Any = self.engine.tokenizer
         text = continuation(tokenizer, prompt, output.token_ids)
         times = [round(seconds, 6) for seconds in output.times]
-        return Turn(
+        return AnsweredTurn(
             **asdict(replace(output, times=times)),
             prompt_ids=prompt,
             text=text,
@@ -272,7 +272,7 @@ def answer_prompts(
                 system.reset()
                 memory.reset()
                 output = asdict(system.answer(prompt, plan.max_new_tokens))
-                turn = Turn(**output, prompt_ids=prompt, text="", retokenized=0, peak_memory=memory.read())
+                turn = AnsweredTurn(**output, prompt_ids=prompt, text="", retokenized=0, peak_memory=memory.read())
                 about: dict[str, Any] = {"question_id": number, "category": "prompts", "repeat": repeat}
                 records.append(Record(**about, system=system.label, turns=[turn]))
             on_round()

@@ -29,7 +29,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.engine.sequence import Decoding
+from specdec.engine.sequence import SequenceState
 from specdec.errors import ConfigError, SpecdecError, check_choice
 from specdec.step.device_copies import wait
 
@@ -175,7 +175,7 @@ class Drafted:
         return [found[place] for place in range(len(prompts))]
 
 
-def _output(decoding: Decoding, times: list[float]) -> Output:
+def _output(decoding: SequenceState, times: list[float]) -> Output:
     """What a decoding gave, and the seconds that it spent by itself."""
     stats = decoding.stats
     return Output(

@@ -14,7 +14,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.prompt import Prompt, is_chat
 from specdec.engine.questions import Question, find_questions, read_questions
-from specdec.engine.sequence import Decoding
+from specdec.engine.sequence import SequenceState
 from specdec.engine.text_stream import as_content
 from specdec.errors import CheckpointError
 from specdec.models.catalog import named_models
@@ -82,7 +82,7 @@ class Race:
         self.sampling = sampling
         self.results = {name: Result(name) for name in names}
         self._kept = {name: PrefixCache() for name in names}
-        self._under_way: dict[str, Decoding] = {}
+        self._under_way: dict[str, SequenceState] = {}
 
     def warm_up(self) -> None:
         """A few uncounted tokens of each, so that none pays for what all need."""

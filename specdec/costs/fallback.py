@@ -67,7 +67,7 @@ def _slower(steps: Iterable[_Took], seconds: Callable[[int, int], float]) -> flo
     return fmean(each[len(each) // 4 : len(each) - len(each) // 4])
 
 
-class _Company:
+class _BatchSize:
     """What is known of sequences that decode together, and whether they rest."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Fallback:
 
     def __init__(self, live: LiveCosts) -> None:
         self._live = live
-        self._companies: dict[tuple[int, bool], _Company] = {}
+        self._by_batch_size: dict[tuple[int, bool], _BatchSize] = {}
 
     def rests(self, sequences: int, drawn: bool) -> bool:
         """Whether the next step of so many sequences is a plain one; ``drawn``: one of them samples."""
@@ -203,10 +203,10 @@ class Fallback:
         plain = max(seconds - drafting, _TICK) if whole and rows == sequences else None
         self._of(sequences, drawn).note(self._live, length, sequences, tokens, plain, rows, max(seconds, _TICK))
 
-    def _of(self, sequences: int, drawn: bool) -> _Company:
+    def _of(self, sequences: int, drawn: bool) -> _BatchSize:
         """The company of about so many sequences, as far as companies are alike."""
         kind = sequences.bit_length(), drawn
-        company = self._companies.get(kind)
-        if company is None:
-            company = self._companies[kind] = _Company()
-        return company
+        found = self._by_batch_size.get(kind)
+        if found is None:
+            found = self._by_batch_size[kind] = _BatchSize()
+        return found

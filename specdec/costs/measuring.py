@@ -131,8 +131,8 @@ def kept_curve(machine: Mapping[str, Any], path: Path | None = None) -> CostCurv
         return None
     other = [key for key, value in machine.items() if curve.machine.get(key) != value]
     if other:
-        told = ", ".join(f"{key} {curve.machine.get(key)!r} and not {machine[key]!r}" for key in other)
-        warnings.warn(f"the cost file {path} was made for {told}; measuring anew", SpecdecWarning, stacklevel=3)
+        difference = ", ".join(f"{key} {curve.machine.get(key)!r} and not {machine[key]!r}" for key in other)
+        warnings.warn(f"the cost file {path} was made for {difference}; measuring anew", SpecdecWarning, stacklevel=3)
         return None
     return curve
 

@@ -50,7 +50,7 @@ class RowPolicy(Protocol):
 
     prices: Prices
 
-    def room(self, limit: int, length: int) -> int:
+    def row_budget(self, limit: int, length: int) -> int:
         """Rows to allow a drafter after ``length`` tokens, at most ``limit``; 1, the root alone, is a plain step."""
 
     def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
@@ -99,7 +99,7 @@ class AcceptancePolicy:
         self._left = _START
         self._patience = Patience(1, 32)
 
-    def room(self, limit: int, length: int) -> int:
+    def row_budget(self, limit: int, length: int) -> int:
         """Rows that the drafter can pay for: the root alone where that is none."""
         prices, fixed = self.prices, self._fixed(length)
         least = prices.step(length, 2) - 1 + fixed
@@ -150,8 +150,8 @@ class CostPolicy:
         self._patience = Patience()
         self._rests = False  # rows did not pay when last weighed, and are not weighed until the next try is due
 
-    def room(self, limit: int, length: int) -> int:
-        """Rows to allow a drafter that fills its room in order of promise: 1 where a plain step is better."""
+    def row_budget(self, limit: int, length: int) -> int:
+        """Rows to allow a drafter that fills its row budget in order of promise: 1 where a plain step is better."""
         if limit < 2 or (self._rests and not self._patience.due()):
             return min(limit, 1)
         known = min(limit - 1, max(len(self._hits), 8))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from specdec.costs.curve import CostCurve, Reading
 from specdec.costs.live_curve import LiveCosts
 
-__all__ = ["ALONE", "ROW_SECONDS", "Crowd", "Prices"]
+__all__ = ["ROW_SECONDS", "UNBATCHED", "BatchLoad", "Prices"]
 
 _BUCKET = 256  # tokens of context for which one reading of the curve serves
 _PRIOR_STEPS = 10.0  # plain steps that the first belief about tokens per step counts as
@@ -18,14 +18,14 @@ _OUTLIER = 3.0  # a step that took longer than this many times what was due met 
 ROW_SECONDS = 1e-4  # one of a drafter's fixed_cost_rows
 
 
-class Crowd(NamedTuple):
+class BatchLoad(NamedTuple):
     """What a sequence shares its forwards with: how many ``sequences``, itself included; the others' ``rows``."""
 
     sequences: int
     rows: int
 
 
-ALONE = Crowd(1, 0)
+UNBATCHED = BatchLoad(1, 0)
 
 
 class Prices:
@@ -42,16 +42,16 @@ class Prices:
         memory: weight of the past, from one step to the next.
 
     Attributes:
-        crowd: the sequences that share the next forward.
+        batch_load: the sequences that share the next forward.
         rate: tokens per plain step's time of late, or those of plain steps where these are faster.
     """
 
     def __init__(self, costs: CostCurve | LiveCosts, *, clock: bool, memory: float = 0.95) -> None:
         self._costs = costs
         self._clock, self._memory = clock, memory
-        self.crowd = ALONE
+        self.batch_load = UNBATCHED
         # Where a curve was read last and beside whom, which one, for how many rows, and what it said.
-        self._place: tuple[int, Crowd, CostCurve | None] = (-1, ALONE, None)
+        self._place: tuple[int, BatchLoad, CostCurve | None] = (-1, UNBATCHED, None)
         self._most, self._read, self._found = 0, Reading([], []), ([0.0], 0, 1.0)
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
         self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
@@ -62,9 +62,9 @@ class Prices:
 
         There are seconds of ``most`` rows or more beside the others'.
         """
-        near, crowd, curve = place = length // _BUCKET, self.crowd, self._costs.now
+        near, batch_load, curve = place = length // _BUCKET, self.batch_load, self._costs.now
         if place != self._place or most > self._most:
-            sequences, beside = crowd
+            sequences, beside = batch_load
             self._read = curve.reading(near * _BUCKET + _BUCKET // 2, max(beside + most, sequences))
             seconds, self._place = self._read.seconds, place
             self._most, self._found = len(seconds) - 1 - beside, (seconds, beside, seconds[sequences] / sequences)

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.sampling.scores import Peaks
+from specdec.sampling.scores import RowArgmax
 from specdec.step.batched_rows import rows_of
 from specdec.step.block import Block
 from specdec.step.forward_passes import Pass
 from specdec.step.tree import Entry
 from specdec.target import Target, TargetOutput
 
-__all__ = ["Forward", "Part", "forward_together"]
+__all__ = ["Forward", "ForwardRows", "forward_together"]
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ForwardRows:
     """What one sequence brings to a forward.
 
     Attributes:
@@ -41,19 +41,19 @@ class Forward:
 
     def of(self, block: Block, rows: Sequence[int] | None = None) -> Pass:
         """The pass of one block, which gives a TargetOutput, with logits of these rows, of all for None."""
-        return Pass(self, Part(block, rows), self.target.alike)
+        return Pass(self, ForwardRows(block, rows), self.target.batch_invariant)
 
-    def __call__(self, parts: Sequence[Part]) -> list[TargetOutput]:
+    def __call__(self, parts: Sequence[ForwardRows]) -> list[TargetOutput]:
         with self.target.active():
             return forward_together(self.target, parts, exit_layer=self.exit_layer)
 
 
 def forward_together(
     target: Target,
-    parts: Sequence[Part],
+    parts: Sequence[ForwardRows],
     taps: Collection[int] = (),
     exit_layer: int | None = None,
-    likeliest: int = 1,
+    top_k: int = 1,
 ) -> list[TargetOutput]:
     """Run the rows of several sequences as one forward; each one's part of the output, in order.
 
@@ -62,9 +62,7 @@ def forward_together(
     if len(parts) == 1:
         (part,) = parts
         return [
-            target.forward(
-                part.block, entry=part.entry, exit_layer=exit_layer, taps=taps, rows=part.rows, likeliest=likeliest
-            )
+            target.forward(part.block, entry=part.entry, exit_layer=exit_layer, taps=taps, rows=part.rows, top_k=top_k)
         ]
     ranked = sorted(parts, key=_layer)
     stages = sorted({*map(_layer, ranked)})
@@ -76,29 +74,29 @@ def forward_together(
         came = [part.entry.hidden for part in within if part.entry is not None and part.entry.layer == layer]
         entry = Entry(layer, torch.cat(came if hidden is None else [hidden, *came])) if came else None
         rows = _wanted(within) if layer == stages[-1] else ()
-        output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows, likeliest=likeliest)
+        output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows, top_k=top_k)
         hidden = output.hidden
         found |= output.taps
     whole = TargetOutput(output.logits, output.hidden, found)
-    peaks = None
+    argmax = None
     if output.logits is not None:
-        peaks = Peaks(output.logits) if output.peaks is None else output.peaks[0]
-    outputs: dict[Part, TargetOutput] = {}
+        argmax = RowArgmax(output.logits) if output.argmax is None else output.argmax[0]
+    outputs: dict[ForwardRows, TargetOutput] = {}
     first = scored = 0
     for part in ranked:
         last, wanted = first + part.block.rows, part.block.rows if part.rows is None else len(part.rows)
-        own = (peaks, scored, scored + wanted) if wanted and peaks is not None else None
+        own = (argmax, scored, scored + wanted) if wanted and argmax is not None else None
         outputs[part] = whole.part(first, last, own)
         first, scored = last, scored + wanted
     return [outputs[part] for part in parts]
 
 
-def _layer(part: Part) -> int:
+def _layer(part: ForwardRows) -> int:
     """The layer that its rows enter at; -1 where they are tokens."""
     return -1 if part.entry is None else part.entry.layer
 
 
-def _wanted(parts: Sequence[Part]) -> list[int] | None:
+def _wanted(parts: Sequence[ForwardRows]) -> list[int] | None:
     """The rows among all whose logits somebody wants; None for all of them."""
     if all(part.rows is None for part in parts):
         return None

@@ -14,14 +14,14 @@ from specdec.step.forward_passes import Passes
 from specdec.step.tree import Draft, Entry
 from specdec.target import Target
 
-__all__ = ["likeliest_of", "proposing", "session_of"]
+__all__ = ["proposing", "session_of", "top_k_of"]
 
 _INT, _SOUND = {int}, {range, Later}
 
 
-def likeliest_of(drafter: Drafter) -> int:
+def top_k_of(drafter: Drafter) -> int:
     """How many of each scored row's likeliest tokens its sessions read; 0 where they are told nothing."""
-    return drafter.likeliest if drafter.needs_observe else 0
+    return drafter.top_k if drafter.needs_observe else 0
 
 
 def session_of(drafter: Drafter, context: Context) -> DraftSession:
@@ -39,7 +39,7 @@ def session_of(drafter: Drafter, context: Context) -> DraftSession:
     return session
 
 
-def proposing(session: DraftSession, room: int, name: str, target: Target) -> Passes[Draft]:
+def proposing(session: DraftSession, row_budget: int, name: str, target: Target) -> Passes[Draft]:
     """What the session of a drafter of that name proposes, a draft in all its types; the passes that it waits for.
 
     Raises:
@@ -47,9 +47,9 @@ def proposing(session: DraftSession, room: int, name: str, target: Target) -> Pa
     """
     try:
         if isinstance(session, BatchedSession):
-            draft = yield from session.passes(room)
+            draft = yield from session.passes(row_budget)
         else:
-            draft = session.propose(room)
+            draft = session.propose(row_budget)
     except DraftError as error:
         raise DraftError(f"drafter {name!r}: {error}") from error
     if (wrong := _misfit(draft, target)) is not None:

@@ -25,7 +25,7 @@ from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.prompt import Prompt, is_chat, token_ids
 from specdec.engine.requests import Request, make_requests
 from specdec.engine.scheduler import Event, Scheduler
-from specdec.engine.sequence import Decoding
+from specdec.engine.sequence import SequenceState
 from specdec.engine.text_stream import TextStream, stop_strings
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
 from specdec.models.around_layers import GENERATION
@@ -42,7 +42,7 @@ from specdec.settings.arguments import checked
 from specdec.settings.sampling_params import SamplingParams
 from specdec.target import Target
 
-__all__ = ["Decoding", "Engine", "Prompt"]
+__all__ = ["Engine", "Prompt", "SequenceState"]
 
 DrafterSpec = str | Mapping[str, Any] | Drafter
 
@@ -99,7 +99,9 @@ class Engine:
         live: LiveCosts | None = None
         if costs is None and self._weighs:
             costs = cost_curve(target, policy if self._by_file else None, progress=progress)
-            if target.alike and not isinstance(target, ParallelTarget):  # no text depends on the steps that it took
+            if target.batch_invariant and not isinstance(
+                target, ParallelTarget
+            ):  # no text depends on the steps that it took
                 live = LiveCosts(costs)
         self._follow(live)
         self._known_costs = costs
@@ -445,7 +447,7 @@ class Engine:
         eos_ids: frozenset[int] | None = None,
         stream: bool = False,
         logprobs: int | None = None,
-    ) -> Decoding:
+    ) -> SequenceState:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
         ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says,
@@ -472,7 +474,7 @@ class Engine:
         check_processors(logits_processor)
         self.warn_of_chat_end(prompt, stop=stop, stop_token_ids=stop_token_ids)
         tokens = self.encode(prompt)
-        decoding = Decoding(
+        decoding = SequenceState(
             self,
             tokens,
             max_new_tokens,

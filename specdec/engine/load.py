@@ -31,11 +31,11 @@ def load(
         silence()
     with Console(file=sys.stderr).status(f"Loading {options.model}") as status:
 
-        def told(share: float) -> None:
+        def report(share: float) -> None:
             status.update(f"Timing steps of {options.model}, once for this machine ({share:.0%})")
 
         return Engine.from_pretrained(
-            options.model, drafter, **model_arguments(options), parallel=parallel, policy=policy, progress=told
+            options.model, drafter, **model_arguments(options), parallel=parallel, policy=policy, progress=report
         )
 
 

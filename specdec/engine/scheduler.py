@@ -19,11 +19,11 @@ from threading import Lock
 from time import perf_counter
 from typing import Any, Protocol
 
-from specdec.costs.prices import Crowd
+from specdec.costs.prices import BatchLoad
 from specdec.drafting.joint_forward import forward_together
-from specdec.drafting.sessions import likeliest_of
+from specdec.drafting.sessions import top_k_of
 from specdec.engine.requests import Request
-from specdec.engine.sequence import Decoding, Setup, Turn, cache_sizes
+from specdec.engine.sequence import ScheduledRows, SequenceState, Setup, cache_sizes
 from specdec.errors import ConfigError
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.settings.arguments import checked
@@ -47,7 +47,7 @@ class Host(Setup, Protocol):
         """Says where an answer may not end as the chat template ends it."""
 
     @property
-    def start(self) -> Callable[..., Decoding]:
+    def start(self) -> Callable[..., SequenceState]:
         """Makes a generation that is to be driven turn by turn."""
 
 
@@ -63,7 +63,7 @@ class Event:
     """
 
     index: int
-    decoding: Decoding | None
+    decoding: SequenceState | None
     step: Step | None
     error: Exception | None = None
 
@@ -112,9 +112,9 @@ class _Waiting:
 @dataclass(slots=True, eq=False)
 class _Running:
     index: int
-    decoding: Decoding
+    decoding: SequenceState
     bytes: int
-    turn: Turn | None = field(default=None)
+    scheduled: ScheduledRows | None = field(default=None)
 
 
 class Scheduler:
@@ -284,29 +284,29 @@ class Scheduler:
     def _step(self) -> list[Event]:
         """One forward of all that run; what came of it, sequence by sequence."""
         events = list[Event]()
-        chosen, turns = self._turns(events)
-        if not turns:
+        chosen, batch = self._schedule(events)
+        if not batch:
             return events
         began = perf_counter()
-        chosen, turns, parts = self._forward(chosen, turns, events)
-        if not turns:
+        chosen, batch, parts = self._forward(chosen, batch, events)
+        if not batch:
             return events
-        ended, rows = perf_counter(), [turn.block.rows for turn in turns]
+        ended, rows = perf_counter(), [scheduled.block.rows for scheduled in batch]
         live, fallback = self._engine.live, self._engine.fallback
-        length = sum(turn.block.length for turn in turns) // len(turns)
-        whole = all(turn.is_whole for turn in turns)
+        length = sum(scheduled.block.length for scheduled in batch) // len(batch)
+        whole = all(scheduled.is_whole for scheduled in batch)
         if live is not None and whole:
             live.note(sum(rows), length, ended - began)
         each, drafted, drafting = (ended - began) / sum(rows), list[int](), 0.0
-        for one, turn, part, count in zip(chosen, turns, parts, rows, strict=True):
+        for one, scheduled, part, count in zip(chosen, batch, parts, rows, strict=True):
             decoding = one.decoding
             try:
-                if turn.draft is None:
-                    decoding.absorb(turn, part, each * count)
+                if scheduled.draft is None:
+                    decoding.absorb(scheduled, part, each * count)
                     continue
                 drafted.append(count)
                 known = decoding.stats.seconds.draft
-                step = decoding.conclude(turn, part, each * count)
+                step = decoding.conclude(scheduled, part, each * count)
                 drafting += decoding.stats.seconds.draft - known
             except Exception as error:
                 events.append(self._fail(one, error))
@@ -316,7 +316,7 @@ class Scheduler:
                 self._running.remove(one)
         if drafted:
             self._rows_each = sum(drafted) / len(drafted)
-        if fallback is not None and self._asked is not None and self._asked[0] == len(drafted) == len(turns):
+        if fallback is not None and self._asked is not None and self._asked[0] == len(drafted) == len(batch):
             tokens = sum(len(event.step.tokens) for event in events if event.step is not None)
             fallback.note(
                 *self._asked,
@@ -325,75 +325,75 @@ class Scheduler:
                 rows=sum(rows),
                 whole=whole,
                 drafting=drafting,
-                seconds=sum(turn.drafting for turn in turns) + perf_counter() - began,
+                seconds=sum(scheduled.drafting for scheduled in batch) + perf_counter() - began,
             )
         return events
 
     def _forward(
-        self, chosen: list[_Running], turns: list[Turn], events: list[Event]
-    ) -> tuple[list[_Running], list[Turn], list[TargetOutput]]:
+        self, chosen: list[_Running], batch: list[ScheduledRows], events: list[Event]
+    ) -> tuple[list[_Running], list[ScheduledRows], list[TargetOutput]]:
         """Run all rows as one forward; those whose rows ran, their turns, and their parts of the output.
 
         Where it raises, each sequence's rows are run by themselves, which writes the same numbers to the same slots,
         and the failures are added to ``events``.
         """
         drafter, target = self._engine.drafter, self._engine.target
-        likeliest = likeliest_of(drafter) if any(turn.asked for turn in turns) else 0
+        top_k = top_k_of(drafter) if any(scheduled.asked for scheduled in batch) else 0
         try:
-            return chosen, turns, forward_together(target, turns, drafter.taps, likeliest=likeliest)
+            return chosen, batch, forward_together(target, batch, drafter.taps, top_k=top_k)
         except Exception as error:
-            if len(turns) == 1:
+            if len(batch) == 1:
                 events.append(self._fail(chosen[0], error))
                 return [], [], []
-        ran: list[tuple[_Running, Turn, TargetOutput]] = []
-        for one, turn in zip(chosen, turns, strict=True):
+        ran: list[tuple[_Running, ScheduledRows, TargetOutput]] = []
+        for one, scheduled in zip(chosen, batch, strict=True):
             try:
-                (part,) = forward_together(target, [turn], drafter.taps, likeliest=likeliest)
+                (part,) = forward_together(target, [scheduled], drafter.taps, top_k=top_k)
             except Exception as error:
                 events.append(self._fail(one, error))
             else:
-                ran.append((one, turn, part))
-        return [one for one, _, _ in ran], [turn for _, turn, _ in ran], [part for _, _, part in ran]
+                ran.append((one, scheduled, part))
+        return [one for one, _, _ in ran], [scheduled for _, scheduled, _ in ran], [part for _, _, part in ran]
 
-    def _turns(self, events: list[Event]) -> tuple[list[_Running], list[Turn]]:
+    def _schedule(self, events: list[Event]) -> tuple[list[_Running], list[ScheduledRows]]:
         """Who takes part in the next forward, and with what: drafts, then chunks of prompts; failures to ``events``."""
-        left, chosen, turns = self._step_rows, list[_Running](), list[Turn]()
-        order = [one for one in self._running if one.turn is not None]  # who had to wait comes first
-        fresh = [one for one in self._running if one.turn is None and not one.decoding.prefilling]
+        left, chosen, batch = self._step_rows, list[_Running](), list[ScheduledRows]()
+        order = [one for one in self._running if one.scheduled is not None]  # who had to wait comes first
+        fresh = [one for one in self._running if one.scheduled is None and not one.decoding.prefilling]
         self._draft(fresh, events)
         for one in order + fresh:
-            turn = one.turn
-            if turn is not None and turn.block.rows <= left:
-                left -= turn.block.rows
-                one.turn = None
+            scheduled = one.scheduled
+            if scheduled is not None and scheduled.block.rows <= left:
+                left -= scheduled.block.rows
+                one.scheduled = None
                 chosen.append(one)
-                turns.append(turn)
+                batch.append(scheduled)
         for one in self._running:
             if left and one.decoding.prefilling:
-                turn = one.decoding.chunk(left)
-                left -= turn.block.rows
+                scheduled = one.decoding.chunk(left)
+                left -= scheduled.block.rows
                 chosen.append(one)
-                turns.append(turn)
-        return chosen, turns
+                batch.append(scheduled)
+        return chosen, batch
 
     def _draft(self, those: Sequence[_Running], events: list[Event]) -> None:
         """Have each of them propose its draft; the passes that their sessions wait for are run together."""
         others = len(self._running) - 1
-        crowd = Crowd(others + 1, round(others * self._rows_each))
+        batch_load = BatchLoad(others + 1, round(others * self._rows_each))
         fallback, rests, self._asked = self._engine.fallback, False, None
         if fallback is not None and those and all(one.decoding.fallback is not None for one in those):
             self._asked = len(those), any(one.decoding.sampler.sample for one in those)
             rests = fallback.rests(*self._asked)
-        ready: list[tuple[_Running, Passes[Turn], Any]] = [
-            (one, one.decoding.drafting(crowd, rests), None) for one in those
+        ready: list[tuple[_Running, Passes[ScheduledRows], Any]] = [
+            (one, one.decoding.drafting(batch_load, rests), None) for one in those
         ]
         while ready:
-            waiting: list[tuple[_Running, Passes[Turn], Pass]] = []
+            waiting: list[tuple[_Running, Passes[ScheduledRows], Pass]] = []
             for one, drafting, answer in ready:
                 try:
                     asked = resume(drafting, answer)
                 except StopIteration as done:
-                    one.turn = done.value
+                    one.scheduled = done.value
                 except Exception as error:
                     events.append(self._fail(one, error))
                 else:

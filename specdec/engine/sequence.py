@@ -22,10 +22,10 @@ from specdec.costs.curve import CostCurve
 from specdec.costs.fallback import Fallback
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.policy import RowPolicy
-from specdec.costs.prices import ALONE, Crowd
-from specdec.drafter import AskingSession, Context, Drafter, Observation, Question
-from specdec.drafting.joint_forward import Part
-from specdec.drafting.sessions import likeliest_of, proposing, session_of
+from specdec.costs.prices import UNBATCHED, BatchLoad
+from specdec.drafter import Context, DeviceStep, Drafter, Observation, ReadbackSession
+from specdec.drafting.joint_forward import ForwardRows
+from specdec.drafting.sessions import proposing, session_of, top_k_of
 from specdec.engine.prefix_cache import KeptText, PrefixCache
 from specdec.engine.text_stream import TextStream
 from specdec.errors import DraftError
@@ -41,7 +41,7 @@ from specdec.step.forward_passes import Passes, alone, timed
 from specdec.step.tree import Draft
 from specdec.target import Target, TargetOutput
 
-__all__ = ["Decoding", "Setup", "Turn", "cache_sizes"]
+__all__ = ["ScheduledRows", "SequenceState", "Setup", "cache_sizes"]
 
 
 class Setup(Protocol):
@@ -66,7 +66,7 @@ class Setup(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Turn(Part):
+class ScheduledRows(ForwardRows):
     """What one sequence brings to a forward of the target.
 
     Attributes:
@@ -87,7 +87,7 @@ class Turn(Part):
         return self.draft is not None and self.entry is None and self.rows is None
 
 
-class Decoding:
+class SequenceState:
     """One generation under way. Made by ``Engine.start``; the caller holds ``target.active()`` around its methods.
 
     ``prefill`` and ``step`` drive it by itself. To drive several together, take each one's ``chunk`` or ``drafting``,
@@ -128,9 +128,9 @@ class Decoding:
         self._policy, self._live = engine.row_policy(steady=self._by_rows), engine.live
         self.fallback = None if self._by_rows else engine.fallback
         steady = self._by_rows or self._policy is None
-        self._crowd = ALONE
+        self._batch_load = UNBATCHED
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
-        self._likeliest = likeliest_of(engine.drafter)
+        self._top_k = top_k_of(engine.drafter)
         self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
         self._stop_token_ids, self._ends = stop_token_ids, eos_ids | stop_token_ids
         self._end, rows = cache_sizes(engine, len(prompt), max_new_tokens)
@@ -156,7 +156,7 @@ class Decoding:
         # Of several processes none decides by itself what its rows say.
         apart = device_copies.is_apart(target.device) and device_copies.is_apart(target.head_device)
         self._apart = apart and not isinstance(target, ParallelTarget)
-        self._asks = self._apart and isinstance(self._session, AskingSession)
+        self._reads_back = self._apart and isinstance(self._session, ReadbackSession)
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
         self.steps: list[Step] = []
@@ -184,9 +184,9 @@ class Decoding:
     def prefill(self) -> None:
         """Run the prompt but its last token, in chunks, with no logits."""
         while self.prefilling:
-            turn = self.chunk()
-            output = self._run(turn)
-            self.absorb(turn, output, perf_counter() - turn.made)
+            scheduled = self.chunk()
+            output = self._run(scheduled)
+            self.absorb(scheduled, output, perf_counter() - scheduled.made)
         began = perf_counter()
         device_copies.wait(self._target.head_device)
         self.stats.seconds.prefill += perf_counter() - began
@@ -194,13 +194,13 @@ class Decoding:
     def step(self) -> Step:
         """One draft, one target forward, at least one token."""
         fallback, drawn, length = self.fallback, self.sampler.sample, self._cache.length
-        turn = alone(self.drafting(rests=fallback is not None and fallback.rests(1, drawn)))
-        output = self._run(turn)
-        seconds, drafted = perf_counter() - turn.made, self.stats.seconds.draft
-        rows, whole = turn.block.rows, turn.is_whole
+        scheduled = alone(self.drafting(rests=fallback is not None and fallback.rests(1, drawn)))
+        output = self._run(scheduled)
+        seconds, drafted = perf_counter() - scheduled.made, self.stats.seconds.draft
+        rows, whole = scheduled.block.rows, scheduled.is_whole
         if self._live is not None and whole:
             self._live.note(rows, length, seconds)
-        step = self.conclude(turn, output, seconds)
+        step = self.conclude(scheduled, output, seconds)
         if fallback is not None:
             fallback.note(
                 1,
@@ -210,25 +210,25 @@ class Decoding:
                 rows=rows,
                 whole=whole,
                 drafting=self.stats.seconds.draft - drafted,
-                seconds=turn.drafting + perf_counter() - turn.made,
+                seconds=scheduled.drafting + perf_counter() - scheduled.made,
             )
         return step
 
-    def _run(self, turn: Turn) -> TargetOutput:
-        taps, likeliest = self._drafter.taps, self._likeliest if turn.asked else 0
-        return self._target.forward(turn.block, entry=turn.entry, taps=taps, rows=turn.rows, likeliest=likeliest)
+    def _run(self, scheduled: ScheduledRows) -> TargetOutput:
+        taps, top_k = self._drafter.taps, self._top_k if scheduled.asked else 0
+        return self._target.forward(scheduled.block, entry=scheduled.entry, taps=taps, rows=scheduled.rows, top_k=top_k)
 
-    def chunk(self, most: int | None = None) -> Turn:
+    def chunk(self, most: int | None = None) -> ScheduledRows:
         """The next tokens of the prompt, at most so many."""
         made, start = perf_counter(), self._cache.length
         size = self._chunk if most is None else min(self._chunk, most)
         known = self.tokens[start : min(start + size, self.stats.prompt_tokens - 1)]
         block = Block(self._cache, known, device=self._target.device, backend=self._target.backend, again=False)
-        return Turn(block, (), made=made)
+        return ScheduledRows(block, (), made=made)
 
-    def absorb(self, turn: Turn, output: TargetOutput, seconds: float) -> None:
+    def absorb(self, scheduled: ScheduledRows, output: TargetOutput, seconds: float) -> None:
         """Commit a chunk of the prompt that was run, in so many seconds."""
-        began, start, rows = perf_counter(), self._cache.length, range(turn.block.rows)
+        began, start, rows = perf_counter(), self._cache.length, range(scheduled.block.rows)
         self._cache.commit(rows)
         self.prefilling = self._cache.length < self.stats.prompt_tokens - 1
         if self._kept is not None:
@@ -237,22 +237,23 @@ class Decoding:
             self._session.observe(Observation(None, rows, self.tokens[start : start + len(rows)], taps=output.taps))
         self.stats.seconds.prefill += seconds + perf_counter() - began
 
-    def drafting(self, crowd: Crowd = ALONE, rests: bool = False) -> Passes[Turn]:
+    def drafting(self, batch_load: BatchLoad = UNBATCHED, rests: bool = False) -> Passes[ScheduledRows]:
         """The next draft, in the making: the passes that the session waits for, to be run beside others'.
 
-        ``crowd``: those who share the next forward. ``rests``: it is to be a plain step, and the session is not asked.
+        ``batch_load``: those who share the next forward. ``rests``: it is to be a plain step, and the session is not
+            asked.
         """
-        self._crowd = ALONE if self._by_rows else crowd
-        waited, room = self._context.waited, self._room(rests)
+        self._batch_load = UNBATCHED if self._by_rows else batch_load
+        waited, row_budget = self._context.waited, self._row_budget(rests)
         began = perf_counter() - waited.others  # what others take meanwhile is left out
         asked = not rests and self._context.remaining > 1
         if asked:
-            passes = proposing(self._session, room, self._drafter.name, self._target)
+            passes = proposing(self._session, row_budget, self._drafter.name, self._target)
             draft = yield from timed(passes, waited, together=not self._by_rows)
             self.stats.seconds.passes = waited.passes
         else:
             draft = Draft.chain(self.tokens[-1:])
-        self._check(draft, room)
+        self._check(draft, row_budget)
         if type(draft.tokens) is device_copies.Later and (self.sampler.reads_drafts or not self._apart):
             draft = replace(draft, tokens=list(draft.tokens))  # now, before the device has the target's rows to run
         made, rows = perf_counter(), draft.scored_rows()
@@ -260,22 +261,22 @@ class Decoding:
         block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
         if self.sampler.sample and verifier_for(self.sampler.params, draft, sampling=True) is match:
             block.draw = self.sampler.next_draw
-        return Turn(block, rows, draft.entry, draft, asked, made - waited.others - began, made)
+        return ScheduledRows(block, rows, draft.entry, draft, asked, made - waited.others - began, made)
 
-    def _room(self, rests: bool) -> int:
+    def _row_budget(self, rests: bool) -> int:
         """Rows that the next draft may have."""
         cache, policy = self._cache, self._policy
-        room = min(self._context.max_rows, cache.free)
+        row_budget = min(self._context.max_rows, cache.free)
         self._context.remaining = self._end - len(self.tokens)
         if policy is not None:
-            policy.prices.crowd = self._crowd
+            policy.prices.batch_load = self._batch_load
             if not (rests or self._drafter.plans_rows):
-                room = policy.room(room, cache.length)
-        return room
+                row_budget = policy.row_budget(row_budget, cache.length)
+        return row_budget
 
     def _arrays(self, draft: Draft, rows: Sequence[int] | None) -> dict[str, npt.NDArray[Any]]:
         """What a step on a device needs there beside its rows; it goes in the same copy."""
-        arrays = walk_arrays(draft, Scores(torch.empty(0), rows).place) if self._asks else {}
+        arrays = walk_arrays(draft, Scores(torch.empty(0), rows).place) if self._reads_back else {}
         if rows is not None:
             arrays["rows"] = np.array(rows, dtype=np.int64)
         unread = self.sampler.unread
@@ -284,14 +285,16 @@ class Decoding:
             arrays["paths"] = _paths(draft, range(len(draft)) if rows is None else rows)
         return arrays
 
-    def conclude(self, turn: Turn, output: TargetOutput, seconds: float) -> Step:
+    def conclude(self, scheduled: ScheduledRows, output: TargetOutput, seconds: float) -> Step:
         """Verify a draft that was run, in so many seconds, and commit what of it is the text."""
-        draft, began, cache, stats = turn.draft, perf_counter(), self._cache, self.stats
+        draft, began, cache, stats = scheduled.draft, perf_counter(), self._cache, self.stats
         assert draft is not None
-        length, rows = cache.length, turn.block.rows
-        scores, verdict, answer = self._copy_out(turn.block, draft, output) if self._apart else (None, None, None)
+        length, rows = cache.length, scheduled.block.rows
+        scores, verdict, readback = (
+            self._copy_out(scheduled.block, draft, output) if self._apart else (None, None, None)
+        )
         if scores is None or verdict is None:
-            verdict, scores = self._target.verify(output, draft, self.sampler, self._likeliest, scores)
+            verdict, scores = self._target.verify(output, draft, self.sampler, self._top_k, scores)
         verdict = verdict.cut(self._cut(verdict.tokens))
         if self._top is not None:
             self._logprobs += scores.logprobs(verdict.path, verdict.tokens, self._top)
@@ -304,8 +307,8 @@ class Decoding:
             self._kept.keep(output.taps, path)
         committed = perf_counter()
         if self._tells and self.finish_reason is None:
-            if turn.asked:
-                self._session.observe(Observation(draft, path, tokens, scores, output.taps, answer))
+            if scheduled.asked:
+                self._session.observe(Observation(draft, path, tokens, scores, output.taps, readback))
             elif self._drafter.taps:
                 self._session.observe(Observation(None, path, draft.tokens, taps=output.taps))
         step = Step(len(self.steps), tokens, rows, self._drafter.name)
@@ -313,14 +316,14 @@ class Decoding:
         stats.acceptance_lengths.append(len(tokens))
         stats.rows.append(rows)
         observed = perf_counter()
-        spent, drafting = stats.seconds, turn.drafting + observed - committed
+        spent, drafting = stats.seconds, scheduled.drafting + observed - committed
         spent.draft += drafting
         spent.target += seconds
         spent.verify += verified - began
         spent.other += committed - verified
-        if self._policy is not None and turn.asked:
-            self._policy.prices.crowd = self._crowd
-            took = turn.drafting + seconds + observed - began
+        if self._policy is not None and scheduled.asked:
+            self._policy.prices.batch_load = self._batch_load
+            took = scheduled.drafting + seconds + observed - began
             if self._drafter.plans_rows:  # it judges its rows itself
                 self._policy.prices.learn(rows, len(tokens), length, drafting, took)
             else:
@@ -337,8 +340,8 @@ class Decoding:
         """
         sampler = self.sampler
         late = [draft.tokens] if type(draft.tokens) is device_copies.Later else []
-        reads = self._asks or self._likeliest > 1 or late
-        if output.peaks is not None and not (reads or sampler.sample or sampler.processors):
+        reads = self._reads_back or self._top_k > 1 or late
+        if output.argmax is not None and not (reads or sampler.sample or sampler.processors):
             return None, None, None  # one copy does for all sequences of a batch
         if not sampler.takes_together:
             return None, None, None
@@ -347,10 +350,10 @@ class Decoding:
         rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
         read, judge = ([], None) if rule is match else look(rule, draft, scores, sampler)
         best, own = sampler.decide(scores, () if rule is reject else depths)
-        wanted = [scores.top(self._likeliest)] if self._likeliest > 1 else []
+        wanted = [scores.top(self._top_k)] if self._top_k > 1 else []
         if wanted and sampler.sample:
             wanted.append(scores.logits.gather(1, wanted[0]).float())
-        asked = self._ask(block, draft, scores, output, own) if rule is match else None
+        asked = self._readback(block, draft, scores, output, own) if rule is match else None
         tensors = [best, *([] if own is best else [own]), *read, *wanted, *(tokens.tensor for tokens in late)]
         found = iter(
             device_copies.copy_out([tensor.to(device) for tensor in (*tensors, *([] if asked is None else [asked]))])
@@ -379,11 +382,11 @@ class Decoding:
             )
         return depths
 
-    def _ask(
+    def _readback(
         self, block: Block, draft: Draft, scores: Scores, output: TargetOutput, own: torch.Tensor
     ) -> torch.Tensor | None:
         """What the session asks of a step whose rows' ``own`` tokens are on the device."""
-        if not (self._asks and isinstance(self._session, AskingSession)):
+        if not (self._reads_back and isinstance(self._session, ReadbackSession)):
             return None
         device = own.device
         walked = (
@@ -395,7 +398,7 @@ class Decoding:
         last = last_row(own, *(tensor.to(device) for tensor in walked))
         depth = walked[-1].to(device).index_select(0, last).sum(1) - 1
         place = torch.searchsorted(block.sent["rows"].to(device), last) if "rows" in block.sent else last
-        return self._session.ask(Question(scores, output.taps, last, depth, own.index_select(0, place)))
+        return self._session.readback(DeviceStep(scores, output.taps, last, depth, own.index_select(0, place)))
 
     def result(self) -> Generation:
         """The generation as it stands."""
@@ -419,12 +422,12 @@ class Decoding:
         text = self._text.take() if self.finish_reason is None else self._text.finish()
         return Chunk(text, step.tokens, step, self.finish_reason)
 
-    def _check(self, draft: Draft, room: int) -> None:
+    def _check(self, draft: Draft, row_budget: int) -> None:
         """Raises DraftError where a session broke the rules that exactness stands on."""
         tokens, last, size = draft.tokens, self.tokens[-1], self._target.vocab_size
-        if len(tokens) > room:
+        if len(tokens) > row_budget:
             raise DraftError(
-                f"draft has {len(tokens)} rows but {room} slots are free; propose at most `room` rows "
+                f"draft has {len(tokens)} rows but {row_budget} slots are free; propose at most `row_budget` rows "
                 f"(drafter {self._drafter.name!r}), lower its sizes, or raise the engine's max_rows"
             )
         if type(tokens) is device_copies.Later:

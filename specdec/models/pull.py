@@ -27,7 +27,7 @@ from specdec.settings.files import cache_folder, digest_of, held, read_text, rep
 
 __all__ = ["pull", "pull_model"]
 
-Told = Callable[[str, float | None], None]
+Report = Callable[[str, float | None], None]
 """Told what is being done, and its share that is done, where that is known."""
 
 _MANIFEST = "pulled.json"
@@ -50,15 +50,15 @@ def pull(
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("", total=None)
 
-        def told(what: str, share: float | None) -> None:
+        def report(what: str, share: float | None) -> None:
             progress.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)
 
-        place = pull_model(model, told)
+        place = pull_model(model, report)
     errors.print("use it with --model, such as: specdec chat --model " + name, soft_wrap=True, highlight=False)
     typer.echo(place)
 
 
-def pull_model(model: NamedModel, told: Told = lambda what, share: None) -> Path:
+def pull_model(model: NamedModel, report: Report = lambda what, share: None) -> Path:
     """The folder of a named model, which is made if it is not there, and made anew if its files are not as they were.
 
     Raises:
@@ -75,9 +75,9 @@ def pull_model(model: NamedModel, told: Told = lambda what, share: None) -> Path
             for made in (place, _kept(model)):
                 for left in made.parent.glob(f".{made.stem}.*.new*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
-            told("Checking", None)
+            report("Checking", None)
             if not _is_whole(place):
-                _make(model, place, told)
+                _make(model, place, report)
     return place
 
 
@@ -95,15 +95,15 @@ def _is_whole(place: Path) -> bool:
         return False
 
 
-def _make(model: NamedModel, place: Path, told: Told) -> None:
+def _make(model: NamedModel, place: Path, report: Report) -> None:
     from specdec.models.gguf import require_gguf  # not at the top: transformers takes seconds
 
     require_gguf()
-    wheel = _wheel(model, told)
+    wheel = _wheel(model, report)
     with replacing(place) as new, _beside(place) as folder:
-        told("Unpacking", None)
+        report("Unpacking", None)
         gguf = _unpacked(wheel, model, Path(folder))
-        told("Converting", None)
+        report("Converting", None)
         _convert(gguf, new, model)
         source = {"package": f"{model.package}=={model.version}", "sha256": model.sha256, "licence": model.licence}
         files = {file.name: digest_of(file) for file in sorted(new.iterdir())}
@@ -115,13 +115,13 @@ def _kept(model: NamedModel) -> Path:
     return cache_folder() / "downloads" / model.wheel
 
 
-def _wheel(model: NamedModel, told: Told) -> Path:
+def _wheel(model: NamedModel, report: Report) -> Path:
     """The wheel, from an earlier try or through pip."""
     kept = _kept(model)
     kept.parent.mkdir(parents=True, exist_ok=True)
     if not kept.is_file():
         with _beside(kept) as folder:
-            _download(model, Path(folder), told)
+            _download(model, Path(folder), report)
             (Path(folder) / "got" / model.wheel).replace(kept)
     if (digest := digest_of(kept)) != model.sha256:
         kept.unlink()
@@ -132,7 +132,7 @@ def _wheel(model: NamedModel, told: Told) -> Path:
     return kept
 
 
-def _download(model: NamedModel, folder: Path, told: Told) -> None:
+def _download(model: NamedModel, folder: Path, report: Report) -> None:
     """Have pip write the wheel to ``folder / "got"``; whatever else it writes stays in the folder too.
 
     Raises:
@@ -163,7 +163,7 @@ def _download(model: NamedModel, folder: Path, told: Told) -> None:
             with suppress(subprocess.TimeoutExpired):
                 _, complaint = process.communicate(timeout=0.2)
             got = sum(file.stat().st_size for file in folder.rglob("*.whl"))
-            told("Downloading", min(1.0, got / model.bytes))
+            report("Downloading", min(1.0, got / model.bytes))
     finally:
         process.kill()  # whatever ends this, it does not outlive it
         process.wait()

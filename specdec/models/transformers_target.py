@@ -33,7 +33,7 @@ from specdec.models.masks import MASKS, layer_masks, named_limits, register_mask
 from specdec.models.self_check import PROBE, ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, tokens_for
 from specdec.native.library import compiler, library, products
 from specdec.runners import EXECUTIONS
-from specdec.runners.attention import ATTENTION, check_backend, check_runs, layer_attention, told
+from specdec.runners.attention import ATTENTION, check_backend, check_runs, describe_backend, layer_attention
 from specdec.runners.boundary_ops import Joints, read_joints
 from specdec.runners.choice import TIMED_ROWS, RunnerMaker, choose_runner
 from specdec.runners.known_layers import why_special
@@ -187,8 +187,8 @@ class TransformersTarget:
         return cls(model, execution=execution, attention=attention, owned=True, progress=progress)
 
     @property
-    def alike(self) -> bool:
-        return self.runner.alike
+    def batch_invariant(self) -> bool:
+        return self.runner.batch_invariant
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache(self.specs, capacity=capacity, rows=rows)
@@ -213,7 +213,7 @@ class TransformersTarget:
         exit_layer: int | None = None,
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
-        likeliest: int = 1,
+        top_k: int = 1,
     ) -> TargetOutput:
         runner, first = self.runner, 0
         hidden: torch.Tensor | None
@@ -224,15 +224,15 @@ class TransformersTarget:
         else:
             hidden = self.joints.embedding(runner.enter(block))
         last = self.num_layers if exit_layer is None else exit_layer
-        logits, peaks = None, None
+        logits, argmax = None, None
         if last < self.num_layers:
             hidden, found = runner.run(hidden, block, first, last, taps)
         else:
-            hidden, found, logits, peaks = runner.finish(hidden, block, first, last, taps, rows, self.joints, likeliest)
+            hidden, found, logits, argmax = runner.finish(hidden, block, first, last, taps, rows, self.joints, top_k)
         if last in taps:
             found[last] = hidden
         count = block.rows if rows is None else len(rows)
-        return TargetOutput(logits, hidden, found, None if peaks is None else (peaks, 0, count))
+        return TargetOutput(logits, hidden, found, None if argmax is None else (argmax, 0, count))
 
     def embed(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
         if not isinstance(tokens, torch.Tensor):
@@ -245,7 +245,7 @@ class TransformersTarget:
         return self.runner.norm(hidden)
 
     def verify(
-        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int, scores: Scores | None = None
     ) -> tuple[Verdict, Scores]:
         return verify(output.scores(draft.scored_rows()) if scores is None else scores, draft, sampler)
 
@@ -340,7 +340,7 @@ class TransformersTarget:
                 "runner": self.runner.name,
                 "because": self.plan.reason,
                 **{f"not {name}": reason for name, reason in self.plan.others.items()},
-                "attention": "in the same call" if self.runner.name == "native" else self._attention_told(),
+                "attention": "in the same call" if self.runner.name == "native" else self._describe_attention(),
                 "CUDA graphs": self.runner.graphs(self.backend) if self.device.type == "cuda" else None,
                 "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             },
@@ -357,9 +357,9 @@ class TransformersTarget:
             },
         }
 
-    def _attention_told(self) -> str:
+    def _describe_attention(self) -> str:
         softcap = getattr(self.config, "attn_logit_softcapping", None)
-        return told(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
+        return describe_backend(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
 
     def _read_joints(self, embedding: Any, norm: Any, head: Any, tokens: Sequence[int]) -> Joints:
         """What the model does between its parts, while it runs with its own attention."""

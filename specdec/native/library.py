@@ -285,8 +285,8 @@ def _build(compiler: str, folder: Path, note: str | None = None) -> Path:
         path = _path(folder, digest)
         built.replace(path)
         if note is not None:
-            told = Path(made) / note
-            told.touch(mode=0o600)
-            told.write_text(digest, encoding="ascii")
-            told.replace(folder / note)
+            note_file = Path(made) / note
+            note_file.touch(mode=0o600)
+            note_file.write_text(digest, encoding="ascii")
+            note_file.replace(folder / note)
     return path

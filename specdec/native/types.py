@@ -13,6 +13,7 @@ __all__ = [
     "PAIR",
     "PANEL",
     "STEP",
+    "CCosSin",
     "CHead",
     "CHeads",
     "CLayer",
@@ -20,7 +21,6 @@ __all__ = [
     "CRows",
     "CShape",
     "CSlots",
-    "CTurns",
     "Kind",
 ]
 
@@ -95,7 +95,7 @@ class CSlots(Structure):
     )
 
 
-class CTurns(Structure):
+class CCosSin(Structure):
     _fields_ = (("cosines", c_void_p), ("sines", c_void_p))
 
 

@@ -108,7 +108,7 @@ class Ranks:
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What rank 0 says, a value that JSON knows; two collectives."""
         data = json.dumps(value).encode() if self.rank == 0 else b""
         size = self.lead(torch.tensor([len(data)], device=self._device), patient=True)

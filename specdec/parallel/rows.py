@@ -74,11 +74,11 @@ class ShardedTarget(ParallelTarget):
         exit_layer: int | None = None,
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
-        likeliest: int = 1,
+        top_k: int = 1,
     ) -> TargetOutput:
         cache = block.cache if isinstance(block, Block) else None
         if not isinstance(block, Block) or not isinstance(cache, SharedCache):
-            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, likeliest=likeliest)
+            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, top_k=top_k)
         if entry is not None or exit_layer is not None or set(taps) - {FINAL}:
             raise ConfigError(
                 "parallel='rows' splits whole forwards, and this drafter runs the target's first layers by itself; "
@@ -95,7 +95,7 @@ class ShardedTarget(ParallelTarget):
         own = self._block(Draft([*pending, *(tokens[row] for row in share)], above), cache)
         scored = list(range(len(tokens)) if rows is None else rows)
         wanted = [place[row] for row in scored if row in place]
-        output = super().forward(own, taps=taps, rows=wanted, likeliest=likeliest)
+        output = super().forward(own, taps=taps, rows=wanted, top_k=top_k)
         hidden = {layer: found[len(pending) :] for layer, found in output.taps.items()}
         return ShareOutput(output, hidden, cache=cache, shares=shares, scored=scored)
 
@@ -103,19 +103,19 @@ class ShardedTarget(ParallelTarget):
         return Block.of(draft, cache.own, self.device, self.backend)
 
     def verify(
-        self, output: TargetOutput, draft: Draft, sampler: Sampler, likeliest: int, scores: Scores | None = None
+        self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int, scores: Scores | None = None
     ) -> tuple[Verdict, Scores]:
         """Judge a draft with all ranks; the taps of ``output`` are those of the whole draft from then on."""
         assert isinstance(output, ShareOutput)
         assert scores is None  # of one rank's rows
         self._refuse(draft, sampler)
-        cache, ranks, likeliest = output.cache, self.ranks, min(likeliest, self.vocab_size)
+        cache, ranks, top_k = output.cache, self.ranks, min(top_k, self.vocab_size)
         if not cache.greeted:
-            self.greet(sampler, taps=len(output.taps), likeliest=likeliest)
+            self.greet(sampler, taps=len(output.taps), top_k=top_k)
             cache.greeted = True
         cache.text = checksum(sampler.tokens[cache.known :], start=cache.text)
         cache.known = len(sampler.tokens)
-        message = _Message(self.max_rows, likeliest, {layer: t[0] for layer, t in output.taps.items()})
+        message = _Message(self.max_rows, top_k, {layer: t[0] for layer, t in output.taps.items()})
         failure = None
         try:
             words = message.written(output, draft, sampler, ranks.rank)
@@ -186,9 +186,9 @@ class _Message:
     ``best`` are the likeliest tokens of each scored row of its share, and the rest the taps where its way ends.
     """
 
-    def __init__(self, max_rows: int, likeliest: int, taps: Mapping[int, torch.Tensor]) -> None:
-        self._likeliest, self._like = likeliest, taps
-        numbers = [("text", 1), ("count", 1), ("way", max_rows), ("best", max_rows * likeliest)]
+    def __init__(self, max_rows: int, top_k: int, taps: Mapping[int, torch.Tensor]) -> None:
+        self._top_k, self._like = top_k, taps
+        numbers = [("text", 1), ("count", 1), ("way", max_rows), ("best", max_rows * top_k)]
         numbers += [(str(layer), tap.nbytes // 4) for layer, tap in taps.items()]
         self._parts = np.dtype([(name, np.int32, (size,)) for name, size in numbers])
 
@@ -214,8 +214,8 @@ class _Message:
         scores = Scores(output.logits, [place[row] for row in output.scored if row in place])
         verdict, parts = match(own, scores, sampler), self.read(words)
         parts["count"], parts["way"][: len(verdict.tokens)] = len(verdict.tokens), verdict.tokens
-        if self._likeliest:
-            best = np.ravel(scores.likeliest(self._likeliest))
+        if self._top_k:
+            best = np.ravel(scores.top_k(self._top_k))
             parts["best"][: len(best)] = best
         for layer, tap in output.taps.items():
             parts[str(layer)] = tap[verdict.path[-1]].cpu().view(torch.int32).numpy()
@@ -233,7 +233,7 @@ class _Message:
     def best(self, found: Words, shares: Sequence[Sequence[int]], scored: Sequence[int]) -> list[list[int]]:
         """Of each scored row its likeliest tokens, by the first rank that has it."""
         known: dict[int, list[int]] = {}
-        wanted, count = set(scored), self._likeliest
+        wanted, count = set(scored), self._top_k
         for parts, share in zip(found, shares, strict=True):
             rows = [row for row in share if row in wanted]
             table = parts["best"][: len(rows) * count].reshape(len(rows), count).tolist()

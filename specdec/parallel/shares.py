@@ -100,9 +100,9 @@ class GatheredScores(Scores):
         raise ConfigError("logits are not exchanged under parallel='rows'; a drafter may read the likeliest tokens")
 
     def argmax(self, row: int) -> int:
-        return self.likeliest(1)[self.place(row)][0]
+        return self.top_k(1)[self.place(row)][0]
 
-    def likeliest(self, count: int) -> list[list[int]]:
+    def top_k(self, count: int) -> list[list[int]]:
         if any(len(tokens) < count for tokens in self.best[:1]):
             raise ConfigError(
                 f"a drafter reads the {count} likeliest tokens of each row and said that it reads {len(self.best[0])}; "
@@ -111,7 +111,7 @@ class GatheredScores(Scores):
         return [tokens[:count] for tokens in self.best]
 
     def weighed(self, count: int) -> tuple[list[list[int]], None]:
-        return self.likeliest(count), None
+        return self.top_k(count), None
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
         return GatheredScores([self.best[self.place(row)] for row in rows], numbers)

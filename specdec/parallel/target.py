@@ -52,7 +52,7 @@ class ParallelTarget(TransformersTarget):
         """
         ranks, machine = self.ranks, describe(self)
         kept = kept_curve(machine) if ranks.rank == 0 else None
-        known = ranks.told(None if kept is None else asdict(kept))
+        known = ranks.broadcast(None if kept is None else asdict(kept))
         if known is None:
             self.together = False
             try:
@@ -64,7 +64,7 @@ class ParallelTarget(TransformersTarget):
         share = ranks.size if self.splits else 1
         return replace(curve, rows=[1 + (row - 1) * share for row in curve.rows])
 
-    def greet(self, sampler: Sampler, *, taps: int, likeliest: int) -> None:
+    def greet(self, sampler: Sampler, *, taps: int, top_k: int) -> None:
         """At the start of a text, see that all ranks begin the same one in the same way.
 
         Raises:
@@ -76,7 +76,7 @@ class ParallelTarget(TransformersTarget):
             the_model=checksum(repr(model)),
             the_prompt=checksum(sampler.tokens),
             the_sampling=checksum(repr(sampler.params), str(sampler.sample), processors),
-            the_drafter=checksum([taps, likeliest]),
+            the_drafter=checksum([taps, top_k]),
         )
 
     def describe(self) -> dict[str, dict[str, Any]]:

@@ -34,10 +34,10 @@ class TensorTarget(ParallelTarget):
         exit_layer: int | None = None,
         taps: Collection[int] = (),
         rows: Sequence[int] | None = None,
-        likeliest: int = 1,
+        top_k: int = 1,
     ) -> TargetOutput:
         if not self.together:
-            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, likeliest=likeliest)
+            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, top_k=top_k)
         assert isinstance(block, Block)  # the engine refuses batches
         wanted = [-1] if rows is None else rows
         own = checksum(
@@ -49,7 +49,7 @@ class TensorTarget(ParallelTarget):
         begins = block.length + block.first == 0  # a text; before it, ranks may have been busy otherwise
         found = self.ranks.gather(torch.tensor([own], dtype=torch.int32), patient=begins)
         self.ranks.check_equal("the rows", found[:, 0].tolist())
-        output = super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, likeliest=likeliest)
+        output = super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, top_k=top_k)
         read = [*output.taps.values(), *([] if output.logits is None else [output.logits])]
         if exit_layer is not None:
             read.append(output.hidden)

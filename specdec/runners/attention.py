@@ -35,7 +35,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
-from specdec.runners.attention_kernels import FLASH, Part, aten_flash, cpu_flash, flash_attn, merge, plain_attention
+from specdec.runners.attention_kernels import (
+    FLASH,
+    PartialAttention,
+    aten_flash,
+    cpu_flash,
+    flash_attn,
+    merge,
+    plain_attention,
+)
 from specdec.step.block import Block, Rows
 from specdec.step.cache import LayerSpec
 from specdec.step.visibility import Layout
@@ -47,8 +55,8 @@ __all__ = [
     "attend_all",
     "check_backend",
     "check_runs",
+    "describe_backend",
     "layer_attention",
-    "told",
     "update_and_attend",
 ]
 
@@ -87,7 +95,7 @@ def check_runs(name: str, specs: Sequence[LayerSpec]) -> None:
         )
 
 
-def told(name: str, specs: Sequence[LayerSpec], query_heads: int, softcap: float | None) -> str:
+def describe_backend(name: str, specs: Sequence[LayerSpec], query_heads: int, softcap: float | None) -> str:
     """Which kernels a backend means for a model whose layers cache this, in words."""
     spec = specs[0]
     if spec.device.type != "cuda":
@@ -246,7 +254,7 @@ def _split(
     if flash is not None and (whole := _one_range(layout)) is not None:
         first, last = whole
         return flash(query, keys[:, :, first:last], values[:, :, first:last], scale, causal=block.rows > 1)[0]
-    parts: list[Part] = []
+    parts: list[PartialAttention] = []
     kernel = flash or (cpu_flash if query.device.type == "cpu" and softcap is None else plain_attention)
     for first, last in layout.prefix:
         parts.append(kernel(query, keys[:, :, first:last], values[:, :, first:last], scale, softcap=softcap))

@@ -15,10 +15,10 @@ __all__ = ["FLASH", "aten_flash", "cpu_flash", "flash_attn", "merge", "plain_att
 
 _FLASH_ATTN = (2, 8)  # the least release that is known to return what is asked of it here
 
-Part = tuple[torch.Tensor, torch.Tensor]  # output [1, Hq, T, D], log-sum-exp [1, Hq, T]
+PartialAttention = tuple[torch.Tensor, torch.Tensor]  # output [1, Hq, T, D], log-sum-exp [1, Hq, T]
 
 
-def merge(parts: list[Part]) -> Part:
+def merge(parts: list[PartialAttention]) -> PartialAttention:
     """Join attention over disjoint sets of keys by the log-sum-exp of their scores."""
     output, total = parts[0]
     for part, weight in parts[1:]:
@@ -33,12 +33,12 @@ class Kernel(Protocol):
 
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, /, **options: Any
-    ) -> Part: ...
+    ) -> PartialAttention: ...
 
 
 def aten_flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, /, *, causal: bool = False, **_: Any
-) -> Part:
+) -> PartialAttention:
     """Torch's flash kernel. ``causal``: the last row sees all keys, the one before all but the last, and so on."""
     output, weight, *_rest = torch.ops.aten._scaled_dot_product_flash_attention(
         query, keys, values, 0.0, causal, False, scale=scale
@@ -48,7 +48,7 @@ def aten_flash(
 
 def _package_flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, /, *, causal: bool = False, **_: Any
-) -> Part:
+) -> PartialAttention:
     """flash-attn's kernel, as ``aten_flash``."""
     q, k, v = (x.transpose(1, 2) for x in (query, keys, values))  # [1, rows, heads, D]
     output, weight, _rest = flash_attn()(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
@@ -88,7 +88,7 @@ def cpu_flash(
     *,
     causal: bool = False,
     **_: Any,
-) -> Part:
+) -> PartialAttention:
     """Torch's flash kernel for CPUs, which also returns the log-sum-exp."""
     output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
@@ -103,7 +103,7 @@ def plain_attention(
     scale: float,
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
-) -> Part:
+) -> PartialAttention:
     """Matrix products and a softmax, for soft-capped scores and small masked parts; scores are [Hkv, G * T, S]."""
     heads, rows = keys.shape[1], query.shape[2]
     group = query.shape[1] // heads

@@ -216,9 +216,9 @@ def layer_kernels(
         where = {"counts": counts, "table": torch.ones(1, 3, dtype=torch.long, device=device)}
         for query_heads, key_heads, width, normed in shapes:
             heads = torch.zeros(1, (query_heads + 2 * key_heads) * width, dtype=dtype, device=device)
-            turns, norms = heads[:, :width], (heads[0], heads[0], 1e-6) if normed else None
+            cos_sin, norms = heads[:, :width], (heads[0], heads[0], 1e-6) if normed else None
             shape = query_heads, key_heads, width
-            kernels.turn_and_store(heads, turns, turns, counts[:1], norms, where, 0, shape)
+            kernels.turn_and_store(heads, cos_sin, cos_sin, counts[:1], norms, where, 0, shape)
     except Exception as error:  # the compiler's, the driver's and the linker's share no class but this
         warnings.warn(
             f"Triton's kernels for layers are not used, and torch's operations do their work, more slowly: "

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.runners.attention import attend
-from specdec.runners.graphs import Recorder, StepGraphs, StepInputs, Turns
+from specdec.runners.graphs import CosSin, Recorder, StepGraphs, StepInputs
 from specdec.runners.known_layers import KnownLayer
 from specdec.runners.layers import LayerByLayer, stack_linears
 from specdec.runners.memory_pages import FilePages
@@ -39,14 +39,14 @@ class CudaLayer:
         self._kernels = kernels
 
     def __call__(
-        self, residual: torch.Tensor, delta: torch.Tensor | None, block: Rows | StepInputs, turns: Turns
+        self, residual: torch.Tensor, delta: torch.Tensor | None, block: Rows | StepInputs, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Residual [T, D] and what is to be added to it, to the same after the layer.
 
-        ``turns``: cosines and sines [positions, d], and each row's place in them.
+        ``cos_sin``: cosines and sines [positions, d], and each row's place in them.
         """
         qkv, out, gate_up, down = self._products
-        kernels, (cos, sin, at) = self._kernels, turns
+        kernels, (cos, sin, at) = self._kernels, cos_sin
         residual, normed = kernels.add_norm(residual, delta, *self._norms[0])
         heads = F.linear(normed, qkv.weight, qkv.bias)
         # Each sequence's rows are stored in its own cache, so that a batch takes two launches more for each of them.
@@ -82,18 +82,24 @@ class CudaRunner(LayerByLayer):
         self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         assert hidden is not None
-        turns = self._rotary.turns(block, hidden)
+        cos_sin = self._rotary.cos_sin(block, hidden)
         if self._graphs.takes(block):
-            outcome = self._graphs.run(hidden, block, first, last, taps, turns)
+            outcome = self._graphs.run(hidden, block, first, last, taps, cos_sin)
             if outcome is not None:
                 return outcome
-        return self._launch(hidden, block, first, last, taps, turns)
+        return self._launch(hidden, block, first, last, taps, cos_sin)
 
     def graphs(self, backend: str) -> str:
-        return self._graphs.told(backend)
+        return self._graphs.describe(backend)
 
     def _launch(
-        self, hidden: torch.Tensor, block: Rows | StepInputs, first: int, last: int, taps: Collection[int], turns: Turns
+        self,
+        hidden: torch.Tensor,
+        block: Rows | StepInputs,
+        first: int,
+        last: int,
+        taps: Collection[int],
+        cos_sin: CosSin,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         found: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
@@ -101,5 +107,5 @@ class CudaRunner(LayerByLayer):
             if number in taps:
                 hidden, delta = hidden if delta is None else hidden + delta, None
                 found[number] = hidden
-            hidden, delta = self._known[number](hidden, delta, block, turns)
+            hidden, delta = self._known[number](hidden, delta, block, cos_sin)
         return hidden if delta is None else hidden + delta, found

@@ -29,7 +29,7 @@ from specdec.step.block import Rows
 __all__ = ["CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
 
 Outcome = tuple[torch.Tensor, dict[int, torch.Tensor]]  # of a runner's run
-Turns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, and which of them turn each row
+CosSin = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, and which of them turn each row
 
 
 class Recorder(Protocol):
@@ -92,16 +92,16 @@ class StepInputs:
 
     Attributes:
         hidden: [B, D].
-        turns: cosines and sines [B, d] of the rows, and their numbers.
+        cos_sin: cosines and sines [B, d] of the rows, and their numbers.
         windows: of each layer's attention.
     """
 
-    def __init__(self, hidden: torch.Tensor, block: Rows, turns: Turns) -> None:
-        rows, width = block.shapes["closure"][..., 0].size, turns[0].shape[1]
+    def __init__(self, hidden: torch.Tensor, block: Rows, cos_sin: CosSin) -> None:
+        rows, width = block.shapes["closure"][..., 0].size, cos_sin[0].shape[1]
         self.hidden = hidden.new_zeros(rows, hidden.shape[1])
-        self.turns = (
-            turns[0].new_zeros(rows, width),
-            turns[1].new_zeros(rows, width),
+        self.cos_sin = (
+            cos_sin[0].new_zeros(rows, width),
+            cos_sin[1].new_zeros(rows, width),
             torch.arange(rows, device=hidden.device),
         )
         self.windows = [group.window for group in block.parts[0][0].cache.group_of]
@@ -113,18 +113,18 @@ class StepInputs:
         """As a block's."""
         return self._where
 
-    def fill(self, hidden: torch.Tensor, block: Rows, turns: Turns) -> None:
+    def fill(self, hidden: torch.Tensor, block: Rows, cos_sin: CosSin) -> None:
         """Have the rows of a block, or of a batch."""
         for part, _, _ in block.parts:
             part.where()
         self._bytes.copy_(block.sent["step"])
-        cos, sin, at = turns
+        cos, sin, at = cos_sin
         if isinstance(block, Batch):
             torch.index_select(hidden, 0, block.sent["spread"], out=self.hidden)
             at = at.index_select(0, block.sent["spread"])
         else:
             self.hidden[: block.rows].copy_(hidden)
-        for own, values in zip(self.turns[:2], (cos, sin), strict=True):
+        for own, values in zip(self.cos_sin[:2], (cos, sin), strict=True):
             torch.index_select(values, 0, at, out=own[: len(at)])
 
 
@@ -158,7 +158,7 @@ class StepGraphs:
         return there and block.again and block.backend == "auto" and self.failed is None
 
     def run(
-        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], turns: Turns
+        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], cos_sin: CosSin
     ) -> Outcome | None:
         """As a runner's; None where it cannot be recorded, with a warning that says why."""
         if isinstance(block, Batch):
@@ -167,13 +167,13 @@ class StepGraphs:
         wanted = frozenset(tap for tap in taps if first <= tap < last)
         with self._lock:
             if sizes not in self._inputs:
-                self._inputs[sizes] = StepInputs(hidden, block, turns)
+                self._inputs[sizes] = StepInputs(hidden, block, cos_sin)
             inputs, key = self._inputs[sizes], (sizes, first, last, wanted)
-            inputs.fill(hidden, block, turns)
+            inputs.fill(hidden, block, cos_sin)
             if key not in self._graphs:
                 try:
                     self._graphs[key] = self._recorder.record(
-                        lambda: self._layers(inputs.hidden, inputs, first, last, wanted, inputs.turns)
+                        lambda: self._layers(inputs.hidden, inputs, first, last, wanted, inputs.cos_sin)
                     )
                 except Exception as error:  # the driver's, the allocator's and the compiler's share no class but this
                     self.failed = f"{type(error).__name__}: {first_line(error)}"
@@ -188,7 +188,7 @@ class StepGraphs:
             replay()
             return _own(output, block), {tap: _own(rows, block) for tap, rows in found.items()}
 
-    def told(self, backend: str) -> str:
+    def describe(self, backend: str) -> str:
         """What is used, or why nothing is."""
         if backend != "auto":
             return f"not used: attention={backend!r} is told the text's length by the host; leave it at auto"

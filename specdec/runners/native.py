@@ -23,7 +23,7 @@ from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Rotary
 from specdec.runners.runner import FINAL, Finished, LayerRunner
 from specdec.runners.snapshot import Snapshot
-from specdec.sampling.scores import Peaks
+from specdec.sampling.scores import RowArgmax
 from specdec.step.block import Rows
 
 __all__ = ["DTYPES", "NativeRunner", "why_not"]
@@ -86,7 +86,7 @@ class NativeRunner(LayerRunner):
         embedding = model.get_input_embeddings()
         self.embed = embedding if isinstance(embedding, TiedEmbedding) else Evaluated(embedding)
         self.head = packed_head or Evaluated(model.get_output_embeddings())
-        self.alike = packed_head is not None
+        self.batch_invariant = packed_head is not None
         last = gain(norm)
         self.norm = FusedNorm(norm) if is_known_norm(norm) else Evaluated(norm)
         self._head = None if packed_head is None or last is None else NativeHead(*last, packed_head.packed)
@@ -100,7 +100,7 @@ class NativeRunner(LayerRunner):
             self.looks_up = self.embed.scale is None
             read.append(self.embed)
         self._snapshot = Snapshot(read if last is None else [*read, norm], holders=holders, root=model)
-        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self, block: Rows) -> torch.Tensor:
         return self.embed.look_up(block.ids) if isinstance(self.embed, TiedEmbedding) else super().enter(block)
@@ -117,17 +117,17 @@ class NativeRunner(LayerRunner):
         like = self._like if hidden is None else hidden
         if not self._rotary.fixed:
             angles = self._rotary.of(block, like)
-            turns = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
-        elif self._turns is None or self._turns[0].shape[1] < block.end:
+            cos_sin = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
+        elif self._cos_sin is None or self._cos_sin[0].shape[1] < block.end:
             tables = [self._rotary.whole(block, like, kind) for kind in self._kinds]
             cos, _, signed_sin = (torch.stack(values).float() for values in zip(*tables, strict=True))
-            turns = self._turns = cos, signed_sin
+            cos_sin = self._cos_sin = cos, signed_sin
         else:
-            turns = self._turns
+            cos_sin = self._cos_sin
         return self._native.run(
             hidden,
             block,
-            *turns,
+            *cos_sin,
             first,
             last,
             taps,
@@ -145,25 +145,25 @@ class NativeRunner(LayerRunner):
         taps: Collection[int],
         rows: Sequence[int] | None,
         joints: Joints,
-        likeliest: int = 1,
+        top_k: int = 1,
     ) -> Finished:
         if self._head is None or not joints.plain:
             return super().finish(hidden, block, first, last, taps, rows, joints)
         draws = {start: part.draw for part, start, _ in block.parts if part.draw is not None}
-        reading = self._head.reading(block.rows, rows, FINAL in taps, likeliest, draws)
+        reading = self._head.reading(block.rows, rows, FINAL in taps, top_k, draws)
         hidden, found = self.run(hidden, block, first, last, taps, reading)
         if reading.normed is not None:
             found[FINAL] = reading.normed
         drawn = () if reading.drawn is None else reading.drawn[:]
-        peaks = None if reading.stored is None else Peaks(reading.best[:], reading.stored, drawn)
-        return hidden, found, reading.logits, peaks
+        argmax = None if reading.stored is None else RowArgmax(reading.best[:], reading.stored, drawn)
+        return hidden, found, reading.logits, argmax
 
     def changed(self) -> str | None:
         return self._snapshot.changed()
 
 
-def _pack_layer(layer: KnownLayer, files: FilePages | None, turns: int) -> NativeLayer:
-    """A layer's weights in panels; with ``files``, in the place of its own. ``turns``: its rotary table."""
+def _pack_layer(layer: KnownLayer, files: FilePages | None, rotary_table: int) -> NativeLayer:
+    """A layer's weights in panels; with ``files``, in the place of its own. ``rotary_table``: its rotary table."""
     products = []
     for places in layer.linears:
         weights = [place.module.weight.data for place in places]
@@ -186,7 +186,7 @@ def _pack_layer(layer: KnownLayer, files: FilePages | None, turns: int) -> Nativ
         None if head_norm is None else head_norm[0],
         gains(layer.after),
         layer.cap,
-        turns,
+        rotary_table,
     )
 
 

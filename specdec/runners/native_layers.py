@@ -14,7 +14,7 @@ import torch
 
 from specdec.native.library import library
 from specdec.native.scores import Found, Stored
-from specdec.native.types import CHead, CLayer, CRows, CShape, CSlots, CTurns
+from specdec.native.types import CCosSin, CHead, CLayer, CRows, CShape, CSlots
 from specdec.runners.linear import PackedWeight
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
@@ -34,7 +34,7 @@ class NativeLayer:
         head_norm: [heads, 1, head_dim] weights of norms per query and key head, or None.
         after: weights [D] and epsilons of the norms of what attention and the MLP add, or none.
         cap: of attention's scores, by a tanh; 0 for none.
-        turns: which of several rotary tables it reads.
+        rotary_table: which of several rotary tables it reads.
     """
 
     products: tuple[PackedWeight, ...]
@@ -46,7 +46,7 @@ class NativeLayer:
     head_norm: torch.Tensor | None = None
     after: Sequence[tuple[torch.Tensor, float]] = ()
     cap: float = 0.0
-    turns: int = 0
+    rotary_table: int = 0
 
 
 def runs_heads_of(head_dim: int, inner: int) -> bool:
@@ -67,7 +67,7 @@ class NativeLayers:
         tiles = self._library.specdec_tiles()
         self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, half, gelu, tiles)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
-        self._turns: tuple[torch.Tensor, torch.Tensor, ctypes.Array[CTurns]] | None = None
+        self._cos_sin: tuple[torch.Tensor, torch.Tensor, ctypes.Array[CCosSin]] | None = None
 
     def run(
         self,
@@ -105,8 +105,8 @@ class NativeLayers:
             keys = max(keys, part.length + part.first + part.rows)
             described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
         blocks = (c_int64 * len(described))(*described)  # a Block of layers.c is six numbers
-        turns = self._described(cos, signed_sin, by_row)
-        told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(turns), by_row)
+        cos_sin = self._described(cos, signed_sin, by_row)
+        told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(cos_sin), by_row)
         if tokens is not None and embedding is not None:
             told.tokens, told.embedding = addressof(tokens), addressof(embedding.described)
         found = {tap: torch.empty(out.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
@@ -127,16 +127,16 @@ class NativeLayers:
         )
         return out, found
 
-    def _described(self, cos: torch.Tensor, signed_sin: torch.Tensor, by_row: bool) -> ctypes.Array[CTurns]:
+    def _described(self, cos: torch.Tensor, signed_sin: torch.Tensor, by_row: bool) -> ctypes.Array[CCosSin]:
         """Where rotary tables lie; those of positions, which come again, are asked once."""
-        known = self._turns
+        known = self._cos_sin
         if known is not None and known[0] is cos and known[1] is signed_sin:
             return known[2]
         tables = [(cos, signed_sin)] if by_row else [*zip(cos, signed_sin, strict=True)]
-        turns = (CTurns * len(tables))(*(CTurns(one.data_ptr(), other.data_ptr()) for one, other in tables))
+        cos_sin = (CCosSin * len(tables))(*(CCosSin(one.data_ptr(), other.data_ptr()) for one, other in tables))
         if not by_row:
-            self._turns = cos, signed_sin, turns
-        return turns
+            self._cos_sin = cos, signed_sin, cos_sin
+        return cos_sin
 
     def _describe(self, layer: NativeLayer) -> CLayer:
         products = [product.described for product in layer.products]
@@ -144,7 +144,7 @@ class NativeLayers:
         after = map(self._hold, (weight for weight, _ in layer.after)) if layer.after else (None, None)
         epsilons = [*layer.epsilons, *(epsilon for _, epsilon in layer.after)] + [0.0] * (2 - len(layer.after))
         norms = [*map(self._hold, layer.norms), per_head, *after]
-        return CLayer(*products, *norms, *epsilons, layer.scale, layer.cap, layer.turns)
+        return CLayer(*products, *norms, *epsilons, layer.scale, layer.cap, layer.rotary_table)
 
     def _hold(self, weight: torch.Tensor) -> int:
         held = weight.float().contiguous()
@@ -164,7 +164,7 @@ class NativeHead:
         total: int,
         rows: Sequence[int] | None,
         final: bool,
-        likeliest: int = 1,
+        top_k: int = 1,
         draws: Mapping[int, tuple[float, int]] | None = None,
     ) -> Reading:
         """What is to be read of ``total`` rows after the last layer; ``draws``: of those rows, some."""
@@ -173,7 +173,7 @@ class NativeHead:
         logits = torch.empty(count, self._product.outputs, dtype=dtype) if count else None
         best, address, half = (c_int64 * count)(), address_of(logits), dtype is torch.bfloat16
         wanted = None if rows is None else (c_int64 * count)(*rows)
-        most = min(likeliest, self._product.outputs) if likeliest > 1 else 0  # the largest alone takes less
+        most = min(top_k, self._product.outputs) if top_k > 1 else 0  # the largest alone takes less
         found = Found(most, array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))) if most else None
         stored = None if address is None else Stored(address, count, self._product.outputs, half, found)
         places = (None, None) if found is None else (found.places.buffer_info()[0], found.values.buffer_info()[0])

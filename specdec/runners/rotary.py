@@ -78,7 +78,7 @@ class Rotary:
             cos, sin, signed_sin = (values.index_select(0, places) for values in table)
         return cos, sin, signed_sin
 
-    def turns(self, block: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def cos_sin(self, block: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Cosines and sines [positions, d], and int64 [T] where in them the rows are: nothing is gathered."""
         places = block.positions[0].to(hidden.device)
         if self.fixed:

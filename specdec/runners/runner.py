@@ -11,7 +11,7 @@ import torch
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Angles
-from specdec.sampling.scores import Peaks
+from specdec.sampling.scores import RowArgmax
 from specdec.step.block import Rows
 
 __all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
@@ -19,7 +19,7 @@ __all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
 FINAL = -1
 """Tap for the hidden states after the last norm, which the head reads."""
 
-Finished = tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | None, Peaks | None]
+Finished = tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | None, RowArgmax | None]
 """Hidden states after the last layer, taps, logits of the rows asked for, and their peaks if found on the way."""
 
 Layer = Callable[[torch.Tensor, Rows, Angles], torch.Tensor]
@@ -35,7 +35,7 @@ class LayerRunner(ABC):
     Attributes:
         name: as in ``execution=``.
         borrows: whether it calls the model's own attention modules.
-        alike: whether a row's numbers are the same, bit for bit, whatever rows are beside it.
+        batch_invariant: whether a row's numbers are the same, bit for bit, whatever rows are beside it.
         looks_up: whether ``run`` and ``finish`` take None for hidden states, and embed the block's tokens themselves.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
@@ -44,7 +44,7 @@ class LayerRunner(ABC):
 
     name: str
     borrows: bool = False
-    alike: bool = False
+    batch_invariant: bool = False
     looks_up: bool = False
     embed: Callable[[torch.Tensor], Any]
     norm: Callable[[torch.Tensor], torch.Tensor]
@@ -70,11 +70,11 @@ class LayerRunner(ABC):
         taps: Collection[int],
         rows: Sequence[int] | None,
         joints: Joints,
-        likeliest: int = 1,
+        top_k: int = 1,
     ) -> Finished:
         """As :meth:`run` to the last layer, and on through the last norm (a tap is ``FINAL``) and the head.
 
-        ``rows``: those whose logits are wanted; None for all, empty for none. ``likeliest``: how many of each one's
+        ``rows``: those whose logits are wanted; None for all, empty for none. ``top_k``: how many of each one's
         largest somebody will read, for runners that find them sooner.
         """
         hidden, found = self.run(hidden, block, first, last, taps)

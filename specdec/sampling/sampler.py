@@ -134,7 +134,7 @@ class Sampler:
         if not self.processors and not self.sample:
             return scores.argmax(row)
         try:
-            own = scores.own(row)
+            own = scores.target_token(row)
             if own is not None:
                 return own
             if self.sample:

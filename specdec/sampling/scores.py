@@ -13,12 +13,12 @@ from specdec.native.scores import Stored, largest, weighed
 from specdec.results import TokenLogprobs
 from specdec.step import device_copies
 
-__all__ = ["Peaks", "Scores", "extremes", "finite_argmax", "no_distribution"]
+__all__ = ["RowArgmax", "Scores", "extremes", "finite_argmax", "no_distribution"]
 
 _UNSOUND = -1  # in the place of a token where logits are no distribution
 
 
-class Peaks:
+class RowArgmax:
     """The token with the largest of each row's logits: one reduction and one transfer for all rows, once asked for.
 
     Args:
@@ -53,11 +53,11 @@ class Scores:
 
     given: torch.Tensor | Callable[[], torch.Tensor]
     rows: Sequence[int] | None = None
-    shared: tuple[Peaks, int, int] | None = None
+    shared: tuple[RowArgmax, int, int] | None = None
     processed: torch.Tensor | None = None
     _place: Mapping[int, int] | None = None
     _best: Sequence[int] = ()
-    _own: Sequence[int] = ()
+    _target_tokens: Sequence[int] = ()
     _top: Sequence[list[int]] = ()
     _values: Sequence[Sequence[float]] = ()
 
@@ -87,8 +87,8 @@ class Scores:
             NumericalError: a row holds NaN, or no finite logit at all.
         """
         if not self._best:
-            peaks, first, last = self.shared or (Peaks(self.logits), 0, self.logits.shape[0])
-            tokens = peaks.of(first, last)
+            argmax, first, last = self.shared or (RowArgmax(self.logits), 0, self.logits.shape[0])
+            tokens = argmax.of(first, last)
             if _UNSOUND in tokens:
                 raise no_distribution(self.logits)
             self._best = tokens
@@ -97,18 +97,18 @@ class Scores:
             raise no_distribution(self.of(row))
         return best
 
-    def own(self, row: int) -> int | None:
+    def target_token(self, row: int) -> int | None:
         """The target's own token after a row, where it was drawn with the logits, or all rows' were at once
         (``Sampler.decide``); else None.
 
         Raises:
             NumericalError: the row's logits are no distribution.
         """
-        if not self._own:
-            peaks, first, _ = self.shared or (None, 0, 0)
-            token = peaks.drawn[first + self.place(row)] if peaks is not None and peaks.drawn else -1
+        if not self._target_tokens:
+            argmax, first, _ = self.shared or (None, 0, 0)
+            token = argmax.drawn[first + self.place(row)] if argmax is not None and argmax.drawn else -1
             return None if token < 0 else token
-        token = self._own[self.place(row)]
+        token = self._target_tokens[self.place(row)]
         if token == _UNSOUND:
             raise no_distribution(self.of(row))
         return token
@@ -120,7 +120,7 @@ class Scores:
 
         ``values``: the logits of the latter, or none.
         """
-        self._best, self._own = best, own
+        self._best, self._target_tokens = best, own
         count = len(top) // len(best)
         firsts = range(0, len(top), max(count, 1))
         self._top = [list(top[start : start + count]) for start in firsts]
@@ -130,7 +130,7 @@ class Scores:
         """[R, k] of each scored row the tokens with the ``count`` largest raw logits, the largest first."""
         return self.logits.topk(min(count, self.logits.shape[-1]), -1).indices
 
-    def likeliest(self, count: int) -> list[list[int]]:
+    def top_k(self, count: int) -> list[list[int]]:
         """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
         whole, places = self._source
         if self._top and len(self._top[0]) >= min(count, whole.shape[-1]):
@@ -147,7 +147,7 @@ class Scores:
             return [row[:count] for row in self._top], [row[:count] for row in self._values]
         whole, places = self._source
         if isinstance(whole, torch.Tensor) and device_copies.is_apart(whole.device):
-            return self.likeliest(count), None
+            return self.top_k(count), None
         if (found := weighed(whole, places, count)) is not None:
             return found
         logits, tokens = self.logits.topk(min(count, whole.shape[-1]), -1)

@@ -238,10 +238,10 @@ def check_place(path: Path, what: str, *, folder: bool = False, option: str = "-
         what: is to be written, for the message.
         option: that gives the path.
     """
-    place, room = path.absolute(), "." * 24  # for what stands beside it until it is whole
+    place, row_budget = path.absolute(), "." * 24  # for what stands beside it until it is whole
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(f"{place}{room}")
+            os.stat(f"{place}{row_budget}")
         if place.exists() and place.is_dir() is not folder:
             raise OSError(f"{str(place)!r} is a {'file' if folder else 'folder'}")
         there = next(one for one in (place if folder else place.parent, *place.parents) if one.exists())

@@ -209,7 +209,7 @@ class KVCache:
         """Raises DraftError where a forward of ``rows`` rows does not fit."""
         if rows > self.free:
             raise DraftError(
-                f"draft has {rows} rows but {self.free} slots are free; propose at most `room` rows, "
+                f"draft has {rows} rows but {self.free} slots are free; propose at most `row_budget` rows, "
                 f"or raise the engine's max_rows (now {self.rows})"
             )
 

@@ -26,13 +26,13 @@ class Pass:
         run: what several sequences brought, to what each of them gets, in order. It serves those whose ``run`` is
             equal, as a method of the drafter that they share is.
         brought: by this sequence.
-        alike: what it gets is the same, bit for bit, whatever others bring.
+        batch_invariant: what it gets is the same, bit for bit, whatever others bring.
         seconds: that it took, once it was run; an equal share where others were run with it.
     """
 
     run: Callable[[Sequence[Any]], Sequence[Any]]
     brought: Any
-    alike: bool = False
+    batch_invariant: bool = False
     seconds: float = field(default=0.0, init=False)
 
 
@@ -98,7 +98,7 @@ class Waited:
 def timed(passes: Passes[T], waited: Waited, *, together: bool = True) -> Passes[T]:
     """The same passes, whose time is added to what was ``waited``.
 
-    ``together`` False: passes that are not ``alike`` are run by themselves, here and now.
+    ``together`` False: passes that are not ``batch_invariant`` are run by themselves, here and now.
     """
     answer = None
     while True:
@@ -110,7 +110,7 @@ def timed(passes: Passes[T], waited: Waited, *, together: bool = True) -> Passes
         if not isinstance(asked, Pass):
             answer = DraftError(f"a session waits for {shown(asked)}, of type {type(asked).__name__}; yield a Pass")
             continue
-        if together or asked.alike:
+        if together or asked.batch_invariant:
             began = perf_counter()
             try:
                 answer = yield asked

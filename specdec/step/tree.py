@@ -189,11 +189,11 @@ class DraftBuilder:
             self._probes.discard(row)
         return row
 
-    def add_path(self, tokens: Iterable[int], *, room: int | None = None) -> list[int]:
-        """Add a path of candidates below the root, stopping before the tree would have more than ``room`` rows."""
+    def add_path(self, tokens: Iterable[int], *, row_budget: int | None = None) -> list[int]:
+        """Add a path of candidates below the root, stopping where the tree has ``row_budget`` rows."""
         parent, rows = 0, list[int]()
         for token in tokens:
-            if room is not None and len(self) >= room and (parent, token) not in self._rows:
+            if row_budget is not None and len(self) >= row_budget and (parent, token) not in self._rows:
                 break
             parent = self.add(parent, token)
             rows.append(parent)

@@ -15,7 +15,7 @@ import torch
 from specdec import Engine
 from specdec.bench.audit import Audit, audit, rounding_bound
 from specdec.bench.plan import Plan
-from specdec.bench.records import Output, Record, RunFolder, Turn
+from specdec.bench.records import AnsweredTurn, Output, Record, RunFolder
 from specdec.bench.runner import Runner, answer_prompts
 from specdec.bench.systems import Drafted, make_systems
 from specdec.bench.transformers_systems import TransformersSystem
@@ -592,7 +592,7 @@ def test_a_tie_is_rounding(tiny_engine: Engine) -> None:
 
 def audit_of_two(engine: Engine, prompt: list[int], plain: int, fast: int) -> Audit:
     def answer(system: str, token: int) -> Record:
-        turn = Turn(
+        turn = AnsweredTurn(
             prompt_ids=prompt, token_ids=[token], text="", finish_reason="length", accept_lengths=[1], rows=[1],
             seconds={"wall": 1.0}, retokenized=1,
         )  # fmt: skip
@@ -631,9 +631,9 @@ def test_the_seed_s_noise_decides_who_is_wrong(make: Make, tiny_engine: Engine) 
     ids = torch.tensor([[*turn.prompt_ids, *turn.token_ids]])
     with torch.inference_mode():
         best = target.model(ids, attention_mask=torch.ones_like(ids)).logits[0].argmax(-1).tolist()
-    likeliest = best[len(turn.prompt_ids) - 1 : -1]
-    place = next(n for n, (drawn, top) in enumerate(zip(turn.token_ids, likeliest, strict=True)) if drawn != top)
-    changed = [*turn.token_ids[:place], likeliest[place], *turn.token_ids[place + 1 :]]
+    top_k = best[len(turn.prompt_ids) - 1 : -1]
+    place = next(n for n, (drawn, top) in enumerate(zip(turn.token_ids, top_k, strict=True)) if drawn != top)
+    changed = [*turn.token_ids[:place], top_k[place], *turn.token_ids[place + 1 :]]
     wrong = tampered(folder.records(), "lookahead", lambda tokens: changed if tokens == turn.token_ids else tokens)
     (bug,) = judge(tiny_engine, folder, wrong, **options).bugs
     assert (bug.culprit, bug.position, bug.expected) == ("lookahead", place, turn.token_ids[place])

@@ -30,7 +30,7 @@ from tests.tiers import each_once, matrix
 PROMPT, NEW = prompt_of(7), 28
 SAMPLING = SamplingParams(temperature=0.8, seed=5)
 WIDE = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
-ALONE = ("kangaroo", "none")  # runs layers by itself; has nothing to split
+UNBATCHED = ("kangaroo", "none")  # runs layers by itself; has nothing to split
 
 _LOADING = threading.Lock()  # while a model is loaded, the default dtype of all threads is another
 Ask = Callable[[Engine], Any]
@@ -83,7 +83,7 @@ SIZES = (2, 3)
 
 @pytest.mark.parametrize(
     ("drafter", "family", "sampling", "size"),
-    matrix([name for name in drafter_names() if name not in ALONE], FAMILIES, SAMPLINGS, SIZES),
+    matrix([name for name in drafter_names() if name not in UNBATCHED], FAMILIES, SAMPLINGS, SIZES),
 )
 def test_the_text_is_plain_decoding_s(
     drafter: str, family: str, sampling: SamplingParams | None, size: int, tmp_path: Path
@@ -229,7 +229,7 @@ def errors_of(found: Sequence[Any]) -> list[str]:
 
 def test_a_rank_that_drafts_otherwise_ends_all() -> None:
     def drafter(rank: int) -> Drafter:
-        return Scripted(lambda context, room: Draft.chain([context.root, 5 + rank * (len(context.tokens) > 10)]))
+        return Scripted(lambda context, row_budget: Draft.chain([context.root, 5 + rank * (len(context.tokens) > 10)]))
 
     found = Together("llama", 3).run(drafter, lambda engine: engine.generate(PROMPT, NEW))
     assert all("rank 1, 2 has not the draft of rank 0" in error for error in errors_of(found))

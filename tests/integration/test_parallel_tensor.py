@@ -59,7 +59,7 @@ def test_rank_0_decides(drafter: str, sampling: SamplingParams | None, tmp_path:
 
 def test_ranks_that_draft_otherwise_end() -> None:
     def drafter(rank: int) -> Scripted:
-        return Scripted(lambda context, room: Draft.chain([context.root, 5 + rank * (len(context.tokens) > 10)]))
+        return Scripted(lambda context, row_budget: Draft.chain([context.root, 5 + rank * (len(context.tokens) > 10)]))
 
     for error in texts(drafter, None, spoiled=False):
         assert isinstance(error, ParallelError)

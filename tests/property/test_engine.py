@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
-from specdec.engine.sequence import Decoding
+from specdec.engine.sequence import SequenceState
 from specdec.sampling.noise import Noise
 from tests.models import VOCAB, model_of, prompt_of, target_of
 
@@ -106,13 +106,13 @@ class PlannedSession:
         self.text: Sequence[int] = ()  # that it has to be
         self.fails = ""
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         if self.fails == "propose":
             raise Broken
         known = len(self.context.tokens)
         tokens, parents, depths, true = [self.context.root], [-1], [0], [True]
         probes = set[int]()
-        for row in self.plan[: room - 1]:
+        for row in self.plan[: row_budget - 1]:
             parent = max(0, len(tokens) - 1 - row.parent)  # 0 is a chain
             place = known + depths[parent]
             right = true[parent] and place < len(self.text)
@@ -135,7 +135,7 @@ class PlannedSession:
 class Running:
     """A generation under way, and the text that it has to be."""
 
-    decoding: Decoding
+    decoding: SequenceState
     session: PlannedSession
     expected: list[int]
     reason: str

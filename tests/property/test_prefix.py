@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from specdec import Engine, PrefixCache
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.engine.sequence import Decoding
+from specdec.engine.sequence import SequenceState
 from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.forward_passes import alone
@@ -145,7 +145,7 @@ class Sizes:
 class Open:
     """A generation under way."""
 
-    decoding: Decoding
+    decoding: SequenceState
     text: tuple[int, ...]
     expected: list[int]
 

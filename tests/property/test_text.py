@@ -35,8 +35,8 @@ def decoded(kind: str, prompt: Sequence[int], tokens: Sequence[int], *, skip: bo
     decode = tokenizer_of(kind).decode
     before = decode([*prompt], skip_special_tokens=skip)
     text: str = decode([*prompt, *tokens], skip_special_tokens=skip)
-    alike = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))))
-    return text[len(before) if text.startswith(before) else alike :]
+    batch_invariant = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))))
+    return text[len(before) if text.startswith(before) else batch_invariant :]
 
 
 class Drawn:
@@ -149,9 +149,9 @@ def reciting(kind: str, prompt: list[int], tokens: list[int], block: int) -> Eng
     script = [*prompt, *tokens, 0, 0]
     target = Reciter(lambda text: script[min(len(text), len(script) - 1)], vocab_size=len(tokenizer_of(kind)))
 
-    def draft(context: object, room: int) -> Draft:
+    def draft(context: object, row_budget: int) -> Draft:
         known = len(drafter.context.tokens)
-        return Draft.chain(script[known - 1 : known - 1 + max(1, min(block, room))])
+        return Draft.chain(script[known - 1 : known - 1 + max(1, min(block, row_budget))])
 
     drafter = Scripted(draft)
     return Engine(target, tokenizer_of(kind), drafter)

@@ -84,24 +84,24 @@ def test_draft_that_names_missing_rows() -> None:
 @given(
     paths=st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8),
     probes=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=3),
-    room=st.integers(1, 20),
+    row_budget=st.integers(1, 20),
 )
-def test_builder_stores_equal_prefixes_once(paths: list[list[int]], probes: list[list[int]], room: int) -> None:
+def test_builder_stores_equal_prefixes_once(paths: list[list[int]], probes: list[list[int]], row_budget: int) -> None:
     builder = DraftBuilder(7)
     for path in probes:
         parent = 0
         for token in path:
             parent = builder.add(parent, token, candidate=False)
     held = len(builder)
-    rows = [builder.add_path(path, room=room) for path in paths]
+    rows = [builder.add_path(path, row_budget=row_budget) for path in paths]
     draft = builder.build()
-    assert len(draft) == len(builder) <= max(room, held)
+    assert len(draft) == len(builder) <= max(row_budget, held)
     texts = [tuple(draft.tokens[r] for r in path_to(draft.parents, row)[1:]) for row in range(len(draft))]
     assert len(set(texts)) == len(texts), "an equal prefix has two rows"
     candidates = set[int]()
     for path, found in zip(paths, rows, strict=True):
         assert [draft.tokens[row] for row in found] == path[: len(found)]
-        assert len(found) == len(path) or len(builder) >= room
+        assert len(found) == len(path) or len(builder) >= row_budget
         candidates.update(found)
     assert draft.probes == set(range(1, len(draft))) - candidates
 

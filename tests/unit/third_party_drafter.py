@@ -32,8 +32,8 @@ class ShoutSession:
     def __init__(self, context: Context, times: int) -> None:
         self.context, self.times = context, times
 
-    def propose(self, room: int) -> Draft:
-        times = min(self.times, room - 1, self.context.remaining - 1)
+    def propose(self, row_budget: int) -> Draft:
+        times = min(self.times, row_budget - 1, self.context.remaining - 1)
         return Draft.chain([self.context.root] * (1 + times))
 
     def observe(self, seen: Observation) -> None:

@@ -14,7 +14,7 @@ from specdec.bench.audit import audit
 from specdec.bench.compare import compare_runs
 from specdec.bench.metrics import measure
 from specdec.bench.plan import Plan
-from specdec.bench.records import Record, RunFolder, Turn
+from specdec.bench.records import AnsweredTurn, Record, RunFolder
 from specdec.bench.runner import Runner
 from specdec.engine.config import resolve
 from specdec.errors import ConfigError, SpecdecError
@@ -22,7 +22,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.options import Given
 
 SECONDS = {"wall": 1.0, "prefill": 0.5}
-TURN = Turn(
+TURN = AnsweredTurn(
     prompt_ids=[1, 2], token_ids=[3, 4], text="x", finish_reason="eos", accept_lengths=[2], rows=[3], seconds=SECONDS,
     retokenized=2, peak_memory=None, pieces=["x"],
 )  # fmt: skip

@@ -13,12 +13,12 @@ import pytest
 from specdec.bench.compare import compare_runs
 from specdec.bench.figures import draw_figures
 from specdec.bench.metrics import OVERALL, Metrics, measure, ratio_interval, repeat_share
-from specdec.bench.records import Record, RunFolder, Turn
+from specdec.bench.records import AnsweredTurn, Record, RunFolder
 from specdec.bench.report import answer_of, write_answers
 from specdec.errors import ConfigError
 
 
-def turn(lengths: Sequence[int], wall: float, prefill: float = 0.0, **more: Any) -> Turn:
+def turn(lengths: Sequence[int], wall: float, prefill: float = 0.0, **more: Any) -> AnsweredTurn:
     tokens = list(range(sum(lengths)))
     values: dict[str, Any] = {
         "prompt_ids": [1, 2],
@@ -30,11 +30,11 @@ def turn(lengths: Sequence[int], wall: float, prefill: float = 0.0, **more: Any)
         "seconds": {"wall": wall, "prefill": prefill},
         "retokenized": len(tokens),
     }
-    return Turn(**{**values, **more})
+    return AnsweredTurn(**{**values, **more})
 
 
 def record(
-    system: str, question: int, *turns: Turn, category: str = "qa", repeat: int = 0, error: str | None = None
+    system: str, question: int, *turns: AnsweredTurn, category: str = "qa", repeat: int = 0, error: str | None = None
 ) -> Record:
     return Record(question_id=question, category=category, system=system, repeat=repeat, turns=list(turns), error=error)
 

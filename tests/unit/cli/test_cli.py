@@ -29,7 +29,7 @@ from specdec.costs import measuring as measuring_module
 from specdec.drafting.registry import drafter_names
 from specdec.engine.config import RunConfig
 from specdec.engine.questions import build_prompt
-from specdec.engine.sequence import Decoding
+from specdec.engine.sequence import SequenceState
 from specdec.errors import ConfigError
 from specdec.native.library import library
 from tests.unit.conftest import Install
@@ -384,7 +384,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_talk(
     """What was shown of the answer stays in the talk; at the prompt, Ctrl-C says how to leave."""
     asked: list[Any] = []
     said = iter(["hello", KeyboardInterrupt(), "never mind", "and now?", EOFError()])
-    start, step = Engine.start, Decoding.step
+    start, step = Engine.start, SequenceState.step
 
     def say(prompt: str) -> str:
         line = next(said)
@@ -396,7 +396,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_talk(
         asked.append(prompt)
         return start(engine, prompt, *given, **named)
 
-    def interrupted(decoding: Decoding) -> Any:
+    def interrupted(decoding: SequenceState) -> Any:
         if len(decoding.steps) == {1: 3, 2: 0}.get(len(asked), 99):
             raise KeyboardInterrupt
         return step(decoding)
@@ -404,7 +404,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_talk(
     monkeypatch.setattr("builtins.input", say)
     monkeypatch.setattr(sys, "stdin", Someone())
     monkeypatch.setattr(Engine, "start", watched)
-    monkeypatch.setattr(Decoding, "step", interrupted)
+    monkeypatch.setattr(SequenceState, "step", interrupted)
     arguments = ["--max-new-tokens", "8", "--dtype", "float64", "--drafter", "none"]
     assert cli.main(["chat", *arguments]) == 0
     monkeypatch.undo()

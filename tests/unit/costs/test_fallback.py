@@ -16,7 +16,7 @@ from specdec.costs.fallback import Fallback
 from specdec.costs.live_curve import LiveCosts
 from specdec.drafter import DrafterWrapper
 from specdec.drafting.registry import drafter_names, make_drafter
-from specdec.engine.sequence import Decoding
+from specdec.engine.sequence import SequenceState
 from tests.fakes import Scripted, Spy
 from tests.models import greedy, prompt_of, settings_of, target_of
 from tests.tiers import matrix
@@ -248,7 +248,7 @@ def test_a_session_that_rests_is_neither_asked_nor_told() -> None:
     target, asked, seen = target_of("llama"), list[int](), list[int]()
     engine = Engine(target, None, "none", costs=curve_of(row=0.1))
     engine.drafter = Spy(
-        Scripted(lambda context, room: Draft.chain([context.root, 1])),
+        Scripted(lambda context, row_budget: Draft.chain([context.root, 1])),
         on_draft=lambda draft: asked.append(len(draft)),
         on_seen=lambda context, step: seen.append(len(context.tokens)),
     )
@@ -296,9 +296,9 @@ class NarrowSession:
     def __init__(self, drafter: Narrow, inner: DraftSession, context: Context) -> None:
         self._drafter, self._inner, self._context = drafter, inner, context
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         length = len(self._context.tokens)
-        draft = self._inner.propose(1 if self._drafter.narrow and is_rest(length) else room)
+        draft = self._inner.propose(1 if self._drafter.narrow and is_rest(length) else row_budget)
         if not is_rest(length):
             self._drafter.drafts.append((length, [*draft.tokens]))
         return draft
@@ -315,7 +315,7 @@ class ByLength(Fallback):
     """Rests after texts of some lengths."""
 
     def __init__(self) -> None:
-        self.decoding: Decoding
+        self.decoding: SequenceState
 
     def rests(self, sequences: int, drawn: bool) -> bool:
         return is_rest(len(self.decoding.tokens))

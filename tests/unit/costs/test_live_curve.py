@@ -10,7 +10,7 @@ import pytest
 from specdec import Context, DraftSession, Engine, SamplingParams
 from specdec.costs.curve import CostCurve
 from specdec.costs.live_curve import LiveCosts
-from specdec.costs.prices import ALONE, Crowd, Prices
+from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
 from tests.fakes import Reciter
 from tests.models import prompt_of
 
@@ -94,9 +94,9 @@ def test_forwards_of_any_size_take_something() -> None:
 
 def test_prices_follow() -> None:
     live = LiveCosts(curve_of())
-    prices, crowd = Prices(live, clock=False), Crowd(4, 5)
-    for prices.crowd in (ALONE, crowd):
-        sequences, _ = prices.crowd
+    prices, batch_load = Prices(live, clock=False), BatchLoad(4, 5)
+    for prices.batch_load in (UNBATCHED, batch_load):
+        sequences, _ = prices.batch_load
         before = prices.price(100, 8)
         run(live, {1: 1.0, 4: 1.0, 8: 2.0, 12: 2.0})
         assert prices.price(100, 8) > 1.3 * before
@@ -127,7 +127,7 @@ def test_it_is_followed_where_the_curve_was_measured_and_rows_round_alike() -> N
     given = Engine(target(), None, "none", policy="acceptance", costs=curve_of())
     assert given.with_drafter("auto").live is None
     rounds = target()
-    rounds.alike = False
+    rounds.batch_invariant = False
     assert Engine(rounds, None, "jacobi", policy="acceptance").live is None
 
 

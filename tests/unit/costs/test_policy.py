@@ -12,7 +12,7 @@ from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingPa
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.measuring import describe
 from specdec.costs.policy import AcceptancePolicy, CostPolicy, Patience, check_policy
-from specdec.costs.prices import ALONE, Crowd, Prices
+from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
 from specdec.drafting.registry import drafter_names
 from specdec.errors import ConfigError
 from tests.fakes import Oracle
@@ -30,13 +30,18 @@ def curve_of(*, row: float, plain: float = 1.0) -> CostCurve:
 
 def test_prices_are_the_curve_s_wherever_it_was_read_before() -> None:
     curve = CostCurve(machine={}, rows=[1, 4, 64], lengths=[100, 900], seconds=[[1.0, 2.0, 9.0], [2.0, 2.5, 30.0]])
-    reads = [(length, most, crowd) for length in (10, 700) for crowd in (ALONE, Crowd(3, 7)) for most in (40, 2)]
+    reads = [
+        (length, most, batch_load)
+        for length in (10, 700)
+        for batch_load in (UNBATCHED, BatchLoad(3, 7))
+        for most in (40, 2)
+    ]
     prices = Prices(curve, clock=False)
     for before in reads:
-        for length, most, crowd in reads:
-            for place, rows, prices.crowd in (before, (length, most, crowd)):
+        for length, most, batch_load in reads:
+            for place, rows, prices.batch_load in (before, (length, most, batch_load)):
                 found = prices.plain(place), prices.step(place, rows)
-            sequences, beside = crowd
+            sequences, beside = batch_load
             taken = curve.at(length // 256 * 256 + 128, 64)
             plain = taken[sequences] / sequences
             assert found == pytest.approx((plain, 1 + (taken[beside + most] - taken[beside + 1]) / plain))
@@ -63,9 +68,9 @@ def test_rows_that_cost_nothing_more_are_taken() -> None:
     prices = Prices(curve, clock=False)
     assert prices.keep([0.1] * 20, 100, base=1) == 7
     assert [prices.rows(100, steps, 20) for steps in (1.5, 1.7, 2.3)] == [4, 8, 8]
-    prices.crowd = Crowd(6, 5)
+    prices.batch_load = BatchLoad(6, 5)
     assert prices.price(100, 3) == pytest.approx(0.0)
-    prices.crowd = Crowd(8, 7)  # whose plain step is one of eight: what six take makes the ninth no cheaper
+    prices.batch_load = BatchLoad(8, 7)  # whose plain step is one of eight: what six take makes the ninth no cheaper
     assert prices.price(100, 2) == pytest.approx(0.8 / (1.6 / 8))
 
 
@@ -74,7 +79,7 @@ def test_the_cheapest_row_is_one_that_may_still_come() -> None:
     curve = CostCurve(machine={}, rows=[1, 2, 3, 4, 64], lengths=[100], seconds=[[1.0, 2.0, 2.1, 3.1, 63.1]])
     prices = Prices(curve, clock=False)
     assert prices.least(100, 8) == pytest.approx(0.1)
-    prices.crowd = Crowd(2, 2)
+    prices.batch_load = BatchLoad(2, 2)
     assert prices.least(100, 8) == pytest.approx(1.0)  # a plain step of two takes two, a sequence's share is one
 
 
@@ -137,15 +142,15 @@ def test_where_the_text_depends_on_rows_cost_goes_by_the_curve_alone() -> None:
     for seconds in (0.1, 50.0):
         policy = engine.row_policy(steady=True)
         assert policy is not None
-        assert policy.room(9, 0) > 1
+        assert policy.row_budget(9, 0) > 1
         for _ in range(20):
             policy.learn(Draft.chain(range(3)), range(2), 0, seconds / 2, seconds)
-        found.append((policy.room(9, 0), policy.prices.price(0, 9)))
+        found.append((policy.row_budget(9, 0), policy.prices.price(0, 9)))
     assert found[0] == found[1]
     tiny = CostPolicy(curve_of(row=0.1, plain=1e-4), clock=False, fixed_rows=4)
     for _ in range(40):
         tiny.learn(Draft.chain(range(3)), range(3), 0, 0.0, 0.0)
-    assert tiny.room(9, 0) == 1, "drafting takes five plain steps, by what the drafter says"
+    assert tiny.row_budget(9, 0) == 1, "drafting takes five plain steps, by what the drafter says"
 
 
 def test_what_steps_take_means_nothing_to_acceptance() -> None:
@@ -154,36 +159,36 @@ def test_what_steps_take_means_nothing_to_acceptance() -> None:
         policy = AcceptancePolicy(curve_of(row=0.25))
         for _ in range(20):
             policy.learn(Draft.chain(range(3)), range(2), 0, seconds / 2, seconds)
-        prices.append((policy.room(9, 0), policy.prices.price(0, 9), policy.prices.drafting(seconds, 1, 0)))
+        prices.append((policy.row_budget(9, 0), policy.prices.price(0, 9), policy.prices.drafting(seconds, 1, 0)))
     assert prices[0] == prices[1]
 
 
 def test_a_drafter_that_is_always_right_gets_all_its_room() -> None:
     policy = policy_of(row=0.1)
     for _ in range(30):
-        room = policy.room(9, 0)
-        policy.learn(Draft.chain(range(room)), range(room), 0, 0.0, 1 + 0.1 * (room - 1))
-    assert policy.room(9, 0) == 9
+        row_budget = policy.row_budget(9, 0)
+        policy.learn(Draft.chain(range(row_budget)), range(row_budget), 0, 0.0, 1 + 0.1 * (row_budget - 1))
+    assert policy.row_budget(9, 0) == 9
 
 
 def test_a_drafter_that_is_never_right_is_seldom_asked() -> None:
     policy = policy_of(row=0.1)
     rooms = []
     for _ in range(300):
-        rooms.append(policy.room(9, 0))
+        rooms.append(policy.row_budget(9, 0))
         policy.learn(Draft.chain(range(rooms[-1])), [0], 0, 0.0, 1 + 0.1 * (rooms[-1] - 1))
-    assert sum(room > 1 for room in rooms) < 20
-    assert sum(room > 1 for room in rooms[100:]) >= 2, "it is never asked again"
+    assert sum(row_budget > 1 for row_budget in rooms) < 20
+    assert sum(row_budget > 1 for row_budget in rooms[100:]) >= 2, "it is never asked again"
 
 
 def test_a_draft_that_takes_longer_than_it_saves_is_not_made() -> None:
     policy = policy_of(row=0.0)
     rooms = []
     for _ in range(60):
-        rooms.append(policy.room(4, 0))
+        rooms.append(policy.row_budget(4, 0))
         drafted = rooms[-1] > 1
         policy.learn(Draft.chain(range(rooms[-1])), [0, 1] if drafted else [0], 0, 3.0 * drafted, 1 + 3.0 * drafted)
-    assert sum(room > 1 for room in rooms[20:]) < 6
+    assert sum(row_budget > 1 for row_budget in rooms[20:]) < 6
 
 
 def test_patience_doubles() -> None:
@@ -195,15 +200,15 @@ def test_patience_doubles() -> None:
 
 
 def test_no_room_is_no_room() -> None:
-    assert policy_of(row=0.0).room(1, 0) == 1
-    assert AcceptancePolicy(curve_of(row=0.1)).room(1, 0) == 1
+    assert policy_of(row=0.0).row_budget(1, 0) == 1
+    assert AcceptancePolicy(curve_of(row=0.1)).row_budget(1, 0) == 1
 
 
 def spend(policy: AcceptancePolicy, accepted: int, steps: int) -> list[int]:
     """The rooms that a drafter gets which fills them, its first rows being right."""
     rooms = []
     for _ in range(steps):
-        rooms.append(policy.room(9, 0))
+        rooms.append(policy.row_budget(9, 0))
         path = range(min(1 + accepted, rooms[-1]))
         policy.learn(Draft.chain(range(rooms[-1])), path, 0, 0.0, 0.0)
     return rooms
@@ -211,7 +216,7 @@ def spend(policy: AcceptancePolicy, accepted: int, steps: int) -> list[int]:
 
 def test_a_drafter_that_is_never_right_rests_and_is_tried_with_one_row_and_more_and_more_rarely() -> None:
     rooms = spend(AcceptancePolicy(curve_of(row=0.1)), 0, 80)
-    tries = [step for step, room in enumerate(rooms) if room > 1]
+    tries = [step for step, row_budget in enumerate(rooms) if row_budget > 1]
     assert rooms[0] == 8  # all that 0.75 pays for
     assert [after - before for before, after in pairwise(tries)] == [1, 2, 4, 8, 16, 32]
     assert {rooms[step] for step in tries[1:]} == {2}
@@ -229,15 +234,15 @@ def test_rows_are_paid_for_by_the_measured_curve() -> None:
     """Four rows are nearly free here, and the fifth costs four plain steps."""
     steps = CostCurve(machine={}, rows=[1, 4, 5], lengths=[100], seconds=[[1.0, 1.06, 5.0]])
     policy = AcceptancePolicy(steps)
-    assert policy.room(9, 0) == 4
+    assert policy.row_budget(9, 0) == 4
     assert set(spend(policy, 1, 50)) == {4}
 
 
 def test_fixed_costs_are_paid_for_in_time() -> None:
     """Four rows of a small model take as long as four of ten steps of a tiny one, and nothing beside a large one's."""
     tiny, large = curve_of(row=0.1, plain=0.001), curve_of(row=0.1)
-    assert (AcceptancePolicy(tiny).room(20, 0), AcceptancePolicy(tiny, 4).room(20, 0)) == (7, 3)
-    assert AcceptancePolicy(large, 4).room(20, 0) == 8
+    assert (AcceptancePolicy(tiny).row_budget(20, 0), AcceptancePolicy(tiny, 4).row_budget(20, 0)) == (7, 3)
+    assert AcceptancePolicy(large, 4).row_budget(20, 0) == 8
     assert AcceptancePolicy(tiny).prices.drafting(7.0, 4, 0) == pytest.approx(0.4)
     assert CostPolicy(tiny).prices.drafting(7.0, 4, 0) == pytest.approx(7000)
 
@@ -248,7 +253,7 @@ def test_what_a_model_computed_for_a_draft_is_paid_for() -> None:
         policy = AcceptancePolicy(curve_of(row=0.01))
         rooms = []
         for _ in range(4):
-            rooms.append(policy.room(9, 0))
+            rooms.append(policy.row_budget(9, 0))
             policy.learn(
                 Draft(tokens, range(-1, len(tokens) - 1), cost=0.5 if rooms[-1] > 1 else 0.0), [0], 0, 0.0, 0.0
             )
@@ -262,7 +267,7 @@ def test_rows_that_cost_next_to_nothing_are_not_withheld() -> None:
 def test_silence_costs_nothing() -> None:
     policy = AcceptancePolicy(curve_of(row=0.1))
     for _ in range(50):
-        assert policy.room(8, 0) == 8
+        assert policy.row_budget(8, 0) == 8
         policy.learn(Draft.chain([1]), [0], 0, 0.0, 0.0)
 
 
@@ -293,8 +298,8 @@ class EagerSession:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def propose(self, room: int) -> Draft:
-        return Draft.chain([self._context.root] * min(room, 20))
+    def propose(self, row_budget: int) -> Draft:
+        return Draft.chain([self._context.root] * min(row_budget, 20))
 
     def observe(self, seen: Observation) -> None:
         pass

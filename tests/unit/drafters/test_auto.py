@@ -11,10 +11,10 @@ import torch
 
 from drafters.auto import Auto, AutoConfig
 from drafters.union.bandit import Bandit, kind_of
-from drafters.union.parts import Part, Tree
+from drafters.union.parts import MergedPart, Tree
 from specdec import Draft, Engine, SamplingParams
 from specdec.costs.curve import CostCurve, roofline
-from specdec.costs.prices import Crowd, Prices
+from specdec.costs.prices import BatchLoad, Prices
 from specdec.errors import ConfigError
 from specdec.step.tree import Entry
 from specdec.target import FINAL
@@ -119,7 +119,7 @@ def chain_of(size: int, match: int = 0) -> Draft:
 
 def reach_of(record: Bandit, draft: Draft, *before: Draft) -> list[float]:
     """The chances of a draft's rows in a tree that holds those ``before`` it."""
-    tree, part = Tree(9), Part(Fixed(), record, context_of([9]))
+    tree, part = Tree(9), MergedPart(Fixed(), record, context_of([9]))
     for part.draft in (*before, draft):
         part.place(tree, 0.0)
     return tree.reach[part.added.start :]
@@ -129,7 +129,7 @@ def test_a_drafter_that_knows_its_chances_is_believed() -> None:
     """Along a chain and in a tree."""
     for parents, reach in (([-1, 0, 1, 2], [1, 0.5, 0.1, 0.09]), ([-1, 0, 0, 1], [1, 0.5, 0.2, 0.45])):
         drafter, tree = Fixed(), Tree(7)
-        part = Part(drafter, Bandit(drafter, 0.9), context_of([7]))
+        part = MergedPart(drafter, Bandit(drafter, 0.9), context_of([7]))
         part.draft = Draft([7, 1, 2, 3], parents, chances=[1, 0.5, 0.2, 0.9])
         part.place(tree, 0.0)
         assert tree.reach == pytest.approx(reach)
@@ -153,7 +153,7 @@ def test_a_crowd_tries_what_does_not_pay_in_no_more_steps_than_one_alone() -> No
     asked = dict[int, int]()
     for sequences in (1, 8):
         bandit, prices = Bandit(Fixed(), 0.96), Prices(roofline("cpu"), clock=False)
-        prices.crowd = Crowd(sequences, sequences - 1)
+        prices.batch_load = BatchLoad(sequences, sequences - 1)
         steps = 0
         for _ in range(2000):
             trying = [bandit.awake(prices, 10) for _ in range(sequences)]
@@ -196,7 +196,7 @@ def test_rows_that_cannot_pay_are_left_out_before_they_are_merged() -> None:
         for number, least in enumerate((0.0, prices.least(0, 17))):
             tree = Tree(9)
             for bandit, drafter, draft in zip(bandits, drafters, drafts, strict=True):
-                part = Part(drafter, bandit, context_of([9]))
+                part = MergedPart(drafter, bandit, context_of([9]))
                 part.draft = draft
                 part.place(tree, least)
             merged[number] += len(tree.tokens)
@@ -249,7 +249,7 @@ def test_rows_bound_the_tree() -> None:
 
 
 class Early(Fixed):
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         return Draft([self.context.root], [-1], entry=Entry(1, torch.zeros(1, 32, dtype=torch.float64)))
 
 

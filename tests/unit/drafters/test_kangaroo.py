@@ -326,8 +326,8 @@ class Overruled(DrafterBase):
         self.context, self.session = context, self.drafter.start(context)
         return self
 
-    def propose(self, room: int) -> Draft:
-        self.session.propose(room)
+    def propose(self, row_budget: int) -> Draft:
+        self.session.propose(row_budget)
         known = len(self.context.tokens)
         return Draft.chain(self.text[known - 1 : known + 2])
 

@@ -14,8 +14,8 @@ from specdec.errors import ConfigError
 from tests.unit.drafters.test_token_recycling import context_of
 
 
-def draft_of(text: list[int], room: int = 20, remaining: int = 50, **options: Any) -> Draft:
-    return PromptLookup(PromptLookupConfig(**options)).start(context_of(text, remaining)).propose(room)
+def draft_of(text: list[int], row_budget: int = 20, remaining: int = 50, **options: Any) -> Draft:
+    return PromptLookup(PromptLookupConfig(**options)).start(context_of(text, remaining)).propose(row_budget)
 
 
 def tokens_of(*arguments: Any, **options: Any) -> list[int]:
@@ -59,10 +59,10 @@ def test_no_match_is_a_plain_step() -> None:
 def test_room_and_remaining_bound_the_proposal() -> None:
     text = [1, 2, 3, 4, 5, 6, 1]
     assert tokens_of(text, tokens=4) == [2, 3, 4, 5]
-    assert tokens_of(text, room=3) == [2, 3]
-    assert tokens_of(text, room=1) == []
+    assert tokens_of(text, row_budget=3) == [2, 3]
+    assert tokens_of(text, row_budget=1) == []
     assert tokens_of(text, remaining=3) == [2, 3]
-    assert len(draft_of([1, 4, 8, 1, 5, 8, 1], room=4, matches=2)) == 4
+    assert len(draft_of([1, 4, 8, 1, 5, 8, 1], row_budget=4, matches=2)) == 4
 
 
 def test_a_session_reads_on() -> None:

@@ -194,7 +194,7 @@ def test_without_logits_ranks_stand_for_them() -> None:
     scores = Scores(torch.arange(float(V), 0, -1)[None])
     session.propose(2)
     context.tokens.append(5)
-    with patch.object(Scores, "weighed", lambda self, count: (self.likeliest(count), None)):
+    with patch.object(Scores, "weighed", lambda self, count: (self.top_k(count), None)):
         session.observe(Observation(Draft.chain([5]), [0], [5], scores))
     assert isinstance(session, DrawnSession)
     expected = np.arange(1, 33) ** (-1.8 / 0.5)  # at the temperature of shares_of

@@ -39,9 +39,9 @@ def test_frequent_prefixes_against_counting(rows: list[list[int]], count: int, d
     assert prefixes[1:] == expected
 
 
-def draft_of(tmp_path: Path, text: list[int], *, room: int = 20, remaining: int = 50, **options: Any) -> Draft:
+def draft_of(tmp_path: Path, text: list[int], *, row_budget: int = 20, remaining: int = 50, **options: Any) -> Draft:
     store = store_of(tmp_path, "1 2 3 4 5", "1 2 3 4 6", "9 2 7 7", "9 2 8", "8 2 8")
-    return Rest(RestConfig(**options), store).start(context_of(text, remaining)).propose(room)
+    return Rest(RestConfig(**options), store).start(context_of(text, remaining)).propose(row_budget)
 
 
 def test_draft_is_what_followed_the_longest_suffix(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_a_session_finds_what_a_fresh_one_does(tmp_path: Path, strides: tuple[in
 
 def test_draft_keeps_to_its_limits(tmp_path: Path) -> None:
     text = [4, 4, 1, 2]
-    assert list(draft_of(tmp_path, text, room=3).tokens) == [2, 3, 4]
-    assert list(draft_of(tmp_path, text, room=1).tokens) == [2]
+    assert list(draft_of(tmp_path, text, row_budget=3).tokens) == [2, 3, 4]
+    assert list(draft_of(tmp_path, text, row_budget=1).tokens) == [2]
     assert list(draft_of(tmp_path, text, remaining=1).tokens) == [2]
     assert max(draft_of(tmp_path, text, tokens=2).depths) == 2
     assert max(draft_of(tmp_path, text, remaining=2).depths) == 1

@@ -68,11 +68,11 @@ def test_cursor_follows_the_longest_suffix_in_another_text(corpus: list[int], te
 
 
 def draft_of(
-    tokens: list[int], room: int = 20, remaining: int = 50, corpus: Sequence[int] = (), **options: float
+    tokens: list[int], row_budget: int = 20, remaining: int = 50, corpus: Sequence[int] = (), **options: float
 ) -> Draft:
     config = SuffixAutomatonConfig(**options)  # type: ignore[arg-type]
     drafter = SuffixAutomatonDrafter(config, SuffixAutomaton(corpus) if corpus else None)
-    return drafter.start(context_of(tokens, remaining)).propose(room)
+    return drafter.start(context_of(tokens, remaining)).propose(row_budget)
 
 
 def test_draft_copies_what_followed() -> None:
@@ -80,7 +80,7 @@ def test_draft_copies_what_followed() -> None:
     assert list(draft_of(text, max_tokens=4).tokens) == [3, 4, 5, 6, 7]
     assert list(draft_of(text, max_tokens=4, factor=1.0).tokens) == [3, 4, 5]  # two matched, two proposed
     assert list(draft_of(text, min_match=3).tokens) == [3]
-    assert list(draft_of(text, room=3).tokens) == [3, 4, 5]
+    assert list(draft_of(text, row_budget=3).tokens) == [3, 4, 5]
     assert list(draft_of(text, remaining=2).tokens) == [3, 4]
     assert list(draft_of([1, 2, 3]).tokens) == [3]
 

@@ -14,7 +14,7 @@ from drafters.lookahead import Lookahead, LookaheadConfig
 from drafters.token_recycling.drafter import TokenRecycling, TokenRecyclingConfig
 from drafters.union.bandit import Bandit, kind_of
 from drafters.union.drafter import Union, UnionConfig
-from drafters.union.parts import Part, Tree, part_of
+from drafters.union.parts import MergedPart, Tree, part_of
 from specdec import FINAL, Context, Draft, Drafter, DrafterBase, DraftSession, Engine, Observation, SamplingParams
 from specdec.errors import ConfigError
 from specdec.sampling.scores import Scores
@@ -50,9 +50,9 @@ class Fixed(DrafterBase):
         self.context = context
         return self
 
-    def propose(self, room: int) -> Draft:
-        self.rooms.append(room)
-        size = min(room, 1 + len(self.tokens))
+    def propose(self, row_budget: int) -> Draft:
+        self.rooms.append(row_budget)
+        size = min(row_budget, 1 + len(self.tokens))
         return Draft(
             [self.context.root, *self.tokens][:size],
             [-1, *self.parents][:size],
@@ -103,13 +103,13 @@ def test_the_likeliest_rows_of_all_parts_come_first() -> None:
 def test_room_and_rows_bound_the_tree() -> None:
     first, second = Fixed([3], [0]), Fixed([4, 5, 6, 7, 8, 9, 10, 11, 12], range(9))
     session = union_of(first, second, rows=8).start(context_of([1, 2]))
-    assert [len(session.propose(room)) for room in (100, 4, 1)] == [9, 4, 1]
+    assert [len(session.propose(row_budget)) for row_budget in (100, 4, 1)] == [9, 4, 1]
     assert (first.rooms, second.rooms) == ([9, 4], [9, 4]), "with no room nobody is asked"
 
 
 def test_q_is_dropped_as_equal_rows_are_merged() -> None:
     class Drawn(Fixed):
-        def propose(self, room: int) -> Draft:
+        def propose(self, row_budget: int) -> Draft:
             return Draft.chain([self.context.root, 3], q={0: torch.full((32,), 1 / 32)})
 
     assert not union_of(Drawn()).start(context_of([1, 2])).propose(9).q
@@ -117,7 +117,7 @@ def test_q_is_dropped_as_equal_rows_are_merged() -> None:
 
 def test_a_tree_costs_what_its_parts_cost() -> None:
     class Costly(Fixed):
-        def propose(self, room: int) -> Draft:
+        def propose(self, row_budget: int) -> Draft:
             return Draft([self.context.root, *self.tokens], range(-1, len(self.tokens)), cost=0.5)
 
     both = union_of(Costly([3, 4]), Costly()).start(context_of([1, 2])).propose(9)
@@ -180,7 +180,7 @@ def test_a_chain_by_itself_is_placed_as_any_tree_is(match: int, faint: float) ->
             for number in range(seen):
                 for depth in range(1, 9):
                     bandit.note(kind_of(match.bit_length(), depth, 0, False), number % (depth + 1) > 0)
-            parts = [Part(Fixed(), bandit, context_of([2])) for _ in range(2)]
+            parts = [MergedPart(Fixed(), bandit, context_of([2])) for _ in range(2)]
             for part, part.draft in zip(parts, (first, second), strict=True):
                 if general:
                     part._merge(tree, faint, min(part.draft.match_length.bit_length(), 6))
@@ -197,7 +197,7 @@ def test_rows_behind_what_was_emitted_are_judged_by_what_came(part: Fixed, text:
     """Those that were placed, and the first of a path that was left out as too faint; each against its definition."""
     part.start(context_of([2]))
     draft, bandit = part.propose(9), Bandit(part, 0.9)
-    placed = Part(part, bandit, context_of([2]))
+    placed = MergedPart(part, bandit, context_of([2]))
     placed.draft = draft
     placed.place(Tree(2), least)
     noted: list[tuple[int, bool]] = []
@@ -330,7 +330,7 @@ def test_a_union_of_unions_is_exact() -> None:
 
 def test_a_part_that_enters_at_a_layer_is_refused() -> None:
     class Entering(Fixed):
-        def propose(self, room: int) -> Draft:
+        def propose(self, row_budget: int) -> Draft:
             return Draft([self.context.root], [-1], entry=Entry(2, torch.zeros(1, 32, dtype=torch.float64)))
 
     with pytest.raises(ConfigError, match="union cannot take 'fixed': its rows enter the target at layer 2"):

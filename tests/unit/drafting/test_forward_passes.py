@@ -185,7 +185,7 @@ class DoublingSession(BatchedSession):
     def __init__(self, drafter: Doubling, context: Context) -> None:
         self._drafter, self._context = drafter, context
 
-    def passes(self, room: int) -> Passes[Draft]:
+    def passes(self, row_budget: int) -> Passes[Draft]:
         double = yield Pass(self._drafter.double, self._context.root)
         self._drafter.odd(self._context.root)
         again = yield Pass(self._drafter.double, double)
@@ -220,7 +220,7 @@ def test_a_pass_that_fails_ends_those_who_waited_for_it() -> None:
 
 def test_what_is_no_pass_is_named() -> None:
     class Odd(DoublingSession):
-        def passes(self, room: int) -> Passes[Draft]:
+        def passes(self, row_budget: int) -> Passes[Draft]:
             yield self._context.root  # type: ignore[misc]
             return Draft.chain([self._context.root])
 
@@ -281,9 +281,9 @@ def test_time_is_shared_and_others_time_not_counted(monkeypatch: pytest.MonkeyPa
         takes(8)
         return brought
 
-    def drafting(alike: bool) -> Passes[str]:
+    def drafting(batch_invariant: bool) -> Passes[str]:
         takes(1)
-        answer = yield Pass(slow, 5, alike)
+        answer = yield Pass(slow, 5, batch_invariant)
         takes(2)
         return f"got {answer}"
 
@@ -333,8 +333,8 @@ def test_a_session_of_two_methods_goes_on_as_before(tmp_path: Path) -> None:
         def __init__(self, inner: KangarooSession) -> None:
             self._inner = inner
 
-        def propose(self, room: int) -> Draft:
-            return self._inner.propose(min(room, 2))
+        def propose(self, row_budget: int) -> Draft:
+            return self._inner.propose(min(row_budget, 2))
 
         def observe(self, seen: Observation) -> None:
             self._inner.observe(seen)

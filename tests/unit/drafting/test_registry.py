@@ -95,7 +95,7 @@ class Odd(DrafterBase):
     proposes = False
     plans_rows = True
     draws = False
-    likeliest = 3
+    top_k = 3
     fixed_cost_rows = 5
 
     def start(self, context: Context) -> DraftSession:
@@ -118,7 +118,7 @@ def test_a_drafter_that_does_not_declare_itself_is_refused(tiny_engine: Engine) 
             raise NotImplementedError
 
     message = (
-        r"drafter Bare does not say its needs_observe, needs_draft, likeliest, proposes, draws, fixed_cost_rows; "
+        r"drafter Bare does not say its needs_observe, needs_draft, top_k, proposes, draws, fixed_cost_rows; "
         r"subclass specdec\.DrafterBase"
     )
     with pytest.raises(ConfigError, match=message):

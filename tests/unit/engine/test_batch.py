@@ -16,8 +16,8 @@ import torch
 from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning, TransformersTarget
 from specdec.costs.curve import roofline
 from specdec.costs.policy import AcceptancePolicy
-from specdec.costs.prices import ALONE, Crowd
-from specdec.drafting.joint_forward import Part, forward_together
+from specdec.costs.prices import UNBATCHED, BatchLoad
+from specdec.drafting.joint_forward import ForwardRows, forward_together
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
 from specdec.engine import sequence as sequence_module
@@ -47,9 +47,9 @@ def numbers(prompt: list[int], count: int) -> list[int]:
     return [(prompt[-1] + place) % 100 for place in range(1, count + 1)]
 
 
-def sure(context: Context, room: int) -> Draft:
+def sure(context: Context, row_budget: int) -> Draft:
     """As many right guesses as fit, up to five."""
-    count = min(room, context.remaining, 6)
+    count = min(row_budget, context.remaining, 6)
     return Draft.chain([(context.root + place) % 100 for place in range(count)])
 
 
@@ -339,15 +339,15 @@ def test_rows_are_dearer_in_a_crowd() -> None:
     assert curve.steps(0, 3) == pytest.approx([0, 1, 1.1, 1.2])
     share = 1.7 / 8  # of a forward of eight rows
     policy = AcceptancePolicy(curve)
-    policy.prices.crowd = Crowd(8, 20)
+    policy.prices.batch_load = BatchLoad(8, 20)
     assert policy.prices.plain(0) == pytest.approx(share)
     assert [policy.prices.step(0, rows) for rows in (1, 2, 3)] == pytest.approx([1, 1 + 0.1 / share, 1 + 0.2 / share])
-    policy.prices.crowd = ALONE
-    alone = policy.room(24, 0)
-    policy.prices.crowd = Crowd(8, 7)
-    assert 1 < policy.room(24, 0) < alone
-    policy.prices.crowd = ALONE
-    assert policy.room(24, 0) == alone
+    policy.prices.batch_load = UNBATCHED
+    alone = policy.row_budget(24, 0)
+    policy.prices.batch_load = BatchLoad(8, 7)
+    assert 1 < policy.row_budget(24, 0) < alone
+    policy.prices.batch_load = UNBATCHED
+    assert policy.row_budget(24, 0) == alone
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -392,12 +392,12 @@ def test_a_forward_of_several_gives_each_its_own() -> None:
     wanted = (None, (1, 4), (), (0, 3))
     with target.active():
 
-        def parts(enters: bool) -> list[Part]:
+        def parts(enters: bool) -> list[ForwardRows]:
             blocks = [Block(target.new_cache(capacity=16, rows=8), prompt, device=target.device) for prompt in prompts]
             entries = [None] * len(blocks)
             if enters:
                 entries[1] = Entry(1, target.forward(blocks[1], exit_layer=1).hidden)
-            return [Part(*given) for given in zip(blocks, wanted, entries, strict=True)]
+            return [ForwardRows(*given) for given in zip(blocks, wanted, entries, strict=True)]
 
         for enters in (False, True):
             alone = [

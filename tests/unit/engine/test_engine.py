@@ -17,10 +17,12 @@ def count(text: Sequence[int]) -> int:
 
 def chain(size: int) -> Scripted:
     """Drafts of ``size`` rows, all right."""
-    return Scripted(lambda context, room: Draft.chain([context.root + row for row in range(min(size, room))]))
+    return Scripted(
+        lambda context, row_budget: Draft.chain([context.root + row for row in range(min(size, row_budget))])
+    )
 
 
-def bush(context: Context, room: int) -> Draft:
+def bush(context: Context, row_budget: int) -> Draft:
     """Rows 2 and 4 are right: the text goes root, row 2, row 4; row 5 is right too late."""
     root = context.root
     return Draft([root, 50, root + 1, 51, root + 2, root + 3], [-1, 0, 0, 1, 2, 3])
@@ -120,7 +122,7 @@ def test_room_is_what_slots_and_max_rows_leave() -> None:
 def test_remaining_counts_down_and_the_last_token_needs_no_draft() -> None:
     left: list[int] = []
 
-    def draft(context: Context, room: int) -> Draft:
+    def draft(context: Context, row_budget: int) -> Draft:
         left.append(context.remaining)
         return Draft.chain([context.root, context.root + 1])
 
@@ -156,7 +158,7 @@ def test_the_target_sees_each_row_s_own_text() -> None:
         text.append(rule(text))
     assert plain == text[3:]
 
-    def draft(context: Context, room: int) -> Draft:
+    def draft(context: Context, row_budget: int) -> Draft:
         known = len(context.tokens)
         one, two = (text[known + ahead] if known + ahead < len(text) else 0 for ahead in (0, 1))
         return Draft([context.root, 99, one, 99, 98, two], [-1, 0, 0, 1, 2, 2])
@@ -188,7 +190,7 @@ def test_a_drafter_that_has_no_use_for_it_is_shown_nothing() -> None:
 
 def test_seeds_reach_the_session() -> None:
     drawn = []
-    drafter = Scripted(lambda context, room: drawn.append(context.rng.random()) or Draft.chain([context.root]))
+    drafter = Scripted(lambda context, row_budget: drawn.append(context.rng.random()) or Draft.chain([context.root]))
     for seed in (1, 1, 2):
         Engine(Reciter(count), None, drafter).generate([1], 2, SamplingParams(seed=seed))
     assert drawn[0] == drawn[1] != drawn[2]

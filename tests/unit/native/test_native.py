@@ -15,7 +15,7 @@ from torch import nn
 from drafters.kangaroo.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
 from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.drafting.joint_forward import Part, forward_together
+from specdec.drafting.joint_forward import ForwardRows, forward_together
 from specdec.drafting.registry import drafter_names
 from specdec.native import library as native
 from specdec.native import scores as scores_module
@@ -274,28 +274,28 @@ def test_a_walk_in_two_parts_is_the_whole_walk_bit_for_bit(dtype: torch.dtype) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("likeliest", [0, 20])
+@pytest.mark.parametrize("top_k", [0, 20])
 @pytest.mark.parametrize("vocab", [64, 101])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, likeliest: int) -> None:
+def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, top_k: int) -> None:
     """Chosen rows are those of all; a tie's first token is taken, as by torch; a row that is NaN has none."""
     target, tokens = native_target("llama", dtype, vocab_size=vocab, tie_word_embeddings=True), [3, 4, 5, 6]
     with target.active():
         cache = target.new_cache(capacity=16, rows=16)
         block = Block(cache, tokens, device=target.device)
-        whole = target.forward(block, taps=(FINAL,), likeliest=likeliest)
-        part = target.forward(block, rows=(1, 3), likeliest=likeliest)
+        whole = target.forward(block, taps=(FINAL,), top_k=top_k)
+        part = target.forward(block, rows=(1, 3), top_k=top_k)
         assert target.forward(block, taps=(FINAL,), rows=()).logits is None
         assert torch.equal(target.head(whole.taps[FINAL]), whole.logits)
         assert torch.equal(part.logits, whole.logits[[1, 3]])
-        assert whole.peaks[0].of(0, 4) == whole.logits.argmax(-1).tolist()
-        assert part.peaks[0].of(1, 2) == whole.logits[3:].argmax(-1).tolist()
+        assert whole.argmax[0].of(0, 4) == whole.logits.argmax(-1).tolist()
+        assert part.argmax[0].of(1, 2) == whole.logits[3:].argmax(-1).tolist()
         for value, found in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
             hidden = torch.full((4, target.hidden_size), value, dtype=dtype)
             with torch.no_grad():
                 entry = Entry(target.num_layers, hidden)
-                entered = target.forward(block, entry=entry, rows=(2,), likeliest=likeliest)
-            assert entered.peaks[0].of(0, 1) == [found], value
+                entered = target.forward(block, entry=entry, rows=(2,), top_k=top_k)
+            assert entered.argmax[0].of(0, 1) == [found], value
 
 
 @needs_compiler
@@ -331,26 +331,26 @@ def test_the_likeliest_tokens_are_found_with_the_logits(
             blocks = [
                 Block(target.new_cache(capacity=16, rows=16), ids, device=target.device) for ids in ([3, 4, 5], [6, 7])
             ]
-            parts = [Part(block, rows) for block, rows in zip(blocks, (None, (1,)), strict=True)]
-            outputs = forward_together(target, parts, likeliest=32)
-            outputs.append(target.forward(blocks[0], likeliest=32))
+            parts = [ForwardRows(block, rows) for block, rows in zip(blocks, (None, (1,)), strict=True)]
+            outputs = forward_together(target, parts, top_k=32)
+            outputs.append(target.forward(blocks[0], top_k=32))
     finally:
         torch.set_num_threads(before)
     find = scores_module._find
     monkeypatch.setattr(scores_module, "_find", None)
     for output, rows in zip(outputs, (None, (1,), None), strict=True):
         own, order = output.scores(rows), output.logits.sort(descending=True, stable=True)
-        assert own.likeliest(8) == order.indices[:, :8].tolist()
+        assert own.top_k(8) == order.indices[:, :8].tolist()
         tokens, logits = own.weighed(32)
         assert [row.tolist() for row in tokens] == order.indices[:, :32].tolist()
         assert torch.equal(torch.tensor([row.tolist() for row in logits], dtype=dtype), order.values[:, :32])
         if rows is None:
-            assert own.select([2, 0], None).likeliest(3) == order.indices[[2, 0], :3].tolist()
+            assert own.select([2, 0], None).top_k(3) == order.indices[[2, 0], :3].tolist()
         with pytest.raises(TypeError):  # of more than were asked for
-            own.likeliest(33)
+            own.top_k(33)
     monkeypatch.setattr(scores_module, "_find", find)
     assert (
-        outputs[0].scores(None).likeliest(40)
+        outputs[0].scores(None).top_k(40)
         == outputs[0].logits.sort(descending=True, stable=True).indices[:, :40].tolist()
     )
 
@@ -436,16 +436,16 @@ def test_what_comes_next_is_drawn_with_the_logits(dtype: torch.dtype, threads: i
             for position in range(20):
                 blocks[0].draw, blocks[2].draw = (0.8, noise.key(position)), (1.5, noise.key(position + 1))
                 wanted = (None, None, (0, 2))
-                parts = [Part(block, rows) for block, rows in zip(blocks, wanted, strict=True)]
-                together = forward_together(target, parts, likeliest=1 + position % 2)
+                parts = [ForwardRows(block, rows) for block, rows in zip(blocks, wanted, strict=True)]
+                together = forward_together(target, parts, top_k=1 + position % 2)
                 first, none, last = (output.scores(rows) for output, rows in zip(together, wanted, strict=True))
                 alone = target.forward(blocks[0]).scores(None)
                 for scores in (first, alone):
-                    assert scores.own(0) == noise.drawn(scores.logits[0], position, 0.8)
-                    assert scores.own(1) is scores.own(2) is None
-                assert none.own(0) is none.own(1) is None
-                assert last.own(0) == noise.drawn(last.logits[0], position + 1, 1.5)
-                assert last.own(2) is None
+                    assert scores.target_token(0) == noise.drawn(scores.logits[0], position, 0.8)
+                    assert scores.target_token(1) is scores.target_token(2) is None
+                assert none.target_token(0) is none.target_token(1) is None
+                assert last.target_token(0) == noise.drawn(last.logits[0], position + 1, 1.5)
+                assert last.target_token(2) is None
     finally:
         torch.set_num_threads(before)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
 from specdec.runners import attention, attention_kernels
-from specdec.runners.attention import check_runs, told
+from specdec.runners.attention import check_runs, describe_backend
 from specdec.runners.attention_kernels import merge
 from specdec.step.cache import LayerSpec
 from tests.models import model_of
@@ -169,14 +169,14 @@ def test_flash_is_taken_where_torch_has_it(
 def test_auto_picks_by_capability_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: print)
-    assert told("auto", [spec()], 8, None) == "aten (prefix: aten, tree: Triton)"
-    assert told("auto", [spec(torch.float32)], 8, None) == "split (prefix: plain products, tree: Triton)"
-    assert told("auto", [spec(width=12)], 8, None).startswith("split")
-    assert told("auto", [spec()], 8, 50.0) == "aten (soft-capped scores: plain products)"
-    assert told("auto", [spec(device="cpu")], 8, None) == "auto"
+    assert describe_backend("auto", [spec()], 8, None) == "aten (prefix: aten, tree: Triton)"
+    assert describe_backend("auto", [spec(torch.float32)], 8, None) == "split (prefix: plain products, tree: Triton)"
+    assert describe_backend("auto", [spec(width=12)], 8, None).startswith("split")
+    assert describe_backend("auto", [spec()], 8, 50.0) == "aten (soft-capped scores: plain products)"
+    assert describe_backend("auto", [spec(device="cpu")], 8, None) == "auto"
     check_runs("aten", [spec()])
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: None)
-    assert told("auto", [spec()], 8, None) == "aten (prefix: aten, tree: plain products)"
+    assert describe_backend("auto", [spec()], 8, None) == "aten (prefix: aten, tree: plain products)"
 
 
 def test_merging_is_exact() -> None:

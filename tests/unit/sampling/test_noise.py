@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from drafters.shared.vocabulary import coupled, likeliest
+from drafters.shared.vocabulary import coupled, top_k
 from specdec.native.library import library
 from specdec.sampling.noise import Noise
 
@@ -151,7 +151,7 @@ def test_the_likeliest_draws_are_those_that_torch_finds(size: int, dtype: torch.
             if noise is not None:
                 drawn = coupled(drawn, torch.stack([noise.gumbel(position) for position in (9, 10, 11)]), temperature)
             expected = torch.softmax(drawn, -1)
-            found = likeliest(scores, 4, noise, 9, temperature)
+            found = top_k(scores, 4, noise, 9, temperature)
             assert found is not None
             places, chances = torch.tensor(found[0]), torch.tensor(found[1], dtype=torch.float64)
             assert places.shape == (3, count)
@@ -169,7 +169,7 @@ def test_scores_that_are_no_distribution_have_no_chances() -> None:
     for odd in (torch.nan, torch.inf):
         scores = torch.zeros(2, 40)
         scores[1, 7] = odd
-        found = likeliest(scores, 3, None, 0, 1.0)
+        found = top_k(scores, 3, None, 0, 1.0)
         assert found is not None
         assert found[1][0] == pytest.approx([1 / 40] * 3)
         assert not any(chance > 0 for chance in found[1][1])

@@ -113,7 +113,7 @@ def test_selected_scores_are_those_of_their_rows() -> None:
     for part in (Scores(logits, (0, 4, 6)), Scores(logits, (0, 4, 6)).select((0, 4, 6), (0, 4, 6))):
         found = part.select((6, 0), (1, 5))
         assert torch.equal(found.logits, logits[[2, 0]])
-        assert found.likeliest(3) == logits[[2, 0]].topk(3).indices.tolist()
+        assert found.top_k(3) == logits[[2, 0]].topk(3).indices.tolist()
         assert [found.argmax(row) for row in (1, 5)] == logits[[2, 0]].argmax(-1).tolist()
         assert torch.equal(found.of(5), logits[0])
 

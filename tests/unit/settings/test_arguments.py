@@ -492,7 +492,7 @@ class Duck:
     ],
 )
 def test_draft(draft: Callable[[int], Any], message: str) -> None:
-    scripted = Engine(target_of("llama"), None, Scripted(lambda context, room: draft(context.root)))
+    scripted = Engine(target_of("llama"), None, Scripted(lambda context, row_budget: draft(context.root)))
     for params in (SamplingParams(), SamplingParams(temperature=1.0)):
         with refused(DraftError, "drafter 'scripted'", message):
             scripted.generate(PROMPT, 8, params)
@@ -500,7 +500,7 @@ def test_draft(draft: Callable[[int], Any], message: str) -> None:
 
 def test_tokens_of_numpy_are_integers() -> None:
     plain = Engine(target_of("llama")).generate(PROMPT, 8).token_ids
-    drafter = Scripted(lambda context, room: Draft.chain([context.root, np.int64(3)]))
+    drafter = Scripted(lambda context, row_budget: Draft.chain([context.root, np.int64(3)]))
     assert Engine(target_of("llama"), None, drafter).generate(PROMPT, 8).token_ids == plain
 
 
@@ -516,7 +516,7 @@ def test_tokens_of_numpy_are_integers() -> None:
     ],
 )
 def test_what_a_drafter_declares(changes: dict[str, Any], message: str) -> None:
-    drafter = Scripted(lambda context, room: Draft.chain([context.root]))
+    drafter = Scripted(lambda context, row_budget: Draft.chain([context.root]))
     for name, value in changes.items():
         setattr(drafter, name, value)
     with refused(ConfigError, message):
@@ -529,7 +529,7 @@ def test_a_session_that_is_none(session: Any) -> None:
         def start(self, context: Any) -> Any:
             return session
 
-    drafter = Empty(lambda context, room: Draft.chain([context.root]))
+    drafter = Empty(lambda context, row_budget: Draft.chain([context.root]))
     with refused(DraftError, "drafter 'scripted' started ", "it must be a session with propose and observe"):
         Engine(target_of("llama"), None, drafter).generate(PROMPT, 4)
 

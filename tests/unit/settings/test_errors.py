@@ -307,17 +307,17 @@ def test_model_of_nan_is_refused_at_load() -> None:
     ("draft", "message"),
     [
         (
-            lambda context, room: Draft.chain([context.root] * (room + 1)),
-            r"draft has 9 rows but 8 slots are free; propose at most `room` rows \(drafter 'scripted'\).*max_rows",
+            lambda context, row_budget: Draft.chain([context.root] * (row_budget + 1)),
+            r"9 rows but 8 slots are free; propose at most `row_budget` rows \(drafter 'scripted'\).*max_rows",
         ),
         (
-            lambda context, room: Draft.chain([(context.root + 1) % VOCAB]),
+            lambda context, row_budget: Draft.chain([(context.root + 1) % VOCAB]),
             r"root is token \d+, the last emitted token is \d+; row 0 must be context.root \(drafter 'scripted'\)",
         ),
-        (lambda context, room: Draft.chain([context.root, VOCAB]), r"a token outside the vocabulary \[0, 32\)"),
-        (lambda context, room: Draft.chain([context.root, -1]), "a token outside the vocabulary"),
+        (lambda context, row_budget: Draft.chain([context.root, VOCAB]), r"a token outside the vocabulary \[0, 32\)"),
+        (lambda context, row_budget: Draft.chain([context.root, -1]), "a token outside the vocabulary"),
         (
-            lambda context, room: Draft([context.root, 1], [-1, 0], entry=Entry(1, torch.zeros(1, 32))),
+            lambda context, row_budget: Draft([context.root, 1], [-1, 0], entry=Entry(1, torch.zeros(1, 32))),
             r"entry.hidden is float32 of shape \[1, 32\]; it must be float64 of shape \[2, 32\]: one row per draft row",
         ),
     ],
@@ -339,7 +339,7 @@ def test_room_at_the_end_of_the_context() -> None:
 def test_draft_with_a_q_of_other_tokens() -> None:
     q = torch.zeros(VOCAB)
     q[3] = 1.0
-    drafter = Scripted(lambda context, room: Draft.chain([context.root, 4], q={0: q}))
+    drafter = Scripted(lambda context, row_budget: Draft.chain([context.root, 4], q={0: q}))
     with pytest.raises(
         DraftError, match=r"row 1 holds token 4, to which the q of row 0 gives probability 0.0; set q only"
     ):

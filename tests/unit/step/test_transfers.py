@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from drafters.kangaroo.drafter import Kangaroo, KangarooSession
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.costs.curve import roofline
-from specdec.drafter import Question
+from specdec.drafter import DeviceStep
 from specdec.engine import sequence as sequence_module
 from specdec.errors import ConfigError, NumericalError
 from specdec.results import Step
@@ -163,17 +163,17 @@ class Foretold(DrafterBase):
         self.context = context
         return self
 
-    def propose(self, room: int) -> Draft:
+    def propose(self, row_budget: int) -> Draft:
         size = len(self.context.tokens)
         first, second = [*self.text[size:], 0, 0][:2]
         rows = [self.context.root, 7, first, 9, second if size % 2 else (second + 1) % VOCAB]
-        return Draft(rows, [-1, 0, 0, 2, 2], probes={1, 3}) if room >= len(rows) else Draft(rows[:1], [-1])
+        return Draft(rows, [-1, 0, 0, 2, 2], probes={1, 3}) if row_budget >= len(rows) else Draft(rows[:1], [-1])
 
-    def ask(self, question: Question) -> torch.Tensor | None:
+    def readback(self, question: DeviceStep) -> torch.Tensor | None:
         return question.root
 
     def observe(self, seen: Observation) -> None:
-        self.answers.append((seen.answer, seen.tokens[-1]))
+        self.answers.append((seen.readback, seen.tokens[-1]))
 
 
 def test_a_step_tells_the_token_that_follows_it_before_anything_is_copied(transfers: Transfers) -> None:
@@ -312,13 +312,13 @@ def test_masks_of_a_grammar_are_sent_at_once(
         sampling = None if sampling is None else replace(sampling, acceptance="match")
     engine = Engine(target, None, options, max_rows=24, policy="off")
     text, expected = steps_of(engine, sampling, None, [Alternating()])
-    arrays = sequence_module.Decoding._arrays
+    arrays = sequence_module.SequenceState._arrays
 
     def checked(own: Any, draft: Draft, rows: Any) -> Any:
         assert not isinstance(draft.tokens, device_copies.Later)
         return arrays(own, draft, rows)
 
-    request.getfixturevalue("monkeypatch").setattr(sequence_module.Decoding, "_arrays", checked)
+    request.getfixturevalue("monkeypatch").setattr(sequence_module.SequenceState, "_arrays", checked)
     got, steps = steps_of(engine, sampling, request.getfixturevalue("transfers"), [Alternating()])
     assert got == text
     assert all(token % 2 == place % 2 for place, token in enumerate(text))
