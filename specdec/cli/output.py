@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -62,9 +64,17 @@ class StepPainter:
         self._console.file.flush()
 
     def end(self) -> None:
-        """On a terminal, leave the text's last line."""
-        if self._console.is_terminal:
+        """Leave the text's last line on a terminal, and where standard error is written to the same file."""
+        if self._console.is_terminal or _is_standard_error(self._console.file):
             self._console.file.write("\n")
+            self._console.file.flush()
+
+
+def _is_standard_error(file: IO[str]) -> bool:
+    try:
+        return os.path.sameopenfile(file.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):  # one of them is no file of the system's, or closed
+        return False
 
 
 def statistics(generation: Generation, drafter: str) -> Text:

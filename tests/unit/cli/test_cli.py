@@ -327,6 +327,18 @@ def _chunk(text: str, tokens: int) -> Chunk:
     return Chunk(text, [0] * tokens, Step(0, [0] * tokens, tokens, "any"))
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_statistics_begin_a_line_where_they_go_to_the_text_s_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        monkeypatch.setattr(sys, "stderr", out if same else err)
+        painter = output_module.StepPainter(Console(file=out))
+        painter.write("text")
+        painter.end()
+    assert (tmp_path / "out").read_text() == ("text\n" if same else "text")
+
+
 def test_tokens_of_one_step_share_a_colour_and_neighbours_differ() -> None:
     painted = _painted(_chunk("one two", 2), _chunk(" three", 1), _chunk(" four", 3), _chunk(" five", 2))
     parts = re.findall(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", painted)
