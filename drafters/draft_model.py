@@ -164,7 +164,7 @@ class DraftModelSession(BatchedSession):
         else:
             logits, root = yield from self._catch_up()
             widths = fitting(self._config.widths, depth, row_budget)
-            # A child that is drawn has to have a probability, and of the second one nobody knows without reading it.
+            # A child that is drawn has to have a probability. Whether the second one has is known only by reading it.
             if self._stays and (max(widths) == 1 or not self._draws):
                 self._draft = yield from self._grow_there(logits, root, widths)
             else:
@@ -244,7 +244,7 @@ class DraftModelSession(BatchedSession):
         return Draft(tokens, parents, q=q, cost=passes * self._price)
 
     def _grow_there(self, logits: torch.Tensor, root: torch.Tensor, widths: list[int]) -> Passes[Draft]:
-        """As ``_grow``, of full levels, and nothing is read: the next level embeds tokens that nobody knows yet."""
+        """As ``_grow``, of full levels, and nothing is read: the next level embeds tokens that are on the device."""
         parents, depths, level = [-1], [0], [0]
         tokens, paths = [root], root.new_empty(1, 0)
         q: dict[int, torch.Tensor] = {}
@@ -252,7 +252,7 @@ class DraftModelSession(BatchedSession):
             values = self._sampler.together(logits, paths)
             if self._draws:
                 (chances,) = torch.softmax(values.double(), -1)
-                q[depth] = chances.nan_to_num(1 / self._size)  # nobody sees here that a draft model says NaN
+                q[depth] = chances.nan_to_num(1 / self._size)  # NaN of a draft model is not looked for on the device
                 values = q[depth].log()[None]
             if self._samples:
                 values = values + self._noise(depth, depth)  # the rows of a chain are its depths

@@ -260,7 +260,7 @@ class KangarooSession(BatchedSession):
         return Draft(self._tokens, parents, q=q, entry=entry, cost=cost)
 
     def _unread(self, reached: float, rows: int, most: int) -> tuple[int, list[float]]:
-        """How many tokens of a guess are verified that nobody has read, and :meth:`_onward` of the first."""
+        """How many unread tokens of a guess are verified, and :meth:`_onward` of the first."""
         chances = [right / made for right, made in self._ranks[:most]]
         hopes = self._hopes(reached, chances)
         count = max(self._paying(hopes, rows), 1)  # or nothing would be learned; the policy may say to draft nothing
@@ -444,7 +444,7 @@ class KangarooSession(BatchedSession):
         Its chance rests on q and on what became of other draws, never on the token itself.
         """
         q = torch.softmax(scores, -1, dtype=torch.float64)
-        if self._stays:  # where nobody sees that an adapter says NaN
+        if self._stays:  # NaN of an adapter is not looked for on the device
             q = q.nan_to_num(1 / len(q))
         return (q.max()[None] + self._accepted / self._guesses) / 2, self._choice(q)[None], q
 

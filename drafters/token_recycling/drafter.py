@@ -126,7 +126,7 @@ class TokenRecyclingSession:
         self._learns = True
 
     def propose(self, row_budget: int) -> Draft:
-        self._learns = row_budget > 1  # where nobody asks, taking the best of every row would be most of its time
+        self._learns = row_budget > 1  # a plain step needs no successors, and taking them would be most of its time
         root, deepest = self._context.root, self._context.remaining - 1
         if not self._table.of(root):
             return Draft.chain([root])

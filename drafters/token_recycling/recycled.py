@@ -105,7 +105,7 @@ class DrawnSession:
     def propose(self, row_budget: int) -> Draft:
         context = self._context
         most, deepest = min(self._most, row_budget - 1), min(self._depth, context.remaining - 1)
-        self._learns = row_budget > 1  # where nobody asks, reading the best of every row would be most of its time
+        self._learns = row_budget > 1  # a plain step needs no successors, and reading them would be most of its time
         tokens, parents, depths, reach = [context.root], [-1], [0], [1.0]
         chances = [1.0]
         before = context.tokens[-2] if len(context.tokens) > 1 else None

@@ -195,8 +195,8 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     """What became of ``draft``, whose row i was row ``rows[i]`` of the whole, with the taps that its part wants.
 
     Where the accepted path leaves the part's own rows, the missing ones are appended to its draft, so that path, tokens
-    and taps fit together as if the part had proposed them too. A row that was left out, -1, counts as a probe that
-    nobody reads, and its taps mean nothing.
+    and taps fit together as if the part had proposed them too. A row that was left out, -1, counts as a row whose
+    logits are not read, and its taps mean nothing.
     """
     whole, path, scores = seen.draft, seen.path, seen.scores
     assert whole is not None
@@ -230,5 +230,5 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
 
 
 def _rows(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows of what nobody changes; the first ones, in order, need no copy."""
+    """``rows`` of hidden states that are not written to later, so that the first ones, in order, need no copy."""
     return hidden[: len(rows)] if [*rows] == [*range(len(rows))] else device_copies.pick(hidden, rows)

@@ -112,7 +112,7 @@ def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str
 
 
 def _batches(metrics: Metrics, audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table of throughput and latency; no rows where nobody answered several at once."""
+    """Titles and rows of the table of throughput and latency; no rows where no system answered several at once."""
     if len(metrics.rows) == len(metrics.one_by_one().rows):
         return [], []
     rows = {system: batch_figures(groups[OVERALL]) for system, groups in metrics.rows.items()}

@@ -39,8 +39,8 @@ class Reading(NamedTuple):
     """A curve after texts of some length.
 
     Attributes:
-        seconds: of forwards of 0, 1, 2, ... rows; where more rows take less, those of as many. So who wants rows takes
-            all that come for the same.
+        seconds: ``seconds[n]`` is what a forward of n rows takes, or of more rows where those take less. A caller that
+            needs n rows then runs the larger forward.
         cheapest: of as many rows, what the cheapest one beyond them adds, in seconds.
     """
 
@@ -56,7 +56,8 @@ class CostCurve:
         machine: what it holds for, see :func:`describe`.
         rows: ascending; the first is 1.
         lengths: tokens in the cache, ascending.
-        seconds: per length, the median seconds of a forward of so many rows, all with logits.
+        seconds: ``seconds[i][j]`` is the median time of a forward of ``rows[j]`` rows after ``lengths[i]`` tokens;
+            all its rows have logits.
         steady: whether the processor was its own while it was measured; only such a curve is kept.
     """
 
@@ -184,6 +185,6 @@ def roofline(device: torch.device | str) -> CostCurve:
 
 
 def pass_price(weights: float, target: Target, costs: CostCurve, length: int) -> float:
-    """Plain steps of the target that a drafter's pass takes which reads so many weights, one row of them."""
+    """The time of a drafter's pass of one row over ``weights`` parameters, in plain steps of the target."""
     plain = target.layer_weights + target.vocab_size * target.hidden_size
     return weights / plain + _PASS_SECONDS / costs.plain(length)

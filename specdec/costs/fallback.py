@@ -58,7 +58,7 @@ class _Took(NamedTuple):
 
 
 def _slower(steps: Iterable[_Took], seconds: Callable[[int, int], float]) -> float:
-    """How many times the ``seconds`` of a forward of so many rows after so many tokens steps take.
+    """The time of steps, by ``seconds(rows, length)`` of their forwards.
 
     The mean of the middle half: what happens to one step in four counts for nothing, and what happens to every other
     one for half.
@@ -179,7 +179,7 @@ class Fallback:
         self._by_batch_size: dict[tuple[int, bool], _BatchSize] = {}
 
     def rests(self, sequences: int, drawn: bool) -> bool:
-        """Whether the next step of so many sequences is a plain one; ``drawn``: one of them samples."""
+        """Whether the next step of ``sequences`` sequences is a plain one; ``drawn``: whether one of them samples."""
         return self._of(sequences, drawn).rests
 
     def note(
@@ -194,17 +194,23 @@ class Fallback:
         drafting: float,
         seconds: float,
     ) -> None:
-        """Take note of a step of so many sequences after about ``length`` tokens each.
+        """Take note of a step.
 
-        All else is all sequences' together: the forward had so many ``rows``, and these went through the ``whole`` of
-        it, as drafts with an entry do not; the step took so many ``seconds``, of which ``drafting`` for proposing and
-        observing.
+        Args:
+            sequences: that shared the forward.
+            drawn: whether one of them samples.
+            tokens: that all sequences together got.
+            length: tokens before the step, on average.
+            rows: of the forward.
+            whole: whether all rows went through all layers; a draft with an entry skips the first ones.
+            drafting: seconds of proposing and observing, a part of ``seconds``.
+            seconds: of the whole step.
         """
         plain = max(seconds - drafting, _TICK) if whole and rows == sequences else None
         self._of(sequences, drawn).note(self._live, length, sequences, tokens, plain, rows, max(seconds, _TICK))
 
     def _of(self, sequences: int, drawn: bool) -> _BatchSize:
-        """The company of about so many sequences, as far as companies are alike."""
+        """What is kept for about ``sequences`` sequences: one record for each power of two."""
         kind = sequences.bit_length(), drawn
         found = self._by_batch_size.get(kind)
         if found is None:

@@ -85,8 +85,8 @@ class Patience:
 class AcceptancePolicy:
     """Whether to ask a drafter, by acceptance alone. One serves one sequence.
 
-    Accepted rows are income, what rows cost is expenses, and nobody spends more than he has. A drafter whose account is
-    empty rests; it gets one row for a try now and then, more rarely each time that this is lost too.
+    Each drafter has an account: accepted rows are paid in, what rows cost is paid out. A drafter whose account is empty
+    rests. It gets one row for a try now and then, and less often after each try that fails.
 
     Args:
         curve: the target's.

@@ -431,7 +431,7 @@ class SequenceState:
                 f"(drafter {self._drafter.name!r}), lower its sizes, or raise the engine's max_rows"
             )
         if type(tokens) is device_copies.Later:
-            return  # of the vocabulary, as a model drew them; nobody waits for them here
+            return  # a model drew them from the vocabulary, and to check them here would wait for the device
         if tokens[0] != last:
             raise DraftError(
                 f"the draft's root is token {tokens[0]}, the last emitted token is {last}; "

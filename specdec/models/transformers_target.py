@@ -68,7 +68,7 @@ class TransformersTarget:
             own modules for one that was handed in. ``transformers``: its own modules. ``fused``: lean torch operations
             where layers are known. ``native``: all layers in one call of C, on a CPU.
         attention: the kernels, by name, see :mod:`specdec.runners.attention`; any but ``auto`` rules out native layers.
-        owned: nobody else holds the model. Its weights may be laid out anew then, so that none is held twice: the
+        owned: this target alone holds the model. Its weights may be laid out anew then, so that none is held twice: the
             model still computes, saves and copies what it did, but packed weights are slow for itself, and cannot be
             changed. ``plain_model`` gives one as it was.
         progress: told the share that is done where steps have to be timed, once for this machine and model.

@@ -5,8 +5,8 @@
 ``tensor``
     Every process holds a share of each weight, by transformers' own plan (:mod:`specdec.parallel.tensor`).
 
-All processes, *ranks*, run the same program: engine, drafter and verification are the same everywhere, so nobody
-conducts. What they have to agree on is compared as they go, and a difference ends them all.
+All processes, *ranks*, run the same program: engine, drafter and verification are the same everywhere, and no
+rank leads. What they have to agree on is compared as they go, and a difference ends them all.
 """
 
 __all__ = ["PARALLEL"]

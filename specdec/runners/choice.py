@@ -64,7 +64,7 @@ class RunnerMaker:
         decoder: the module that holds them.
         layers, norm: of the decoder.
         config: of the decoder's texts.
-        owned: nobody else holds the model, so its weights may be laid out anew.
+        owned: the target alone holds the model, so its weights may be laid out anew.
     """
 
     def __init__(

@@ -2,10 +2,9 @@
 
 A graph repeats its launches with the very same arguments, so whatever differs from step to step is in memory that does
 not move: hidden states, cosines and sines, and what the block sends (:attr:`specdec.step.block.Block.step`), the
-    addresses
-of the sequence's cache among it. So one graph does for every text of every length, for caches that grow, and for as
-many as there are; it is recorded per bucket of rows, of the tree's rows, and per layers that are run. Rows that fill a
-bucket are computed and read by nobody; they store nothing. Of a batch (:class:`specdec.step.batched_rows.Batch`) each
+addresses of the sequence's cache among it. So one graph does for every text of every length, for caches that grow, and
+for as many as there are; it is recorded per bucket of rows, of the tree's rows, and per layers that are run. Rows that
+fill a bucket are computed, store nothing and are not read. Of a batch (:class:`specdec.step.batched_rows.Batch`) each
 sequence has a bucket.
 """
 

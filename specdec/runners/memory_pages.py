@@ -61,7 +61,7 @@ class FilePages:
     def release(self, weights: Sequence[torch.Tensor]) -> None:
         """Drop weights' pages where they are a file's: read again, they would come from the file.
 
-        For weights that nobody else holds: what was changed in memory since they were read is lost.
+        For weights that no other object holds: what was changed in memory since they were read is lost.
         """
         if not self._files:
             return

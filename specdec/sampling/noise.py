@@ -187,7 +187,7 @@ class Noise:
         return int(self.draws(probabilities[None], position, stream, [index]))
 
     def draws(self, probabilities: torch.Tensor, position: int, stream: int, indices: Sequence[int]) -> torch.Tensor:
-        """int64 [N], what ``draw`` takes from each row of ``probabilities`` [N, V] with its index, and nobody reads."""
+        """int64 [N] on the device: what ``draw`` takes from each row of ``probabilities`` [N, V] with its index."""
         noise = self._gumbel([self._key(position, stream, index) for index in indices])
         return (probabilities.double().log() + noise).argmax(-1)
 

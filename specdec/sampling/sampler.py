@@ -115,7 +115,7 @@ class Sampler:
     def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
 
-        ``depths`` are the rows', empty where nobody asks for the latter; ``scores`` are ``processed`` where there are
+        ``depths`` are the rows', empty where the latter is not needed; ``scores`` are ``processed`` where there are
         processors. A row whose logits are no distribution has a number that is no token.
         """
         best = own = finite_argmax(scores.logits)
@@ -194,7 +194,7 @@ class Sampler:
             near = near[logits[near] > value]
 
     def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
-        """[V] float64, of the token after ``path``; NaN where logits are no distribution, which nobody has read yet."""
+        """[V] float64, of the token after ``path``; NaN where logits are no distribution, which is not checked here."""
         return torch.softmax(self.processed(scores, row, path).double(), -1)
 
     def distribution(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:

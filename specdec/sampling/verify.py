@@ -132,7 +132,7 @@ def last_row(
 
 
 def look(rule: Verifier, draft: Draft, scores: Scores, sampler: Sampler) -> Look:
-    """What ``reject`` or ``typical`` reads of all rows, where nobody needs their texts to process the logits."""
+    """What ``reject`` or ``typical`` reads of all rows. No logits processor may need the rows' texts."""
     return (rejecting if rule is reject else _typical_look)(draft, scores, sampler)
 
 

@@ -107,8 +107,8 @@ class Block(Rows):
             and for a tree, or where rows come ``again``, padded to buckets, ``places`` [K] of all the tree's rows, and
             ``closure`` [T, K], whether a row sees another. A chain has no rows before these: they are tokens before it.
         shapes: the same as arrays on the host.
-        draw: temperature and key (``Noise.key``) of the first row's draw, where who runs the rows
-            may draw from its logits while they are at hand; None where nobody asks.
+        draw: temperature and key (``Noise.key``) of the first row's draw, which a runner may make while the logits are
+            at hand; None where no draw is needed.
     """
 
     ids: Sequence[int] = ()

@@ -143,7 +143,7 @@ def reading(tensor: torch.Tensor) -> Callable[[], list[float]]:
 
 
 class Later(Sequence[int]):
-    """Integers that a device may still be computing: who reads one first waits for all.
+    """Integers that a device may still be computing. The first read waits for all of them.
 
     A forward embeds ``tensor`` where it is, and ``known`` says them where they were copied with something else.
 
