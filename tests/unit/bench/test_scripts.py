@@ -152,6 +152,7 @@ def test_layers_are_timed_with_and_without_a_change(
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler")
+@pytest.mark.slow  # it compiles the whole of another file
 def test_another_c_file_is_timed_beside_this_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.engine.sequence import SequenceState
 from tests.fakes import Scripted, Spy
 from tests.models import greedy, prompt_of, settings_of, target_of
-from tests.tiers import matrix
+from tests.tiers import each_once, matrix
 from tests.unit.costs.test_policy import curve_of
 
 PROMPT = prompt_of(9)
@@ -187,8 +187,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("measured", [QUIET, BUSY, STREAMING], ids=["quiet", "busy", "streaming"])
-@pytest.mark.parametrize("brings", CHAINS)
+@pytest.mark.parametrize(("brings", "measured"), each_once(CHAINS, [QUIET, BUSY, STREAMING]))
 def test_beside_a_neighbour_nothing_is_lost_and_after_it_all_is_as_before(
     brings: str, measured: tuple[float, float, float]
 ) -> None:

@@ -13,6 +13,7 @@ from specdec.costs.live_curve import LiveCosts
 from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
 from tests.fakes import Reciter
 from tests.models import prompt_of
+from tests.tiers import each_once
 
 ROWS = [1, 2, 4, 8, 16, 32, 64]
 
@@ -169,9 +170,10 @@ class Told(LiveCosts):
 
 
 @pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize("policy", ["acceptance", "cost"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafter", ["auto", "jacobi", "token_recycling", "suffix_automaton"])
+@pytest.mark.parametrize(
+    ("drafter", "temperature", "policy"),
+    each_once(["auto", "jacobi", "token_recycling", "suffix_automaton"], [0.0, 0.8], ["acceptance", "cost"]),
+)
 def test_whatever_rows_are_said_to_cost_the_text_is_plain_decoding_s(
     drafter: str, temperature: float, policy: str
 ) -> None:
