@@ -1,4 +1,4 @@
-"""Whole: what a model does around its layers, in its forward and in transformers' ``generate``; none of it is run here.
+"""What a model does around its layers, in its forward and in transformers' ``generate``; none of it is run here.
 
 Specdec calls embedding, layers, norm and head, and decodes in a loop of its own. So hooks on the whole model, virtual
 tokens, and methods that ``generate`` calls between two tokens would have no effect. What transformers itself does there
