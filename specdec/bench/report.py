@@ -23,9 +23,21 @@ from specdec.costs.plots import require_bench_extra
 from specdec.engine.questions import QuestionId, group_of
 from specdec.settings.files import replacing, write_json, write_text
 
-__all__ = ["answer_of", "caption_of", "markdown", "write_answers", "write_report"]
+__all__ = ["answer_of", "caption_of", "markdown", "markdown_table", "write_answers", "write_report"]
 
 _SHADES = 4  # of a trace
+
+# Columns of the page's first table, which has to fit a window of 1,100 pixels, and of the one below it.
+_FIRST = (
+    "tokens/step",
+    "rows/step",
+    "tokens/s",
+    "x plain (95 %)",
+    "decoding x plain",
+    "x transformers (95 %)",
+    "repeats",
+)
+_MORE = ("answers", "decoding tokens/s", "prefill tokens/s", "Spec-Bench's own count", "peak MiB")
 
 _FIGURES = {
     "batch": (
@@ -69,7 +81,7 @@ def write_report(folder: RunFolder, audit: Audit, metrics: Metrics) -> Path:
         alone = [record for record in records if at_once(record.system)[1] == 1]
         write_answers(alone, folder.path / "spec_bench", manifest["model"]["name"])
         write_text(folder.path / "report.md", markdown(metrics, manifest, audit))
-        write_text(path, _page(metrics, manifest, audit, records, _images(folder, metrics, manifest)))
+        write_text(path, _page(metrics, manifest, audit, records, _images(folder, metrics, manifest, audit)))
     return path
 
 
@@ -83,32 +95,44 @@ def caption_of(manifest: Mapping[str, Any]) -> str:
     )
 
 
-def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str:
-    """The tables for a README, over all questions and by kind, and how they were made."""
+def tables_of(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> dict[str, list[list[str]]]:
+    """The tables of a run as cells, titles first: ``systems`` over all questions, ``batch`` where several were answered
+    at once, and ``kinds``, decoding against plain by kind of question."""
     shown = ("tokens/step", "rows/step", "tokens/s", "prefill tokens/s", "x plain (95 %)", "x transformers", "repeats")
-    lines = [f"| system | {' | '.join(shown)} | text |", f"|---|{'--:|' * len(shown)}---|"]
     names = {name: f"`{name}`" + (" (lossy)" if manifest["systems"][name]["lossy"] else "") for name in metrics.rows}
     alone = metrics.one_by_one().rows
+    tables = {"systems": [["system", *shown, "text"]]}
     for system, groups in alone.items():
         figures = figures_of(groups[OVERALL])
-        cells = [names[system], *(figures[column] for column in shown), str(audit.systems[system])]
-        lines.append("| " + " | ".join(cells) + " |")
+        tables["systems"].append([names[system], *(figures[column] for column in shown), str(audit.systems[system])])
     titles, rows = _batches(metrics, audit)
     if rows:
-        lines += ["", f"| {' | '.join(titles)} |", f"|---|{'--:|' * (len(titles) - 2)}---|"]
-        lines += [f"| {' | '.join([names[system], *cells])} |" for system, *cells in rows]
-        lines += ["", *(f"{name}: left out, as {why}." for name, why in manifest["left_out"].items() if "@" in name)]
+        tables["batch"] = [titles, *([names[system], *cells] for system, *cells in rows)]
     if len(metrics.groups) > 1:
-        titles = ["decoding x plain", *metrics.groups, "mean of the kinds"]
-        lines += ["", f"| {' | '.join(titles)} |", f"|---|{'--:|' * (len(titles) - 1)}"]
+        tables["kinds"] = [["decoding x plain", *metrics.groups, "mean of the kinds"]]
         for system, groups in alone.items():
             speeds = [row.decode_speedup.value for name in metrics.groups if (row := groups[name]).decode_speedup]
             cells = [figures_of(groups[name])["decoding x plain"] for name in metrics.groups]
             mean = f"{statistics.mean(speeds):.2f}" if len(speeds) == len(metrics.groups) else ""
-            lines.append(f"| {' | '.join([names[system], *cells, mean])} |")
+            tables["kinds"].append([names[system], *cells, mean])
+    return tables
+
+
+def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str:
+    """The tables for a README, over all questions and by kind, and how they were made."""
+    lines = list[str]()
+    for name, table in tables_of(metrics, manifest, audit).items():
+        lines += [*markdown_table(table), ""]
+        if name == "batch":
+            lines += [f"{one}: left out, as {why}." for one, why in manifest["left_out"].items() if "@" in one] + [""]
     command = manifest["runs"][0]["command"]
-    lines += ["", caption_of(manifest) + (f" | `{command}`" if command else ""), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, caption_of(manifest) + (f" | `{command}`" if command else ""), ""])
+
+
+def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, titles first: names and texts to the left, figures to the right."""
+    rules = ["---" if title in ("system", "drafter", "decoding x plain", "text") else "--:" for title in cells[0]]
+    return [f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:])]
 
 
 def _batches(metrics: Metrics, audit: Audit) -> tuple[list[str], list[list[str]]]:
@@ -120,8 +144,8 @@ def _batches(metrics: Metrics, audit: Audit) -> tuple[list[str], list[list[str]]
     return titles, [[system, *row.values(), str(audit.systems[system])] for system, row in rows.items()]
 
 
-def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any]) -> dict[str, bytes]:
-    """Draw the figures, and write them with the manifest beside them."""
+def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> dict[str, bytes]:
+    """Draw the figures, and write the manifest with the tables beside them."""
     place = folder.path / "figures"
     images: dict[str, bytes] = {}
     for name, figure in draw_figures(metrics, manifest, caption_of(manifest)).items():
@@ -129,7 +153,7 @@ def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any]) ->
             figure.savefig(new)
         images[name] = (place / f"{name}.png").read_bytes()
     if images:
-        write_json(place / "manifest.json", manifest)
+        write_json(place / "manifest.json", {**manifest, "tables": tables_of(metrics, manifest, audit)})
     return images
 
 
@@ -162,7 +186,9 @@ def _page(
         command=manifest["runs"][0]["command"],
         manifest=json.dumps(manifest, indent=2),
         left_out=manifest["left_out"],
-        tables=[_table(alone, manifest, group) for group in [OVERALL, *metrics.groups]],
+        first=_table(alone, manifest, OVERALL, _FIRST),
+        more=_table(alone, manifest, OVERALL, _MORE),
+        tables=[_table(alone, manifest, group, _FIRST) for group in metrics.groups],
         batch_titles=batch_titles,
         batch_rows=batch_rows,
         positions=_positions(alone),
@@ -177,17 +203,20 @@ def _page(
     )
 
 
-def _table(metrics: Metrics, manifest: Mapping[str, Any], group: str) -> dict[str, Any]:
+def _table(metrics: Metrics, manifest: Mapping[str, Any], group: str, columns: Sequence[str]) -> dict[str, Any]:
+    """A sheet of the page: those of the columns that hold anything, and a row per system."""
+    figures = {system: figures_of(groups[group]) for system, groups in metrics.rows.items()}
+    shown = [name for name in columns if any(row[name] for row in figures.values())]
     rows = [
         {
             "system": system,
             "lossy": manifest["systems"][system]["lossy"],
             "plain": system == BASELINE,
-            "cells": [text for name, text in figures_of(groups[group]).items() if name != "x transformers"],
+            "cells": [row[name] for name in shown],
         }
-        for system, groups in metrics.rows.items()
+        for system, row in figures.items()
     ]
-    return {"group": group, "rows": rows}
+    return {"group": group, "titles": ["system", *shown], "rows": rows}
 
 
 def _positions(metrics: Metrics) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from specdec.bench.audit import audit
 from specdec.bench.metrics import measure
 from specdec.bench.plan import Plan
 from specdec.bench.records import RunFolder
-from specdec.bench.report import write_report
+from specdec.bench.report import markdown_table, write_report
 from specdec.bench.runner import Runner
 from specdec.bench.tables import batch_table
 from specdec.cli import main as cli
@@ -68,7 +68,11 @@ def test_files_of_a_report(run: RunFolder) -> None:
     for name in names:
         with Image.open(run.path / "figures" / f"{name}.png") as image:
             assert min(image.size) > 100
-    assert json.loads((run.path / "figures" / "manifest.json").read_text()) == run.manifest()
+    kept = json.loads((run.path / "figures" / "manifest.json").read_text())
+    tables = kept.pop("tables")
+    assert kept == run.manifest()
+    report_md = (run.path / "report.md").read_text()
+    assert [line for table in tables.values() for line in markdown_table(table) if line not in report_md] == []
     metrics = json.loads((run.path / "metrics.json").read_text())
     assert set(metrics["systems"]) == {"none", "prompt_lookup", "lookahead", "transformers"}
     assert json.loads((run.path / "audit.json").read_text())["passed"]
@@ -138,13 +142,15 @@ def test_page_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
     spans[0].dispatchEvent(new MouseEvent("mousemove", {clientX: 50, clientY: 50}));
     const widths = [...document.images].map(image => image.naturalWidth);
     const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+    const table = document.querySelector(".scroll");
     document.title = JSON.stringify({tip: tip.textContent, shown: getComputedStyle(tip).display, widths, wide,
+      cut: table.scrollWidth - table.clientWidth,
       colours: new Set([...spans].map(span => getComputedStyle(span).backgroundColor)).size});
     </script></body>"""
     file = tmp_path / "page.html"
     file.write_text(page.replace("</body>", check))
     assert BROWSER is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,1000"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1100,1000"]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     done = subprocess.run(
         [BROWSER, *options, profile, "--dump-dom", file.as_uri()],
@@ -161,6 +167,7 @@ def test_page_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
     assert len(seen["widths"]) == 5
     assert min(seen["widths"]) > 100
     assert seen["wide"] <= 0
+    assert seen["cut"] <= 0  # the first table is seen whole
     assert seen["colours"] >= 3  # none, and at least two shades
 
 
