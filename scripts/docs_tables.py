@@ -4,8 +4,8 @@
     python scripts/docs_tables.py --check    # says which pages would change, and exits with 1
 
 A table stands between ``<!-- NAME of RUN -->`` and ``<!-- end -->``. RUN is ``docs/figures/RUN_manifest.json``, a copy
-of ``figures/manifest.json`` in a run's folder. NAME is one of its tables (``systems``, ``kinds``, ``batch``). The tables
-``overview`` and ``short`` are made of a greedy run and a sampled one: ``<!-- overview of RUN, SAMPLED -->``.
+of ``figures/manifest.json`` in a run's folder. NAME is one of its tables: ``systems``, ``kinds`` or ``batch``. The
+tables ``overview`` and ``short`` are made of a greedy run and a sampled one: ``<!-- overview of RUN, SAMPLED -->``.
 """
 
 from __future__ import annotations
