@@ -73,26 +73,30 @@ def prompts_of(
     """
     if turns not in TURNS:
         raise ConfigError(f"turns is {turns!r}; it must be one of {', '.join(TURNS)}")
-    found: list[tuple[str, tuple[str, ...], str | None]] = []
+    conversations: list[tuple[str, tuple[str, ...], str | None]] = []
     for source in sources:
         if source == STDLIB:
             for name, text in read_files(held_out=False):
-                found += [(f"stdlib/{name}", (part,), "plain") for part in _pieces(text, tokenizer, prompt_tokens)]
+                conversations += [
+                    (f"stdlib/{name}", (part,), "plain") for part in _pieces(text, tokenizer, prompt_tokens)
+                ]
             continue
         path, content = Path(source), read_content(Path(source))
         if isinstance(content, str):
-            found += [(path.name, (part,), "plain") for part in _pieces(content, tokenizer, prompt_tokens)]
+            conversations += [(path.name, (part,), "plain") for part in _pieces(content, tokenizer, prompt_tokens)]
         else:
             for asked, form in _asked(path, content, Skips() if skips is None else skips, skipping):
-                found.append((path.name, asked[:1] if turns == "first" else asked, form))
-    if not found:
+                conversations.append((path.name, asked[:1] if turns == "first" else asked, form))
+    if not conversations:
         raise ConfigError(f"{', '.join(sources) or 'no source'}: not one prompt; give conversations, questions or text")
-    if len({form == "plain" for _, _, form in found}) > 1:
+    if len({form == "plain" for _, _, form in conversations}) > 1:
         raise ConfigError(
             f"{', '.join(sources)} mix texts to be continued with questions to be answered, which training would have "
             "to tell apart; distill them into two files"
         )
-    return [Question(id=n, category=name, turns=said, format=form) for n, (name, said, form) in enumerate(found)]
+    return [
+        Question(id=n, category=name, turns=said, format=form) for n, (name, said, form) in enumerate(conversations)
+    ]
 
 
 def own_prompts(count: int) -> list[Question]:
@@ -222,28 +226,32 @@ def talk(
         prompt = replace(prompt, turns=(own.text.strip(),))
     options = {"sampling": replace(sampling, seed=seed), **stops}
     for said in prompt.turns:
-        found = yield Request(build_prompt(prompt, answers, form, engine.tokenizer), max_new_tokens, options)
-        if isinstance(found.error, PromptError):
+        generation = yield Request(build_prompt(prompt, answers, form, engine.tokenizer), max_new_tokens, options)
+        if isinstance(generation.error, PromptError):
             reason = "prompt longer than the context"
             break
-        if not found.text.strip():
+        if not generation.text.strip():
             reason = "empty answer"
             break
-        answer = _answer(found, form_of(prompt, form, engine.tokenizer), engine.tokenizer)
+        answer = _answer(generation, form_of(prompt, form, engine.tokenizer), engine.tokenizer)
         answers.append(answer)
         turns += [{"from": "human", "value": said}, {"from": "gpt", "value": answer}]
-        if found.finish_reason not in ("eos", "stop"):
+        if generation.finish_reason not in ("eos", "stop"):
             break  # cut off in mid-answer: nothing should follow
     if not turns:
         return {"record": None, "skipped": reason}
     return {"record": {"id": str(prompt.id), "source": prompt.category, "conversations": turns}}
 
 
-def _answer(found: Generation, form: str, tokenizer: Any) -> str:
+def _answer(generation: Generation, form: str, tokenizer: Any) -> str:
     """The answer as it stands in a record: where a turn is written down, the space before it is written too."""
     if form == "plain":
-        return found.text
-    return found.text.removeprefix(" ") if form == "vicuna" else as_content(found.text, tokenizer, found.token_ids)
+        return generation.text
+    return (
+        generation.text.removeprefix(" ")
+        if form == "vicuna"
+        else as_content(generation.text, tokenizer, generation.token_ids)
+    )
 
 
 def _users_place(tokenizer: Any) -> list[int]:
@@ -260,8 +268,8 @@ def _users_place(tokenizer: Any) -> list[int]:
         return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*talks, strict=False))]
     messages = [{"role": "user", "content": MARK}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    before, found, _ = text.partition(MARK)
-    if not found:
+    before, mark, _ = text.partition(MARK)
+    if not mark:
         raise needs
     return list(tokenizer(before, add_special_tokens=False)["input_ids"])
 

@@ -52,10 +52,10 @@ class FrozenTarget:
     def read(self, batch: Batch) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
         """Features by layer [B, L, D], and the states [N, D] after the last norm at ``batch.targets``; no gradients."""
         numbers = [-1] * len(batch.tokens) if batch.numbers is None else batch.numbers.tolist()
-        found = torch.stack(
+        stacked = torch.stack(
             [self._window(*row) for row in zip(numbers, batch.tokens, batch.documents, strict=True)], 1
         )  # [taps, B, L, D]
-        *features, states = found
+        *features, states = stacked
         return dict(zip(self._taps, features, strict=False)), states.flatten(0, 1)[batch.targets]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -71,14 +71,14 @@ class FrozenTarget:
         place = self._places.get(number)
         if place is not None:
             return self._slabs[place // _SLAB][place % _SLAB]
-        found, place = self._computed(tokens, documents), len(self._places)
-        left = self._keep // found.nbytes - place
+        features, place = self._computed(tokens, documents), len(self._places)
+        left = self._keep // features.nbytes - place
         if number >= 0 and left > 0:
             if place % _SLAB == 0:
-                self._slabs.append(found.new_empty(min(_SLAB, left), *found.shape))
-            self._slabs[-1][place % _SLAB] = found
+                self._slabs.append(features.new_empty(min(_SLAB, left), *features.shape))
+            self._slabs[-1][place % _SLAB] = features
             self._places[number] = place
-        return found
+        return features
 
     def _computed(self, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
         """The pieces of a window, a forward each, as they do not see each other."""

@@ -214,9 +214,9 @@ def rows_of(step: int, config: LoopConfig, windows: int, rank: int, processes: i
     places = np.arange(step * each * processes + rank, (step + 1) * each * processes, processes)
     rows = np.empty(each, dtype=np.int64)
     for epoch in np.unique(places // windows):
-        here = places // windows == epoch
+        in_epoch = places // windows == epoch
         order = np.random.default_rng((config.seed, int(epoch))).permutation(windows)
-        rows[here] = order[places[here] % windows]
+        rows[in_epoch] = order[places[in_epoch] % windows]
     return np.split(rows, config.accumulate)
 
 

@@ -97,10 +97,10 @@ class MedusaTraining(DrafterTraining):
         heads, steps, tokens = self.heads.config.heads, 0, 0
         ranks: list[list[int]] = [[] for _ in range(heads)]
         for text in self.texts:
-            found = self.judge(text)
-            steps += len(roots_of(found, self._nodes, text))
+            judged = self.judge(text)
+            steps += len(roots_of(judged, self._nodes, text))
             tokens += len(text.tokens) - text.prompt
-            for own, new in zip(ranks, found, strict=True):
+            for own, new in zip(ranks, judged, strict=True):
                 own += [rank for rank in new if rank >= 0]
         figures = {"tokens_per_step": tokens / max(steps, 1)}
         kept = range(min(_KEPT, self.heads.config.ranks))

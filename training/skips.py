@@ -76,8 +76,8 @@ class Skips:
     def _where(self, reason: str) -> str:
         places = self.places[reason]
         files = [
-            f"{file}, {', '.join(place for _, place in found)}"
-            for file, found in groupby(places[:_NAMED], key=itemgetter(0))
+            f"{file}, {', '.join(place for _, place in group)}"
+            for file, group in groupby(places[:_NAMED], key=itemgetter(0))
         ]
         more = [f"{len(places) - _NAMED} more"] if len(places) > _NAMED else []
         return f" ({'; '.join([*files, *more])})" if places else ""

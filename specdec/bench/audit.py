@@ -163,9 +163,9 @@ def audit(
                 continue
             for record in repeats:
                 verdict.answers += 1
-                found = None if verdict.uncompared else _first_divergence(record, plain[0], target, sampling)
-                if found is not None:
-                    verdict.divergences.append(found)
+                divergence = None if verdict.uncompared else _first_divergence(record, plain[0], target, sampling)
+                if divergence is not None:
+                    verdict.divergences.append(divergence)
                 else:
                     verdict.identical += not verdict.uncompared
         verdicts[label] = verdict

@@ -55,21 +55,21 @@ def bench(
     require_bench_extra()  # before the work, not after it
     folder = out or Path("runs") / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
     command = shlex.join(["specdec", *sys.argv[1:]])
-    run, found = _run(plan, folder, command)
+    run, verdicts = _run(plan, folder, command)
     from specdec.bench.metrics import measure
     from specdec.bench.report import write_report
     from specdec.bench.tables import batch_table, metrics_table, print_verdicts
 
     _print_failures(run)
     metrics = measure(run.records(), list(run.manifest()["systems"]))
-    report = write_report(run, found, metrics)
+    report = write_report(run, verdicts, metrics)
     console = Console()
-    console.print(metrics_table(metrics.one_by_one(), found))
+    console.print(metrics_table(metrics.one_by_one(), verdicts))
     if len(plan.sizes) > 1:
-        console.print(batch_table(metrics, found))
-    print_verdicts(found, console, only_different=True)
+        console.print(batch_table(metrics, verdicts))
+    print_verdicts(verdicts, console, only_different=True)
     typer.echo(f"report: {report}")
-    if not found.passed:
+    if not verdicts.passed:
         raise typer.Exit(1)
 
 
@@ -95,9 +95,9 @@ def audit(
             f"the run was made with other weights of {plan.model!r} ({manifest['model']['fingerprint']}, now {now}); "
             "its answers cannot be audited with these"
         )
-    found = audit_records(folder.records(), manifest["systems"], target, plan.sampling())
-    print_verdicts(found, Console())
-    if not found.passed:
+    verdicts = audit_records(folder.records(), manifest["systems"], target, plan.sampling())
+    print_verdicts(verdicts, Console())
+    if not verdicts.passed:
         raise typer.Exit(1)
 
 
@@ -111,13 +111,13 @@ def compare(
     from specdec.bench.records import RunFolder
     from specdec.bench.tables import comparison_table
 
-    found = compare_runs(RunFolder(a), RunFolder(b))
+    comparison = compare_runs(RunFolder(a), RunFolder(b))
     console = Console()
-    console.print(comparison_table(found, everything))
-    for note in found.notes:
+    console.print(comparison_table(comparison, everything))
+    for note in comparison.notes:
         console.print(f"differs: {escape(note)}", soft_wrap=True)
-    moved = sum(change.moved for change in found.changes)
-    typer.echo(f"{moved} of {len(found.changes)} figures moved beyond noise")
+    moved = sum(change.moved for change in comparison.changes)
+    typer.echo(f"{moved} of {len(comparison.changes)} figures moved beyond noise")
 
 
 def _run(plan: Plan, folder: Path, command: str) -> tuple[RunFolder, Audit]:

@@ -59,8 +59,8 @@ def compare_runs(a: RunFolder, b: RunFolder) -> Comparison:
                 f"the runs have different {what}: {names[0]} and {names[1]}; compare two runs with the same ones"
             )
     answers = [repeats_of(folder.records()) for folder in (a, b)]
-    for folder, manifest, found in zip((a, b), (first, second), answers, strict=True):
-        wanted, there = manifest["questions"]["asked"], len({q for s, q in found if s == BASELINE})
+    for folder, manifest, run in zip((a, b), (first, second), answers, strict=True):
+        wanted, there = manifest["questions"]["asked"], len({q for s, q in run if s == BASELINE})
         if there < wanted:
             raise ConfigError(
                 f"{str(folder.path)!r} has plain answers to {there} of {wanted} questions; run `specdec bench` with "
@@ -76,7 +76,7 @@ Answers = dict[tuple[str, QuestionId], list[Record]]
 
 def _changes(label: str, a: Answers, b: Answers) -> list[Change]:
     wanted = dict.fromkeys((label, BASELINE))
-    shared = [q for s, q in a if s == label and all((name, q) in found for name in wanted for found in (a, b))]
+    shared = [q for s, q in a if s == label and all((name, q) in run for name in wanted for run in (a, b))]
     groups: dict[str, list[QuestionId]] = {OVERALL: shared}
     for question in shared:
         groups.setdefault(group_of(a[label, question][0].category), []).append(question)
@@ -84,7 +84,7 @@ def _changes(label: str, a: Answers, b: Answers) -> list[Change]:
     changes = []
     for group, ids in groups.items():
         for name, figure in figures.items():
-            (top, bottom), (new_top, new_bottom) = (figure(found, label, ids) for found in (a, b))
+            (top, bottom), (new_top, new_bottom) = (figure(run, label, ids) for run in (a, b))
             ratio = ratio_interval([*new_top, *bottom], [*new_bottom, *top], 99.0)
             if ratio is not None:
                 before, after = _quotient(top, bottom), _quotient(new_top, new_bottom)
@@ -100,18 +100,18 @@ def _quotient(tops: Sums, bottoms: Sums) -> float:
     return math.prod(map(sum, tops)) / math.prod(map(sum, bottoms))
 
 
-def _speed(found: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
-    tokens, seconds = speed_of([found[label, q] for q in ids])
+def _speed(run: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
+    tokens, seconds = speed_of([run[label, q] for q in ids])
     return [tokens], [seconds]
 
 
-def _speedup(found: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
-    (tokens, seconds), (plain, base) = (_speed(found, name, ids) for name in (label, BASELINE))
+def _speedup(run: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
+    (tokens, seconds), (plain, base) = (_speed(run, name, ids) for name in (label, BASELINE))
     return [*tokens, *base], [*seconds, *plain]
 
 
-def _tokens_per_step(found: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
-    first = [found[label, q][0] for q in ids]
+def _tokens_per_step(run: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
+    first = [run[label, q][0] for q in ids]
     return [[float(record.tokens) for record in first]], [[float(record.steps) for record in first]]
 
 

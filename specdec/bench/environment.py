@@ -93,11 +93,11 @@ class MemoryMeter:
 
 def _commit() -> tuple[str | None, bool]:
     """Commit of the checkout that this package lies in, and whether it has changes; None outside of a checkout."""
-    here = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
         try:
-            run = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True)
+            run = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return None
         return run.stdout.strip()

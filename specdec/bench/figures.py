@@ -102,10 +102,10 @@ def _speedup(metrics: Metrics, styles: Mapping[str, Style]) -> Figure | None:
     figure, panels = _panels(titles, title, "speed, plain decoding = 1", "", size)
     for group, axes in zip(groups, panels, strict=True):
         for height, system in enumerate(systems):
-            found = metrics.rows[system][group].speedup
-            if found is not None:
-                error = [[max(0.0, found.value - found.low)], [max(0.0, found.high - found.value)]]
-                axes.errorbar(found.value, height, xerr=error, ms=5, lw=1.5, capsize=2, **styles[system])
+            speedup = metrics.rows[system][group].speedup
+            if speedup is not None:
+                error = [[max(0.0, speedup.value - speedup.low)], [max(0.0, speedup.high - speedup.value)]]
+                axes.errorbar(speedup.value, height, xerr=error, ms=5, lw=1.5, capsize=2, **styles[system])
         axes.axvline(1, color=_PLAIN, lw=1, zorder=0)
         axes.set_yticks(range(len(systems)), systems)
         axes.grid(axis="x", color="#E5E5E5", lw=0.7)

@@ -239,14 +239,14 @@ def _spec_bench(row: Row, first: Sequence[Record], plain: Sequence[Record]) -> d
     if not all(record.seconds("wall") for record in (*first, *plain)):  # by a clock that did not move meanwhile
         return {}
     mine = statistics.mean(record.tokens / record.seconds("wall") for record in first)
-    found = {"tokens_per_second": mine}
+    figures = {"tokens_per_second": mine}
     if row.steps:
-        found["mean_accepted_tokens"] = row.tokens / row.steps
+        figures["mean_accepted_tokens"] = row.tokens / row.steps
     base = [sum(turn.retokenized - 1 for turn in record.turns) / record.seconds("wall") for record in plain]
     if base and statistics.mean(base) > 0:
-        found["baseline_tokens_per_second"] = statistics.mean(base)
-        found["speedup"] = mine / statistics.mean(base)
-    return found
+        figures["baseline_tokens_per_second"] = statistics.mean(base)
+        figures["speedup"] = mine / statistics.mean(base)
+    return figures
 
 
 def repeat_share(tokens: Sequence[int]) -> float:

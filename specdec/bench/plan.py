@@ -125,5 +125,5 @@ def with_batch(label: str, size: int) -> str:
 
 def at_once(label: str) -> tuple[str, int]:
     """The other way round: the system, and how many questions at once."""
-    found = re.fullmatch(r"(.+)@(\d{1,9})", label, re.DOTALL)
-    return (found[1], int(found[2])) if found else (label, 1)
+    match = re.fullmatch(r"(.+)@(\d{1,9})", label, re.DOTALL)
+    return (match[1], int(match[2])) if match else (label, 1)

@@ -140,8 +140,8 @@ class RunFolder:
                 f"{str(self.path)!r} holds no run, as manifest.json says: {error}; give the --out folder of a `specdec "
                 "bench`, or a new folder where it was broken or made by another version of specdec"
             ) from error
-        found: dict[str, Any] = json.loads(text)
-        return found
+        manifest: dict[str, Any] = json.loads(text)
+        return manifest
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Replace the manifest.
@@ -230,8 +230,8 @@ _MANIFEST = _object(
 
 def repeats_of(records: Sequence[Record]) -> dict[tuple[str, QuestionId], list[Record]]:
     """(system, question) -> its answers that did not fail, by repeat."""
-    found: dict[tuple[str, QuestionId], list[Record]] = {}
+    answers: dict[tuple[str, QuestionId], list[Record]] = {}
     for record in sorted(records, key=lambda r: r.repeat):
         if record.error is None:
-            found.setdefault((record.system, record.question_id), []).append(record)
-    return found
+            answers.setdefault((record.system, record.question_id), []).append(record)
+    return answers

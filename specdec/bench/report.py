@@ -193,7 +193,7 @@ def _page(
         batch_rows=batch_rows,
         positions=_positions(alone),
         verdicts=[(system, str(verdict), bool(verdict.bugs)) for system, verdict in audit.systems.items()],
-        divergences=[str(found) for verdict in audit.systems.values() for found in verdict.divergences][:50],
+        divergences=[str(divergence) for verdict in audit.systems.values() for divergence in verdict.divergences][:50],
         passed=audit.passed,
         figures=figures,
         traces=traces(records, list(alone.rows)),
@@ -237,11 +237,11 @@ def traces(records: Sequence[Record], systems: Sequence[str]) -> dict[str, list[
     chosen: dict[str, QuestionId] = {}
     for record in records:
         chosen.setdefault(group_of(record.category), record.question_id)
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_question: dict[str, list[dict[str, Any]]] = {}
     for group, question in chosen.items():
         answers = {r.system: r for r in records if r.question_id == question and r.repeat == 0 and r.turns}
-        found[f"{group}, question {question}"] = [_trace(answers[s]) for s in systems if s in answers]
-    return found
+        by_question[f"{group}, question {question}"] = [_trace(answers[s]) for s in systems if s in answers]
+    return by_question
 
 
 def _trace(record: Record) -> dict[str, Any]:

@@ -205,8 +205,8 @@ class Runner:
                 if number == 0:
                     system.system.reset()
                 self._memory.reset()
-                found = system.answer(list(prompts.values()), self.plan.max_new_tokens)
-                outputs = dict(zip(prompts, found, strict=True))
+                answers = system.answer(list(prompts.values()), self.plan.max_new_tokens)
+                outputs = dict(zip(prompts, answers, strict=True))
             memory = self._memory.read()
             for known, output in outputs.items():
                 with _failing(errors, known):
@@ -302,8 +302,8 @@ def _failing(errors: dict[QuestionId, str], *questions: QuestionId) -> Iterator[
     except ParallelError:
         raise
     except Exception as failure:
-        told = f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:2000]
-        errors |= dict.fromkeys(questions, told)
+        message = f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:2000]
+        errors |= dict.fromkeys(questions, message)
 
 
 def _pieces(tokenizer: Any, prompt: list[int], output: Output) -> list[str]:

@@ -150,7 +150,7 @@ class Drafted:
         target, sampling = self._engine.target, self._plan.sampling()
         taken: list[float] = []
         times: list[list[float]] = [[] for _ in prompts]
-        found: dict[int, Output | Exception] = {}
+        outputs: dict[int, Output | Exception] = {}
 
         def requests() -> Iterator[Request]:
             for prompt in prompts:
@@ -163,16 +163,16 @@ class Drafted:
             for event in chain.from_iterable(Scheduler(self._engine, requests(), batch=batch).run()):
                 times[event.index].append(perf_counter() - taken[event.index])
                 if event.error is not None:
-                    found[event.index] = event.error
+                    outputs[event.index] = event.error
                 elif event.last and event.decoding is not None:
-                    found[event.index] = _output(event.decoding, times[event.index])
+                    outputs[event.index] = _output(event.decoding, times[event.index])
             wait(target.device)
         wall = perf_counter() - began
-        done = [output for output in found.values() if isinstance(output, Output)]
+        done = [output for output in outputs.values() if isinstance(output, Output)]
         own = [sum(output.seconds.values()) - output.seconds["passes"] for output in done]  # which are part of "draft"
         for output, seconds in zip(done, own, strict=True):
             output.seconds["wall"] = wall * seconds / max(sum(own), 1e-9)
-        return [found[place] for place in range(len(prompts))]
+        return [outputs[place] for place in range(len(prompts))]
 
 
 def _output(decoding: SequenceState, times: list[float]) -> Output:

@@ -60,23 +60,23 @@ def _span(value: Interval | None) -> str:
     return "" if value is None else f"{value.value:.2f} ({value.low:.2f}-{value.high:.2f})"
 
 
-def metrics_table(metrics: Metrics, found: Audit) -> Table:
+def metrics_table(metrics: Metrics, audit: Audit) -> Table:
     """A row per system, over all questions; it fits 80 columns."""
     shown = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers")
     table = _table(("tokens\n/step", "rows\n/step", "tokens\n/s", "x plain\n(95 %)", "x trans-\nformers"))
     for system, groups in metrics.rows.items():
         figures = figures_of(groups[OVERALL])
-        table.add_row(escape(system), *(figures[name] for name in shown), _brief(found.systems[system]))
+        table.add_row(escape(system), *(figures[name] for name in shown), _brief(audit.systems[system]))
     return table
 
 
-def batch_table(metrics: Metrics, found: Audit) -> Table:
+def batch_table(metrics: Metrics, audit: Audit) -> Table:
     """Throughput and latency over all questions, a row per system and size of the batch; it fits 80 columns."""
     times = ("first token ms, p95", "between ms, p95", "host us")
     table = _table(("tokens\n/s", "x plain", "first token\nms, p95", "between\nms, p95", "host\nus"))
     for system, groups in metrics.rows.items():
         row = groups[OVERALL]
-        figures, verdict = batch_figures(row), _brief(found.systems[system])
+        figures, verdict = batch_figures(row), _brief(audit.systems[system])
         speeds = (figures["tokens/s"], _number(row.speedup))
         table.add_row(escape(system), *speeds, *(figures[name] for name in times), verdict)
     return table
@@ -96,9 +96,9 @@ def _brief(verdict: Verdict) -> str:
     return f"[bold red]{verdict.brief}[/]" if verdict.bugs else verdict.brief
 
 
-def print_verdicts(found: Audit, console: Console, *, only_different: bool = False) -> None:
+def print_verdicts(audit: Audit, console: Console, *, only_different: bool = False) -> None:
     """A line per system, and one for each of its first ten differences, bugs first."""
-    for system, verdict in found.systems.items():
+    for system, verdict in audit.systems.items():
         if only_different and not verdict.divergences:
             continue
         style = "bold red" if verdict.bugs else "dim" if verdict.uncompared else "green"
@@ -107,7 +107,7 @@ def print_verdicts(found: Audit, console: Console, *, only_different: bool = Fal
             console.print(f"  {escape(str(divergence))}", soft_wrap=True, highlight=False)
 
 
-def comparison_table(found: Comparison, everything: bool) -> Table:
+def comparison_table(comparison: Comparison, everything: bool) -> Table:
     """Overall figures of both runs, and those of categories that moved; or all."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("system", "questions", "figure"):
@@ -115,7 +115,7 @@ def comparison_table(found: Comparison, everything: bool) -> Table:
     for title in ("A", "B", "B / A (99 %)"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("moved")
-    for change in found.changes:
+    for change in comparison.changes:
         if not everything and change.group != OVERALL and not change.moved:
             continue
         ratio = change.ratio

@@ -103,10 +103,10 @@ class TransformersBatches(TransformersSystem):
     """Transformers' ``generate``, which takes a batch as a whole: the next one when all its texts have ended."""
 
     def answer_batch(self, prompts: Sequence[list[int]], budget: int, batch: int) -> list[Output | Exception]:
-        found: list[Output | Exception] = []
+        outputs: list[Output | Exception] = []
         for start in range(0, len(prompts), batch):
-            found += self._generate(prompts[start : start + batch], budget)
-        return found
+            outputs += self._generate(prompts[start : start + batch], budget)
+        return outputs
 
 
 class TransformersLookup(TransformersSystem):

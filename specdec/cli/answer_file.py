@@ -31,14 +31,14 @@ def read_prompts(path: Path) -> list[Prompt]:
         ConfigError: no such file, or a record without either.
     """
     prompts: list[Prompt] = []
-    for found in read_records(path, "the prompts"):
-        record = prompt = found.value
+    for item in read_records(path, "the prompts"):
+        record = prompt = item.value
         if isinstance(record, Mapping):
             prompt = record.get("prompt", record.get("messages"))
         chat = isinstance(prompt, list) and prompt and all(isinstance(one, Mapping) for one in prompt)
         if not isinstance(prompt, str) and not chat:
             raise ConfigError(
-                f"{found.place} of {str(path)!r} is no prompt: {json.dumps(record)[:80]}; give a text, "
+                f"{item.place} of {str(path)!r} is no prompt: {json.dumps(record)[:80]}; give a text, "
                 '{"prompt": text}, or {"messages": [{"role": ..., "content": ...}]}'
             )
         prompts.append(prompt)

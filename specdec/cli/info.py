@@ -32,7 +32,7 @@ def info(
     from specdec.engine.load import load, model_arguments, prepare
 
     options = resolve(ModelOptions, given)
-    found: dict[str, Any] = load(options).describe()
+    sections: dict[str, Any] = load(options).describe()
     times: Times = {}
     if time:
         from specdec.models.transformers_target import time_runners
@@ -41,15 +41,15 @@ def info(
         with Console(stderr=True).status("Timing the runners"):
             times = time_runners(options.model, **model_arguments(options))
     if as_json:
-        typer.echo(json.dumps({**found, "times": times} if time else found, indent=2, default=str))
+        typer.echo(json.dumps({**sections, "times": times} if time else sections, indent=2, default=str))
         return
     console = Console()
-    console.print(sections_table(found))
+    console.print(sections_table(sections))
     if time:
         console.print(times_table(times))
 
 
-def sections_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+def sections_table(sections: Mapping[str, Mapping[str, Any]]) -> Table:
     """Section, name and value, a row each; a section is named once."""
     from rich.table import Table
     from rich.text import Text
@@ -58,7 +58,7 @@ def sections_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for section, values in found.items():
+    for section, values in sections.items():
         for number, (name, value) in enumerate(values.items()):
             table.add_row(Text(section if number == 0 else ""), Text(name), Text(_shown(value)))
     return table
@@ -77,7 +77,7 @@ def times_table(times: Times) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    measured = {runner: found for runner, found in times.items() if not isinstance(found, str)}
+    measured = {runner: timing for runner, timing in times.items() if not isinstance(timing, str)}
     rows = list(dict.fromkeys(count for seconds in measured.values() for count in seconds))
     best = {count: min(seconds[count] for seconds in measured.values() if count in seconds) for count in rows}
     title = "ms a step (x the fastest)"
@@ -86,8 +86,8 @@ def times_table(times: Times) -> Table:
     for count in rows:
         table.add_column(f"{count} row" if count == "1" else f"{count} rows", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
-    for runner, found in times.items():
+    for runner, timing in times.items():
         seconds = measured.get(runner, {})
         cells = [f"{seconds[n] * 1e3:.2f} ({seconds[n] / best[n]:.2f})" if n in seconds else "" for n in rows]
-        table.add_row(Text(runner), *cells, Text("" if seconds else str(found)))
+        table.add_row(Text(runner), *cells, Text("" if seconds else str(timing)))
     return table

@@ -118,13 +118,13 @@ def build() -> typer.Typer:
         app.command()(command)
     for entry in entry_points(group=COMMANDS):
         try:
-            found = entry.load()
+            command = entry.load()
         except Exception as error:  # code of others: it may raise anything, and the other commands still work
-            found = _broken(entry, error)
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=entry.name)
+            command = _broken(entry, error)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=entry.name)
         else:
-            app.command(entry.name)(found)
+            app.command(entry.name)(command)
     return app
 
 
@@ -249,16 +249,16 @@ def drafters(
     """List the registered drafters with their options; set one with --set DRAFTER.OPTION=VALUE."""
     from specdec.drafting.registry import drafter_names, drafter_type
 
-    found: list[dict[str, Any]] = []
+    drafters: list[dict[str, Any]] = []
     for name in drafter_names():
         try:
-            found.append(output_module.describe(name, drafter_type(name)))
+            drafters.append(output_module.describe(name, drafter_type(name)))
         except SpecdecError as error:
-            found.append({"name": name, "summary": "", "options": [], "error": str(error)})
+            drafters.append({"name": name, "summary": "", "options": [], "error": str(error)})
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(drafters, indent=2))
     else:
-        Console().print(output_module.drafter_list(found))
+        Console().print(output_module.drafter_list(drafters))
 
 
 def demo(

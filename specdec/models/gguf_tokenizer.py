@@ -207,16 +207,16 @@ class _Vocabulary:
         """Hold the library's tokens of some texts against those of the plain reading."""
         ends = [self.tokens[end] for end in self.settings.ends]
         for text in (*_PROBES, *(f"ab{end}cd" for end in ends)):
-            found, expected = list(tokenizer(text)["input_ids"]), self.encode(text, tokenizer.backend_tokenizer)
-            if found != expected:
-                raise self._refusal(f"{text!r} becomes the tokens {found}, and its own settings make it {expected}")
+            tokens, expected = list(tokenizer(text)["input_ids"]), self.encode(text, tokenizer.backend_tokenizer)
+            if tokens != expected:
+                raise self._refusal(f"{text!r} becomes the tokens {tokens}, and its own settings make it {expected}")
 
     def encode(self, text: str, backend: Any) -> list[int]:
         """The tokens of a text by the file's lists, merge by merge."""
         settings = self.settings
-        found = sorted((token for place in self.whole if (token := self.tokens[place]) in text), key=len, reverse=True)
+        whole = sorted((token for place in self.whole if (token := self.tokens[place]) in text), key=len, reverse=True)
         ids = [settings.bos] if settings.add_bos and settings.bos is not None else []
-        for place, part in enumerate(re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]):
+        for place, part in enumerate(re.split(f"({'|'.join(map(re.escape, whole))})", text) if whole else [text]):
             if place % 2:
                 ids.append(self.ids[part])
             elif part and settings.kind != "gpt2":

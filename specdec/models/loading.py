@@ -187,10 +187,10 @@ def _refuse_adapter(place: str | Path) -> None:
     """Raises CheckpointError where peft's adapter_config.json is beside the weights: whether transformers applies it,
     and whether it loads the base model that stands in it, depends on what is installed and on the other files.
     """
-    found = find_adapter_config_file(str(place))
-    if found is not None:
+    adapter = find_adapter_config_file(str(place))
+    if adapter is not None:
         raise CheckpointError(
-            f"{str(place)!r} holds {found!r}, which names another model to be loaded or changes this one's weights; "
+            f"{str(place)!r} holds {adapter!r}, which names another model to be loaded or changes this one's weights; "
             "delete it if the folder's own weights are meant. To decode with an adapter, load base and adapter with "
             "peft and hand the model to TransformersTarget"
         )

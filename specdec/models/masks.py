@@ -38,12 +38,12 @@ def layer_masks(layers: Iterable[nn.Module], forward: Callable[[], Any]) -> list
     None where a model makes its masks itself, without transformers' helpers, or needs none.
     """
     modules = list(layers)
-    found: list[Sees | None] = [None] * len(modules)
+    visible: list[Sees | None] = [None] * len(modules)
 
     def note(number: int) -> Callable[[Any, Any, Any], None]:
         def hook(module: Any, arguments: Any, options: Any) -> None:
             given = (getattr(value, "sees", None) for value in (*arguments, *options.values()))
-            found[number] = next((sees for sees in given if sees is not None), None)
+            visible[number] = next((sees for sees in given if sees is not None), None)
 
         return hook
 
@@ -53,7 +53,7 @@ def layer_masks(layers: Iterable[nn.Module], forward: Callable[[], Any]) -> list
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return visible
 
 
 def window_of(sees: Sees, longest: int) -> int | None:

@@ -209,10 +209,10 @@ def _convert(gguf: Path, folder: Path, model: NamedModel) -> None:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(gguf)
     asked = [{"role": "user", "content": "1\n\n2"}]
-    found = list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"])
-    if found != model.hello:
+    tokens = list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"])
+    if tokens != model.hello:
         raise CheckpointError(
-            f"this version of transformers reads the tokenizer of {model.name} wrongly: a prompt became {found}, not "
+            f"this version of transformers reads the tokenizer of {model.name} wrongly: a prompt became {tokens}, not "
             f"{model.hello}; install the versions that constraints.txt names"
         )
     weights = load_model(gguf, dtype=model.dtype, device=None, device_map=None, trust_remote_code=False)

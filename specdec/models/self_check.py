@@ -167,7 +167,6 @@ class Reference:
         assert below is not None
         return torch.cat((prefix, below[[0, 2, 3, 4, 5]])).to(self._expected.device).double()
 
-
     def _in_one_block(self, specs: Sequence[LayerSpec]) -> torch.Tensor:
         """[11, V] of the same text as one chain: in float32 each forward converts all weights, so there is only one."""
         target, tokens = self._target, list(self._tokens)
@@ -188,8 +187,8 @@ class ProbeLayer(ModuleLayer):
     _attention = PROBE
 
     def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
-        told = {name: value for name, value in given.items() if not isinstance(value, Block)}
-        return self._layer(hidden, **told)
+        arguments = {name: value for name, value in given.items() if not isinstance(value, Block)}
+        return self._layer(hidden, **arguments)
 
 
 class ShadowLayer(ModuleLayer):

@@ -198,17 +198,17 @@ def read_lines(path: Path, read: Callable[[int, bytes], T], what: str, remedy: s
     Raises:
         ConfigError: the file cannot be read, or ``read`` raised ValueError for a line, which is no ``what``.
     """
-    found = []
+    values = []
     try:
         lines = _whole(path).split(b"\n")[:-1]
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}; give another place") from error
     for number, line in enumerate(lines, 1):
         try:
-            found.append(read(number, line))
+            values.append(read(number, line))
         except ValueError as error:
             raise ConfigError(f"{str(path)!r}, line {number}: no {what}: {error}; {remedy}") from error
-    return found
+    return values
 
 
 def drop_unfinished(path: Path) -> None:
@@ -269,12 +269,12 @@ def held(lock: Path, busy: str, timeout: float = 0) -> Iterator[None]:
     from filelock import FileLock, Timeout  # not at the top: it takes a tenth of a second
 
     try:
-        found = FileLock(lock).acquire(timeout=timeout)
+        held = FileLock(lock).acquire(timeout=timeout)
     except Timeout as error:  # which is an OSError
         raise ConfigError(busy) from error
     except NotImplementedError as error:
         raise OSError(f"{lock}: {error}") from error
-    with found:
+    with held:
         yield
 
 

@@ -61,8 +61,8 @@ def read_json(kind: Any, text: str | bytes) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "it"
-        found = f", and is {shown(first['input'])}" if first["type"] not in ("json_invalid", "missing") else ""
-        raise ValueError(f"{place}: {first['msg']}{found}") from None
+        given = f", and is {shown(first['input'])}" if first["type"] not in ("json_invalid", "missing") else ""
+        raise ValueError(f"{place}: {first['msg']}{given}") from None
 
 
 def check_fields(options: Any, where: str = "") -> None:
