@@ -1,8 +1,7 @@
 """Draft model: a smaller language model with the same vocabulary writes ahead (Leviathan et al. 2023, Alg. 1).
 
-It is driven like a target, with a cache of its own, which holds what the target's does: every text token but the root.
-A draft's rows stand in that cache's scratch slots under the numbers that they have in the draft, so the rows that the
-target accepts are committed there too, and whatever is missing is caught up with the next root.
+It is driven like a target, with a cache of its own, which holds what the target's does: every text token but the root
+(:mod:`drafters.shared.own_cache`).
 
 Models of one tokenizer may pad their vocabularies to different sizes. Drafted is among the tokens that both have: the
 draft model's logits of others are cut off before they are processed, and where it lacks tokens of the target's, these
@@ -14,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from drafters.shared.fingerprint import known_tokenizer
+from drafters.shared.own_cache import OwnCache
 from specdec.costs.curve import pass_price
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.drafting.joint_forward import Forward
@@ -31,7 +30,6 @@ from specdec.sampling.noise import Noise
 from specdec.sampling.sampler import Sampler
 from specdec.settings.parsing import check_positive
 from specdec.step import device_copies
-from specdec.step.block import Block
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.tree import Draft
 from specdec.target import Target
@@ -139,7 +137,8 @@ class DraftModelSession(BatchedSession):
         self._model, self._forward = model, Forward(model)
         self._context = context
         text = len(context.tokens) + context.remaining
-        self._cache = model.new_cache(capacity=text, rows=max(context.max_rows, min(_CHUNK, text)))
+        cache = model.new_cache(capacity=text, rows=max(context.max_rows, min(_CHUNK, text)))
+        self._own = OwnCache(cache, device=model.device, backend=model.backend)
         # The target's processors on the draft model's logits, each row on its own prefix.
         params = context.sampling
         self._size = context.target.vocab_size
@@ -151,14 +150,13 @@ class DraftModelSession(BatchedSession):
         self._samples = params.temperature > 0
         self._draws = self._samples and params.acceptance in ("auto", "reject")
         self._draft = Draft.chain([context.root])
-        self._fed = 0  # rows of the latest draft that stand in the cache's scratch slots
         weights = model.layer_weights + model.vocab_size * model.hidden_size
         self._price = pass_price(weights, context.target, context.costs, context.prompt_length)
 
     def passes(self, row_budget: int) -> Passes[Draft]:
         context = self._context
         depth = min(self._config.tokens, context.remaining - 1)
-        self._fed = 0
+        self._own.begin()
         if depth < 1 or row_budget < 2 or len(context.tokens) + depth > self._model.context_length:
             self._draft = Draft.chain([context.root])
         else:
@@ -172,29 +170,20 @@ class DraftModelSession(BatchedSession):
         return self._draft
 
     def observe(self, seen: Observation) -> None:
-        """Commit the accepted rows that the draft model has run. Under a union the path may leave the draft."""
-        if seen.draft is None:
-            return
-        own, theirs = self._draft, seen.draft
-
-        def ran(row: int) -> bool:
-            return row < self._fed and (own.tokens[row], own.parents[row]) == (theirs.tokens[row], theirs.parents[row])
-
-        self._cache.commit(list(takewhile(ran, seen.path)))
+        self._own.commit(seen, self._draft.tokens)
 
     def _catch_up(self) -> Passes[tuple[torch.Tensor, torch.Tensor]]:
-        """[1, V] logits of the root, after the text that the cache lacks, and itself, [1]; its slot is row 0's."""
-        cache, tokens = self._cache, self._context.tokens
+        """[1, V] logits of the root, after the text that the cache lacks; and the root, [1], on the model's device."""
+        own, tokens = self._own, self._context.tokens
         while True:
-            new = tokens[cache.length : cache.length + min(_CHUNK, cache.rows)]
-            last = cache.length + len(new) == len(tokens)
-            fed = self._known(new)
-            block = Block(cache, fed, device=self._model.device, backend=self._model.backend)
+            new = own.lacking(tokens, min(_CHUNK, own.cache.rows))
+            last = own.cache.length + len(new) == len(tokens)
+            read = self._known(new)
+            block = own.text_block(read)
             output = yield self._forward.of(block, [len(new) - 1] if last else ())
-            cache.commit(range(len(new) - last))
+            own.read_text(block, root=last)
             if last:
-                self._fed = 1
-                known = fed is new or fed[-1] == new[-1]
+                known = read is new or read[-1] == new[-1]
                 root = block.tokens[0, -1:] if known else torch.tensor(new[-1:], device=block.tokens.device)
                 return self._shared(output.logits), root
 
@@ -239,8 +228,8 @@ class DraftModelSession(BatchedSession):
             level = list(range(level[-1] + 1, len(tokens)))
             if not level or depths[-1] == len(widths):
                 break
-            logits = self._shared((yield self._run(tokens[level[0] :], parents, depths)).logits)
-            self._fed, passes = len(tokens), passes + 1
+            logits = self._shared((yield self._run(tokens[level[0] :], parents)).logits)
+            passes += 1
         return Draft(tokens, parents, q=q, cost=passes * self._price)
 
     def _grow_there(self, logits: torch.Tensor, root: torch.Tensor, widths: list[int]) -> Passes[Draft]:
@@ -262,25 +251,14 @@ class DraftModelSession(BatchedSession):
             depths += [depth + 1] * best.numel()
             level = list(range(level[-1] + 1, len(parents)))
             if depth + 1 < len(widths):
-                logits = self._shared((yield self._run(device_copies.Later(tokens[-1]), parents, depths)).logits)
-                self._fed = len(parents)
+                logits = self._shared((yield self._run(device_copies.Later(tokens[-1]), parents)).logits)
                 paths = torch.cat((paths.repeat_interleave(best.shape[1], 0), tokens[-1][:, None]), 1)
         return Draft(device_copies.Later(torch.cat(tokens)), parents, q=q, cost=len(widths) * self._price)
 
-    def _run(self, tokens: Sequence[int], parents: list[int], depths: list[int]) -> Pass:
-        """The last rows, which hold these tokens, through the model, into their scratch slots."""
-        first = len(parents) - len(tokens)
-        chain = depths[-1] == len(parents) - 1
-        block = Block(
-            self._cache,
-            self._known(tokens),
-            parents=None if chain else parents,
-            depths=None if chain else depths,
-            first=first,
-            device=self._model.device,
-            backend=self._model.backend,
-        )
-        return self._forward.of(block)
+    def _run(self, tokens: Sequence[int], parents: Sequence[int]) -> Pass:
+        """The draft's last rows, which hold these tokens, through the model."""
+        rows = range(len(parents) - len(tokens), len(parents))
+        return self._forward.of(self._own.draft_block(rows, parents, self._known(tokens)))
 
     def _children(
         self, drawn: torch.Tensor, level: list[int], below: int, width: int

@@ -9,8 +9,8 @@ reading weights, so what surrounds the products counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,13 +71,13 @@ class AdapterStep:
                     self._native_head = NativeHead(self.norm, eps, own)
         self.batch_invariant = self._layer is not None
 
-    def absorb(self, features: torch.Tensor, cache: AdapterCache) -> None:
+    def absorb(self, features: torch.Tensor, cache: KVCache) -> None:
         """Cache keys and values of ``features`` [T, D] as the next T positions."""
         states = self._qkv(self._normed(features, self._input_norm))
         self._store(states, cache, cache.length, range(cache.length, cache.length + len(features)))
         cache.length += len(features)
 
-    def _store(self, states: torch.Tensor, cache: AdapterCache, first: int, places: Sequence[int]) -> torch.Tensor:
+    def _store(self, states: torch.Tensor, cache: KVCache, first: int, places: Sequence[int]) -> torch.Tensor:
         """Cache keys and values from slot ``first`` on, and give the queries [H, T, d].
 
         ``states`` [T, (H + 2 Hk) d] are queries, keys and values that are not rotated yet, to ``places``.
@@ -97,15 +97,12 @@ class AdapterStep:
         keys and values depend on the features alone, so they need no query.
         """
         features = [nodes.features for nodes in brought]
-        sizes, wanted = [len(own) for own in features], [len(one.features) if one.first else 1 for one in brought]
+        sizes, wanted = [len(own) for own in features], [len(one.features) if one.block.first else 1 for one in brought]
         rows = features[0] if len(features) == 1 else torch.cat(features)
         if self._layer is None:
             logits = self._apart(rows, brought, sizes, wanted)
         else:
             logits = self._native(self._layer, rows, brought, sizes, wanted)
-        for nodes in brought:
-            if not nodes.first:
-                nodes.cache.length += len(nodes.features) - 1
         return [logits] if len(brought) == 1 else [*torch.split(logits, wanted)]
 
     def _apart(self, rows: torch.Tensor, brought: Sequence[Nodes], sizes: list[int], wanted: list[int]) -> torch.Tensor:
@@ -121,15 +118,15 @@ class AdapterStep:
 
     def _attended(self, states: torch.Tensor, nodes: Nodes, wanted: int) -> torch.Tensor:
         """[N, H d] what the last N nodes attend to; ``states`` as in ``_store``."""
-        cache, first = nodes.cache, nodes.cache.length + nodes.first
-        last = first + len(states)
-        if nodes.parents is None:  # the last one sees everything
+        block, cache = nodes.block, nodes.block.cache
+        first = block.length + block.first
+        last = first + block.rows
+        if block.parents is None:  # the last one sees everything
             queries = self._store(states, cache, first, range(first, last))
             keys, values = (stored[0].narrow(2, 0, last) for stored in (cache.keys, cache.values))
             found = attend_all(queries[None, :, -1:], keys, values)
         else:
-            block = nodes.block()
-            places = [cache.length + depth for depth in block.depths[nodes.first :]]
+            places = [block.length + depth for depth in block.depths[block.first :]]
             found = attend(self._store(states, cache, first, places)[None], block, 0, self.config.head_dim**-0.5)
         return found[0].transpose(0, 1).reshape(wanted, -1)
 
@@ -141,7 +138,7 @@ class AdapterStep:
         sizes: list[int],
         wanted: list[int],
     ) -> torch.Tensor:
-        block, ends = rows_of([nodes.block() for nodes in brought]), accumulate(sizes)
+        block, ends = rows_of([nodes.block for nodes in brought]), accumulate(sizes)
         asked = [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]
         head = self._native_head
         reading = None if head is None else head.reading(len(rows), asked, False)
@@ -182,27 +179,16 @@ class AdapterCache(KVCache):
         super().__init__([LayerSpec(heads, size, size, None, like.device, like.dtype)], capacity=capacity, rows=rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Nodes:
+class Nodes(NamedTuple):
     """The next nodes of the tree behind a sequence's text, or its root after some more text.
 
     Attributes:
         features: [T, D] behind the exit layer.
-        cache: the adapter's, of what they follow.
-        first: nodes of the tree before these; 0: these are a chain that ends in the root.
-        parents, depths: of all nodes up to the last of these; None where each follows the one before it.
+        block: theirs, in the adapter's cache; where it is not of a tree, its rows are a chain that ends in the root.
     """
 
     features: torch.Tensor
-    cache: AdapterCache
-    first: int = 0
-    parents: Sequence[int] | None = None
-    depths: Sequence[int] | None = None
-
-    def block(self) -> Block:
-        """Their rows."""
-        rows = range(len(self.features))
-        return Block(self.cache, rows, parents=self.parents, depths=self.depths, first=self.first)
+    block: Block
 
 
 def _stored(*parts: nn.Linear) -> LinearKernel:

@@ -13,8 +13,8 @@ rank in steps that are over, so that a round's guesses and their alternatives ar
 eta is given, which has to be held against each guess, a chain's next shallow pass is launched first, so that the device
 has work while the host waits (docs/gpu.md has the sums).
 
-The adapter's own cache lags behind by whatever it has not seen: the features of accepted rows that no guess was made
-behind wait in ``_pending`` and go in with the next root. So full acceptance is no special case.
+The adapter has a cache of its own (:mod:`drafters.shared.own_cache`), in which a row at a token reads that token's
+feature.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 
 from drafters.kangaroo.adapter import Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
+from drafters.shared.own_cache import OwnCache
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
@@ -152,12 +153,9 @@ class KangarooSession(BatchedSession):
         self._forward = Forward(context.target, drafter.exit_layer)
         self._gamma = min(drafter.gamma, context.max_rows)  # more would not fit a step
         most = min(self._gamma * drafter.branch, context.max_rows)  # rows below the root
-        self._cache = AdapterCache(drafter.adapter, context.prompt_length + context.remaining, most + 1)
-        self._pending: list[torch.Tensor] = []  # [1, D] features of committed tokens that the adapter has not seen
+        text = context.prompt_length + context.remaining
+        self._own = OwnCache(AdapterCache(drafter.adapter, text, most + 1))  # a row reads the feature of its own token
         self._tokens: Sequence[int] = []  # of this round's draft
-        # The tree of the rows that the adapter has seen in this round: which rows of the draft, and the parents in it.
-        self._drafted: list[int] = []
-        self._above: list[int] = []
         params = context.sampling
         self._temperature, self._processors = params.temperature, params.processors()
         self._reads_prefix = params.repetition_penalty != 1
@@ -191,7 +189,8 @@ class KangarooSession(BatchedSession):
         drafter, context, drawn_from = self._drafter, self._context, None
         most = min(self._gamma, row_budget - 1, context.remaining - 1)
         parents, depths = [-1], [0]
-        self._drafted, self._above, self._guessed = [], [], []
+        self._own.begin()
+        self._guessed = []
         tokens: list[int] = [context.root]
         self._tokens = tokens
         if most < 1:
@@ -204,7 +203,7 @@ class KangarooSession(BatchedSession):
         q: dict[int, torch.Tensor] = {}
         nodes, reached, cost = range(1), [1.0], 0.0  # rows to guess behind, and the chances that all above is right
         while nodes and depths[nodes[0]] < most and len(parents) < row_budget:
-            scores = self._scores((yield self._guess(nodes, features[-1], parents, depths)))
+            scores = self._scores((yield from self._guess(nodes, features[-1], parents)))
             cost += self._guess_price * self._steps[len(nodes)]
             last, first, left = nodes[0], len(parents), min(drafter.branch, row_budget - len(parents))
             listed = None if self._draws else self._listed(scores, depths[last])
@@ -339,20 +338,18 @@ class KangarooSession(BatchedSession):
         return self._shallow_price + self._deep * (self._steps[rows + 1] - self._steps[rows])
 
     def observe(self, seen: Observation) -> None:
-        features = seen.taps[self._drafter.exit_layer]
+        features, own = seen.taps[self._drafter.exit_layer], self._own
         if seen.draft is None:
             if len(self._context.tokens) > self._context.prompt_length:  # it rests, and a pass now would be for one row
-                self._pending += [features[row : row + 1] for row in range(len(features))]
+                own.defer(features)
             elif self._adapter.config.attends:
-                self._adapter.absorb(features.to(self._adapter.norm.device), self._cache)
+                self._adapter.absorb(features.to(self._adapter.norm.device), own.cache)
             return
-        committed = [seen.draft.tokens[0], *seen.tokens[:-1]]
-        known = self._known(committed)
-        self._cache.commit(known)
-        for own, token in zip(known, seen.tokens, strict=False):
-            if own >= len(self._guessed):
+        known = own.commit(seen, self._tokens)
+        for row, token in zip(known, seen.tokens, strict=False):
+            if row >= len(self._guessed):
                 break
-            chance, guess = self._guessed[own]
+            chance, guess = self._guessed[row]
             chosen = guess if isinstance(guess, list) else self._tokens[guess]
             for guessed, rank in zip(chosen, self._ranks, strict=False):
                 rank[0] += guessed == token
@@ -361,23 +358,8 @@ class KangarooSession(BatchedSession):
             self._accepted += token in chosen
             self._promised += chance
             self._right += chosen[:1] == [token]
-        if len(known) < len(committed):
-            self._pending += [features[row : row + 1] for row in seen.path[len(known) :]]
-        self._drafted, self._above, self._guessed = [], [], []
-
-    def _known(self, committed: Sequence[int]) -> list[int]:
-        """Of the rows that the adapter has seen in this round those that became text; by tokens, whoever drafted."""
-        path, above, first = list[int](), -1, 0
-        for token in committed:
-            rows = range(first, len(self._drafted))
-            here = next(
-                (own for own in rows if self._above[own] == above and self._tokens[self._drafted[own]] == token), None
-            )
-            if here is None:
-                break
-            path.append(here)
-            above, first = here, here + 1
-        return path
+        own.defer(features, seen.path[len(known) :])
+        self._guessed = []
 
     def _shallow(self, rows: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Pass:
         """These tokens, the draft's last rows, through layers [0, l), into their slots."""
@@ -389,20 +371,17 @@ class KangarooSession(BatchedSession):
         )  # fmt: skip
         return self._forward.of(block)
 
-    def _guess(
-        self, rows: Sequence[int], features: torch.Tensor, parents: Sequence[int], depths: Sequence[int]
-    ) -> Pass:
-        """The adapter's guesses after some rows, whose features come first; the root, row 0, brings what waited."""
-        features, first = features[: len(rows)], len(self._drafted)
-        self._above += [self._drafted.index(parents[row]) if row else -1 for row in rows]
-        self._drafted += rows
-        chain = self._above[-1] == len(self._above) - 2 and len(rows) == 1 and depths[rows[0]] == first
-        if self._pending:
-            features = torch.cat((*self._pending, features))
-            self._pending.clear()
-        places, seen = (None, None) if chain else (self._above, [depths[row] for row in self._drafted])
-        nodes = Nodes(features.to(self._adapter.norm.device), self._cache, first, places, seen)
-        return Pass(self._drafter.guess, nodes, self._drafter.batch_invariant)
+    def _guess(self, rows: Sequence[int], features: torch.Tensor, parents: Sequence[int]) -> Passes[torch.Tensor]:
+        """[N, d] logits of what follows some rows, whose features come first; the root brings what the cache lacks."""
+        own, features, begins = self._own, features[: len(rows)], rows[0] == 0
+        if begins:
+            features = own.catch_up(features)
+        block = own.text_block(range(len(features))) if begins else own.draft_block(rows, parents)
+        nodes = Nodes(features.to(self._adapter.norm.device), block)
+        logits: torch.Tensor = yield Pass(self._drafter.guess, nodes, self._drafter.batch_invariant)
+        if begins:
+            own.read_text(block)
+        return logits
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         """[N, d] guesses, under the processors that the target's logits are under."""
@@ -458,7 +437,7 @@ class KangarooSession(BatchedSession):
         It inverts the distribution function, for which one number does.
         """
         sums = q.cumsum(-1)
-        drafted = len(self._drafted) - 1 + before
+        drafted = len(self._own.rows) - 1 + before
         # The first sum that is not below a positive number ends a step up: its token has probability.
         drawn = sums[-1:] * self._context.noise.uniform(len(self._context.tokens), Noise.DRAFT, drafted)
         return torch.where(sums[-1] > 0, torch.searchsorted(sums, drawn)[0], -1)

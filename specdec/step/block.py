@@ -145,8 +145,7 @@ class Block(Rows):
         self.again = again and self.rows <= MOST_REPLAYED
         self.sent = {}
         self.step: dict[str, torch.Tensor] = {}
-        if device_copies.is_apart(device):
-            assert device is not None
+        if device is not None and device_copies.is_apart(device):
             self._more = more or {}
             self.shapes = self._step()
             whole = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)

@@ -345,7 +345,8 @@ def test_who_taps_misses_no_hidden_state_by_rests(drafter: str, tmp_path: Path) 
         assert any(len(tokens) > 1 for _, tokens in told.drafts), settings
         one, other = told.session, rested.session
         if isinstance(one, KangarooSession) and isinstance(other, KangarooSession) and one._adapter.config.attends:
-            size = one._cache.length
-            assert size == other._cache.length
-            for at in (one._cache.keys, other._cache.keys), (one._cache.values, other._cache.values):
+            own, its = one._own.cache, other._own.cache
+            size = own.length
+            assert size == its.length
+            for at in (own.keys, its.keys), (own.values, its.values):
                 assert torch.equal(*(tensors[0][:, :, :size] for tensors in at))

@@ -13,6 +13,7 @@ import torch
 
 from drafters import draft_model
 from drafters.draft_model import DraftModel, DraftModelConfig, DraftModelSession, fitting
+from drafters.shared.own_cache import OwnCache
 from specdec import Context, Draft, Engine, Observation, SamplingParams
 from specdec.drafting.registry import make_drafter
 from specdec.errors import CheckpointError, ConfigError
@@ -63,7 +64,7 @@ def test_cache_holds_the_text_as_a_fresh_one_would(family: str, options: dict[st
     lengths = set[int]()
 
     def compare(context: Context, seen: Observation) -> None:
-        cache = drafter.session._cache
+        cache = drafter.session._own.cache
         lengths.add(len(context.tokens) - len(seen.tokens) - cache.length)
 
     target = target_of(family)
@@ -72,7 +73,7 @@ def test_cache_holds_the_text_as_a_fresh_one_would(family: str, options: dict[st
     session = drafter.session
     with model.active():
         caught_up, _ = alone(session._catch_up())
-        session._cache = model.new_cache(capacity=300, rows=300)
+        session._own = OwnCache(model.new_cache(capacity=300, rows=300))
         fresh, _ = alone(session._catch_up())
     assert torch.allclose(caught_up, fresh, atol=1e-6)
 

@@ -25,6 +25,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.native.library import library
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
+from specdec.step.block import Block
 from specdec.step.tree import Draft
 from tests.fakes import Spy
 from tests.models import new_model, prompt_of, random_adapter
@@ -105,9 +106,12 @@ def test_a_guess_behind_a_sibling_sees_its_own_path(variant: str, dtype: torch.d
     for text, cache in zip(texts, caches, strict=True):
         guess_on(step, text[0, :5], cache)
     for first, last in pairwise((0, 1, 3, 6, 7)):
-        own = (first, parents[:last], depths[:last])
+        tree = {"parents": parents[:last], "depths": depths[:last], "first": first}
         found = step.guess(
-            [Nodes(text[0, 5 + first : 5 + last], cache, *own) for text, cache in zip(texts, caches, strict=True)]
+            [
+                Nodes(text[0, 5 + first : 5 + last], Block(cache, range(first, last), **tree))
+                for text, cache in zip(texts, caches, strict=True)
+            ]
         )
         for text, guesses in zip(texts, found, strict=True):
             for row, guess in zip(range(first, last), guesses, strict=True):
@@ -129,8 +133,9 @@ def test_a_whole_layer_in_one_native_call(key_heads: int) -> None:
 
 def guess_on(step: AdapterStep, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
     """[1, d] of what follows ``features`` [T, D], the next positions of a text."""
-    (found,) = step.guess([Nodes(features, cache)])
-    cache.commit([0])
+    rows = range(len(features))
+    (found,) = step.guess([Nodes(features, Block(cache, rows))])
+    cache.commit(rows)
     return found
 
 
@@ -238,7 +243,7 @@ def test_alternatives_are_verified_where_their_rows_pay(shallow_target: Transfor
 
     def look(draft: Draft) -> None:
         drafts.append(draft)
-        seen, above = drafter.session._drafted, drafter.session._above
+        seen, above = drafter.session._own.rows, drafter.session._own.parents
         assert [seen[own] if own >= 0 else -1 for own in above] == [draft.parents[row] for row in seen]
 
     spy = Spy(drafter, look, note)
@@ -284,7 +289,7 @@ def test_draws_without_replacement_follow_q(shallow_target: TransformersTarget, 
     size = 3000
     for seed in range(size):
         session = object.__new__(KangarooSession)
-        session._drafted = [1] * (depth + 1)
+        session._own = SimpleNamespace(rows=[1] * (depth + 1))  # type: ignore[assignment]
         session._context = SimpleNamespace(tokens=[1] * 7, noise=Noise(seed, 5, q.device))  # type: ignore[assignment]
         pair = tuple(session._alternatives(q, 2))
         assert int(session._choice(q)) == pair[0]
@@ -297,7 +302,7 @@ def test_draws_without_replacement_follow_q(shallow_target: TransformersTarget, 
 def test_draws_end_where_probability_ends() -> None:
     q = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     session = object.__new__(KangarooSession)
-    session._drafted = [1]
+    session._own = SimpleNamespace(rows=[1])  # type: ignore[assignment]
     session._context = SimpleNamespace(tokens=[1], noise=Noise(0, 3, q.device))  # type: ignore[assignment]
     assert session._alternatives(q, 3) == [1]
     assert int(session._choice(q * 0)) == -1
@@ -354,7 +359,8 @@ def check_cache(session: KangarooSession, target: TransformersTarget, tokens: li
     states = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
     fresh = AdapterCache(session._adapter, len(tokens))
     session._adapter.absorb(states[LAYER][0].detach(), fresh)
-    for found, expected in ((session._cache.keys, fresh.keys), (session._cache.values, fresh.values)):
+    cache = session._own.cache
+    for found, expected in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
         torch.testing.assert_close(found[0][:, :, : len(tokens)], expected[0][:, :, : len(tokens)])
 
 

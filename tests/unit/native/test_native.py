@@ -523,9 +523,10 @@ def test_an_adapter_s_layer_and_head_are_one_call(dtype: torch.dtype) -> None:
         for first, last in ((0, 2), (2, 3)):
             parts = [text[first:last] for text in texts]
             if together:
-                found += of.guess([Nodes(part, cache) for part, cache in zip(parts, caches, strict=True)])
+                blocks = [Block(cache, range(last - first)) for cache in caches]
+                found += of.guess([Nodes(part, block) for part, block in zip(parts, blocks, strict=True)])
                 for cache in caches:
-                    cache.commit([0])
+                    cache.commit(range(last - first))
             else:
                 found += [guess_on(of, part, cache) for part, cache in zip(parts, caches, strict=True)]
         return found
