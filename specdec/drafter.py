@@ -59,6 +59,7 @@ class Context:
         isolated: whether the text depends on the rows proposed, as under ``reject`` and ``typical``. Then these must
             follow from prompt, seed and options alone: neither from what other sequences wrote nor from a clock.
         waited: seconds that drafting waited so far, for who measures what it takes.
+        prediction: tokens that the answer is expected to be, from its beginning on; empty where nothing is expected.
     """
 
     target: Target
@@ -74,6 +75,7 @@ class Context:
     policy: RowPolicy | None = None
     isolated: bool = False
     waited: Waited = field(default_factory=Waited)
+    prediction: Sequence[int] = ()
 
     @property
     def root(self) -> int:

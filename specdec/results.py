@@ -73,6 +73,10 @@ class Statistics:
         prompt_tokens: tokens of the prompt.
         reused_tokens: those of them whose keys and values were there already.
         lossy: whether the acceptance rule may have changed the output distribution.
+        accepted_prediction_tokens: tokens of the ``prediction`` that are in the text, in this order: of the longest
+            sequence that both have in common when tokens of either are left out. It says how good the prediction was,
+            whatever steps were taken, and is counted when the result is asked for.
+        rejected_prediction_tokens: the prediction's other tokens, those behind the text's end too.
     """
 
     prompt_tokens: int = 0
@@ -81,6 +85,8 @@ class Statistics:
     acceptance_lengths: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def steps(self) -> int:

@@ -168,6 +168,9 @@ def generate(
     prompt_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Read the prompt from a file; - is standard input.")
     ] = None,
+    prediction: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A text that the answer will mostly be; it is drafted from.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes, or at the end.")] = True,
     prompts: Annotated[
@@ -186,13 +189,18 @@ def generate(
 
     config = resolve(RunConfig, given)
     if prompts is not None or out is not None:
-        _answer_file(config, prompts, out, batch, one=prompt or prompt_file)
+        _answer_file(config, prompts, out, batch, one=prompt or prompt_file or prediction)
         return
+    if prediction == prompt_file == "-":
+        raise PromptError("prompt and prediction are both to come from standard input; give a file for one of them")
     text = _read_prompt(prompt, prompt_file)
+    predicted = None if prediction is None else _read_file("prediction", prediction)
     engine = load_run(config)
     painter = output_module.StepPainter(Console())
     live = stream and not as_json
-    decoding = engine.start(text, config.max_new_tokens, config.sampling, **config.stops, stream=True)
+    decoding = engine.start(
+        text, config.max_new_tokens, config.sampling, **config.stops, prediction=predicted, stream=True
+    )
     for chunk in decoding.chunks():
         if live:
             painter(chunk)
@@ -208,7 +216,7 @@ def generate(
 
 def _answer_file(config: RunConfig, prompts: Path | None, out: Path | None, batch: int, *, one: str | None) -> None:
     if prompts is None or out is None or one is not None:
-        raise ConfigError("--prompts FILE and --out FILE go together, and without another prompt")
+        raise ConfigError("--prompts FILE and --out FILE go together, and without another prompt or a prediction")
     check_positive(batch=batch)
     from specdec.cli.answer_file import answer, read_prompts
     from specdec.engine.load import load_run
@@ -223,20 +231,27 @@ def _answer_file(config: RunConfig, prompts: Path | None, out: Path | None, batc
 def _read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise PromptError(f"a prompt and --prompt-file {shown(file)} were given; give one of them")
-    if prompt is None and file is None:
+    if file is not None:
+        return _read_file("prompt", file)
+    if prompt is None:
         raise PromptError("no prompt was given; write one, or --prompt-file FILE (- is standard input)")
-    if file == "-" and sys.stdin is None:
-        raise PromptError("the prompt is to come from standard input, which is closed; give it, or a file of it")
     try:
-        if file is not None:
-            prompt = decoded(_standard_input() if file == "-" else Path(file).read_bytes())
-        assert prompt is not None
         prompt.encode("utf-8")  # an argument's stray bytes come as surrogates, which no tokenizer takes
-    except OSError as error:
-        raise PromptError(f"cannot read the prompt file {shown(file)}: {error.strerror}") from error
     except ValueError as error:
         raise PromptError(f"the prompt is no UTF-8 text: {error}; convert it") from error
     return prompt
+
+
+def _read_file(what: str, file: str) -> str:
+    """The text of a prompt's or a prediction's file; ``-`` is standard input."""
+    if file == "-" and sys.stdin is None:
+        raise PromptError(f"the {what} is to come from standard input, which is closed; give it, or a file of it")
+    try:
+        return decoded(_standard_input() if file == "-" else Path(file).read_bytes())
+    except OSError as error:
+        raise PromptError(f"cannot read the {what} file {shown(file)}: {error.strerror}") from error
+    except ValueError as error:
+        raise PromptError(f"the {what} is no UTF-8 text: {error}; convert it") from error
 
 
 def _standard_input() -> bytes:

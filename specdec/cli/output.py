@@ -19,7 +19,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from specdec.cli.demo import Result
-    from specdec.results import Chunk, Generation
+    from specdec.results import Chunk, Generation, Statistics
 
 __all__ = [
     "COLOURS",
@@ -87,9 +87,14 @@ def statistics(generation: Generation, drafter: str) -> Text:
         name,
         f": {_count(stats.new_tokens, 'token')} in {_count(stats.steps, 'target step')}, "
         f"{stats.tokens_per_step:.2f} per step, {stats.tokens_per_second:.0f} tokens/s; "
-        f"ended by {generation.finish_reason}",
+        f"{_predicted(stats)}ended by {generation.finish_reason}",
         style="dim",
     )
+
+
+def _predicted(stats: Statistics) -> str:
+    accepted, rejected = stats.accepted_prediction_tokens, stats.rejected_prediction_tokens
+    return f"{accepted} of {_count(accepted + rejected, 'predicted token')} came; " if accepted + rejected else ""
 
 
 def _count(number: int, noun: str) -> str:
@@ -108,6 +113,8 @@ def to_json(generation: Generation, drafter: str) -> dict[str, Any]:
         "stats": {
             "prompt_tokens": stats.prompt_tokens,
             "reused_tokens": stats.reused_tokens,
+            "accepted_prediction_tokens": stats.accepted_prediction_tokens,
+            "rejected_prediction_tokens": stats.rejected_prediction_tokens,
             "new_tokens": stats.new_tokens,
             "steps": stats.steps,
             "acceptance_lengths": stats.acceptance_lengths,

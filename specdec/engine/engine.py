@@ -21,6 +21,7 @@ from specdec.costs.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_
 from specdec.drafter import Drafter
 from specdec.drafting.registry import make_drafter, parse_drafter
 from specdec.engine.conversations import answer_end
+from specdec.engine.prediction import Prediction, prediction_ids
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.prompt import Prompt, is_chat, token_ids
 from specdec.engine.requests import Request, make_requests
@@ -113,6 +114,7 @@ class Engine:
             )
         self._by_clock = by_clock
         self._cost_policy: CostPolicy | None = None
+        self._predicting: Engine | None = None
         self._answer_end: tuple[Any, int | None] | None = None  # the chat template, and what it ends an answer with
 
     @property
@@ -244,6 +246,12 @@ class Engine:
             other._follow(self.live)
         return other
 
+    def predicting(self) -> Engine:
+        """The same engine whose drafter drafts from a text's ``prediction`` as well; made once."""
+        if self._predicting is None:
+            self._predicting = self.with_drafter({"name": "prediction", "drafter": self.drafter})
+        return self._predicting
+
     def _follow(self, live: LiveCosts | None) -> None:
         """Go by what rows cost now."""
         self.live = live
@@ -261,6 +269,7 @@ class Engine:
         logits_processor: Sequence[Any] = (),
         logprobs: int | None = None,
         prefix_cache: PrefixCache | None = None,
+        prediction: Prediction | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> Generation:
         """Decode a prompt: text, token ids, or chat messages.
@@ -277,6 +286,8 @@ class Engine:
             logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
                 likeliest tokens' (0 for none); None keeps nothing.
             prefix_cache: keeps this text, and has the one before: what both begin with is not run again.
+            prediction: text or token ids that the answer is expected to be, such as the file that it changes: it is
+                drafted from beside the engine's drafter, and changes no token of the answer.
             on_step: called after every step.
 
         Raises:
@@ -292,6 +303,7 @@ class Engine:
             logits_processor=logits_processor,
             logprobs=logprobs,
             prefix_cache=prefix_cache,
+            prediction=prediction,
         )
         with self.target.active():
             decoding.prefill()
@@ -312,6 +324,7 @@ class Engine:
         stop_token_ids: int | Collection[int] = (),
         logits_processor: Sequence[Any] = (),
         prefix_cache: PrefixCache | None = None,
+        prediction: Prediction | None = None,
     ) -> Iterator[Chunk]:
         """As ``generate``, a chunk per step; the texts add up to ``generate``'s, the last chunk has the finish reason.
 
@@ -325,6 +338,7 @@ class Engine:
             stop_token_ids=stop_token_ids,
             logits_processor=logits_processor,
             prefix_cache=prefix_cache,
+            prediction=prediction,
             stream=True,
         )
         return decoding.chunks()
@@ -341,6 +355,7 @@ class Engine:
         stop_token_ids: int | Collection[int] | Sequence[Collection[int]] = (),
         logits_processor: Sequence[Any] = (),
         logprobs: int | None = None,
+        prediction: Prediction | Sequence[Prediction | None] | None = None,
         step_rows: int | None = None,
         cache_bytes: int | None = None,
         progress: bool = False,
@@ -353,7 +368,7 @@ class Engine:
 
         Args:
             seed: in place of ``sampling``'s.
-            logprobs: as ``generate``'s.
+            logprobs, prediction: as ``generate``'s; a prediction for each prompt is a list of texts, or of lists.
             step_rows, cache_bytes: see :class:`specdec.engine.scheduler.Scheduler`.
             progress: show a bar.
             on_done: called with place and generation as each ends, so that nothing is lost where a later one is
@@ -374,6 +389,7 @@ class Engine:
             stop_token_ids=stop_token_ids,
             logits_processor=logits_processor,
             logprobs=logprobs,
+            prediction=prediction,
         )
         scheduler = self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
         done: dict[int, Generation] = {}
@@ -403,6 +419,7 @@ class Engine:
         stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
         stop_token_ids: int | Collection[int] | Sequence[Collection[int]] = (),
         logits_processor: Sequence[Any] = (),
+        prediction: Prediction | Sequence[Prediction | None] | None = None,
         step_rows: int | None = None,
         cache_bytes: int | None = None,
     ) -> Iterator[tuple[int, Chunk]]:
@@ -417,6 +434,7 @@ class Engine:
             stop=stop,
             stop_token_ids=stop_token_ids,
             logits_processor=logits_processor,
+            prediction=prediction,
             stream=True,
         )
         return self._chunks(self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run())
@@ -447,6 +465,7 @@ class Engine:
         eos_ids: frozenset[int] | None = None,
         stream: bool = False,
         logprobs: int | None = None,
+        prediction: Prediction | None = None,
     ) -> SequenceState:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
@@ -474,8 +493,9 @@ class Engine:
         check_processors(logits_processor)
         self.warn_of_chat_end(prompt, stop=stop, stop_token_ids=stop_token_ids)
         tokens = self.encode(prompt)
+        predicted = prediction_ids(prediction, self.tokenizer, self.target.vocab_size)
         decoding = SequenceState(
-            self,
+            self.predicting() if predicted else self,
             tokens,
             max_new_tokens,
             settled(sampling or SamplingParams(), logits_processor),
@@ -487,6 +507,7 @@ class Engine:
             text=None if self.tokenizer is None else TextStream(self.tokenizer, stops, tokens),
             logprobs=logprobs,
             prefix_cache=prefix_cache,
+            prediction=predicted,
         )
         decoding.stats.seconds.prefill += perf_counter() - began
         return decoding

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
+from specdec.engine.prediction import Prediction
 from specdec.errors import ConfigError
 from specdec.settings.sampling_params import SamplingParams
 
@@ -30,6 +32,7 @@ def make_requests(
     stop: str | Sequence[str] | Sequence[Sequence[str]],
     stop_token_ids: int | Collection[int] | Sequence[Collection[int]],
     logits_processor: Sequence[Any],
+    prediction: Prediction | Sequence[Prediction | None] | None = None,
     **others: Any,
 ) -> list[Request]:
     """One request per prompt, of parameters that are for all, or one for each; ``others`` are for all.
@@ -62,12 +65,22 @@ def make_requests(
     stops = each("stop", stop, _is_of_lists)
     stop_tokens = each("stop_token_ids", stop_token_ids, _is_of_lists)
     chains = each("logits_processor", logits_processor, _is_of_lists)
+    predictions = each("prediction", prediction, _is_of_predictions)
     return [
         Request(
-            prompt, budget, {"sampling": own, "stop": ends, "stop_token_ids": last, "logits_processor": chain, **others}
+            prompt,
+            budget,
+            {
+                "sampling": own,
+                "stop": ends,
+                "stop_token_ids": last,
+                "logits_processor": chain,
+                "prediction": text,
+                **others,
+            },
         )
-        for prompt, budget, own, ends, last, chain in zip(
-            prompts, budgets, params, stops, stop_tokens, chains, strict=True
+        for prompt, budget, own, ends, last, chain, text in zip(
+            prompts, budgets, params, stops, stop_tokens, chains, predictions, strict=True
         )
     ]
 
@@ -80,6 +93,11 @@ def _is_array(value: Any) -> bool:
 def _is_several(value: Any) -> bool:
     """Whether there is a value for each prompt, in an order."""
     return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | Set)
+
+
+def _is_of_predictions(value: Any) -> bool:
+    """Whether it holds texts, lists of tokens, arrays or None; a list of tokens is one prediction, as an array is."""
+    return isinstance(value, list | tuple) and any(one is None or not isinstance(one, Integral) for one in value)
 
 
 def _is_of_lists(value: Any) -> bool:

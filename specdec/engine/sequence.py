@@ -26,6 +26,7 @@ from specdec.costs.prices import UNBATCHED, BatchLoad
 from specdec.drafter import Context, DeviceStep, Drafter, Observation, ReadbackSession
 from specdec.drafting.joint_forward import ForwardRows
 from specdec.drafting.sessions import proposing, session_of, top_k_of
+from specdec.engine.prediction import appeared
 from specdec.engine.prefix_cache import KeptText, PrefixCache
 from specdec.engine.text_stream import TextStream
 from specdec.errors import DraftError
@@ -115,6 +116,7 @@ class SequenceState:
         text: TextStream | None,
         logprobs: int | None,
         prefix_cache: PrefixCache | None,
+        prediction: Sequence[int] = (),
     ) -> None:
         target = engine.target
         target.check_unchanged()
@@ -151,6 +153,7 @@ class SequenceState:
             costs=engine.costs if steady or self._live is None else self._live.now,
             policy=self._policy,
             isolated=self._by_rows,
+            prediction=prediction,
         )
         self._session = session_of(self._drafter, self._context)
         # Of several processes none decides by itself what its rows say.
@@ -402,7 +405,10 @@ class SequenceState:
 
     def result(self) -> Generation:
         """The generation as it stands."""
-        new = self.tokens[self.stats.prompt_tokens :]
+        new, predicted = self.tokens[self.stats.prompt_tokens :], self._context.prediction
+        if predicted:
+            self.stats.accepted_prediction_tokens = found = appeared(predicted, new)
+            self.stats.rejected_prediction_tokens = len(predicted) - found
         text = "" if self._text is None else self._text.text
         logprobs = None if self._top is None else self._logprobs
         return Generation(text, new, self.finish_reason or "unfinished", self.stats, self.steps, logprobs)

@@ -1,0 +1,267 @@
+"""Prediction: copy from a text that the caller expects the answer to be, as an editor does of the file it changes.
+
+Of every answer its caller may say what it will mostly be (OpenAI's "predicted outputs"). The predicted text is followed
+token by token, and what comes next in it is drafted. Where the answer departs from it, three things may have happened:
+tokens were put in, left out or replaced. The step after has a branch for each: go on where the prediction was left, go
+on as far behind that as tokens were emitted since, and go on behind the nearest place that ends as the answer does,
+which a suffix automaton of the prediction knows to be there (:mod:`drafters.suffix_automaton`).
+
+It drafts beside another drafter: as one more part of a drafter that merges parts, and otherwise before it, where the
+prediction has something to say. A draft that is sampled or enters the model behind its first layers cannot be merged,
+and of a text that is copied each token is likelier than what other drafters say.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from drafters.suffix_automaton import Cursor, SuffixAutomaton
+from drafters.union.merge import Merged, Record
+from specdec.costs.policy import Patience
+from specdec.drafter import (
+    BatchedSession,
+    Context,
+    DeviceStep,
+    Drafter,
+    DrafterBase,
+    DrafterWrapper,
+    DraftSession,
+    Observation,
+    ReadbackSession,
+)
+from specdec.drafting.registry import make_drafter
+from specdec.drafting.sessions import proposing, session_of
+from specdec.errors import ConfigError
+from specdec.settings.parsing import check_positive
+from specdec.step import device_copies
+from specdec.step.forward_passes import Passes
+from specdec.step.tree import Draft, DraftBuilder
+from specdec.target import Target
+
+__all__ = ["PredictedText", "Prediction", "PredictionConfig"]
+
+_NEAR = 64  # occurrences of a token that are looked at for the nearest place that ends as the answer does
+_WHOLE = 64  # tokens of a match: so many are as good as all that went before
+_FIRM = 8  # tokens in a row after which the answer is where it seems to be; fewer are found anywhere
+_LONG = 16  # tokens of the answer after which it no longer stands beside the place where it left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionConfig:
+    """Options.
+
+    Attributes:
+        max_tokens: most tokens proposed from the prediction, all branches together.
+        factor: tokens proposed per token that agreed since the answer came back to the prediction. From its beginning
+            on, and as long as it was not left, ``max_tokens`` are.
+        branch_tokens: tokens of each branch of the steps after the answer has left the prediction.
+        drafter: what drafts beside it; an engine gives its own.
+    """
+
+    max_tokens: int = 32
+    factor: float = 4.0
+    branch_tokens: int = 4
+    drafter: Any = "none"
+
+    def __post_init__(self) -> None:
+        check_positive("prediction.", max_tokens=self.max_tokens, branch_tokens=self.branch_tokens)
+        if not 0 < self.factor < math.inf:
+            raise ConfigError(f"prediction.factor is {self.factor}; it must be more than 0, and finite")
+
+
+class PredictedText:
+    """A predicted text, and where in it the answer is.
+
+    Attributes:
+        place: the token that is expected next; while the answer is away from the prediction, where it left.
+        agreed: tokens before ``place`` that were the answer's, in a row; 0 while it is away.
+        away: tokens of the answer since it left; 0 while it follows.
+        left: the latest place where it left after it had surely followed. What it came back to may be no more than a
+            phrase of which there are many.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.place, self.agreed, self.away, self.left = 0, _WHOLE, 0, 0
+        self._where: dict[int, list[int]] = {}
+        for place, token in enumerate(self.tokens):
+            self._where.setdefault(token, []).append(place)
+        self._cursor: Cursor | None = None  # an answer that follows to the end needs no automaton
+        self._answer: list[int] = []
+
+    def add(self, token: int) -> None:
+        """Have the next token of the answer."""
+        self._answer.append(token)
+        if self._cursor is not None:
+            self._cursor.add(token)
+        if not self.away and self.place < len(self.tokens) and self.tokens[self.place] == token:
+            self.place += 1
+            self.agreed += 1
+            return
+        if self._cursor is None:
+            self._cursor = Cursor(SuffixAutomaton(self.tokens))
+            for one in self._answer:
+                self._cursor.add(one)
+        if self.agreed >= _FIRM:
+            self.left = self.place
+        self.away, self.agreed = self.away + 1, 0
+        if self.away > 1:  # one token may be anywhere, and those before it belong to where it left
+            end, length = self.found()
+            if length > 1:
+                self.place, self.agreed, self.away = end, length, 0
+
+    def found(self) -> tuple[int, int]:
+        """Behind which token of the prediction the answer's longest suffix in it ends, the nearest one, and its length.
+
+        The nearest is the first that comes after the place where the answer ``left``, else the last before it. Tokens
+        from before it was away say where it was, and do not count.
+        """
+        assert self._cursor is not None
+        end, length = self._cursor.match
+        length = min(length, self.away)
+        if not length:
+            return end, 0
+        suffix, places = self._answer[-length:], self._where[self._answer[-1]]
+        first = bisect_left(places, self.left)
+        for place in (*islice(places, first, first + _NEAR), *reversed(places[max(0, first - _NEAR) : first])):
+            if place + 1 >= length and self.tokens[place + 1 - length : place + 1] == suffix:
+                return place + 1, length
+        return end, length
+
+    def branches(self) -> list[int]:
+        """Where the answer, which is away, may go on, the likeliest place first."""
+        end, length = self.found()
+        places = [end] if length > 1 or (length and end > self.left) else []  # tokens were left out, or moved
+        if self.away <= _LONG:
+            places += [self.place + self.away, self.place, self.left]  # replaced, or put in
+        return [place for place in dict.fromkeys(places) if place < len(self.tokens)]
+
+
+class Prediction(DrafterBase):
+    """Copies from the text that the answer is predicted to be; alone, where no other drafter is named."""
+
+    name = "prediction"
+    draws = False
+    Config = PredictionConfig
+    needs_observe = False
+
+    @classmethod
+    def build(cls, config: PredictionConfig, target: Target) -> Any:
+        """The prediction as the first part of a drafter that merges, before any other one, or alone.
+
+        Raises:
+            ConfigError: an unknown drafter, or an option of it.
+        """
+        own, other = cls(config), make_drafter(config.drafter, target)
+        if isinstance(other, Merged):
+            return _with_part(other, own)
+        return PredictionFirst(own, other) if other.proposes else own
+
+    def start(self, context: Context) -> PredictionSession:
+        return PredictionSession(self.config, context)
+
+
+def _with_part(merged: Merged, part: Prediction) -> Merged:
+    """The same drafter with one more part, the first; what is known of the others is shared with it."""
+    made = copy.copy(merged)
+    made.parts = [part, *merged.parts]
+    made.record = Record(made.parts, merged.config.memory)
+    made.record.bandits[1:] = merged.record.bandits
+    return made
+
+
+class PredictionSession:
+    def __init__(self, config: PredictionConfig, context: Context) -> None:
+        self._config, self._context = config, context
+        self._text = PredictedText(context.prediction)
+        self._read = context.prompt_length
+
+    @property
+    def follows(self) -> bool:
+        """Whether the answer is surely where it seems to be in the prediction."""
+        return self._text.agreed >= _FIRM
+
+    def propose(self, row_budget: int) -> Draft:
+        config, context, text = self._config, self._context, self._text
+        for token in context.tokens[self._read :]:
+            text.add(token)
+        self._read = len(context.tokens)
+        most = min(config.max_tokens, context.remaining - 1, row_budget - 1)
+        if most < 1 or not text.tokens:
+            return Draft.chain([context.root])
+        if not text.away:
+            size = min(most, max(1, int(config.factor * text.agreed)))
+            path = text.tokens[text.place : text.place + size]
+            return Draft.chain([context.root, *path], match_length=text.agreed)
+        builder = DraftBuilder(context.root)
+        for place in text.branches():
+            size = min(config.branch_tokens, most)
+            builder.add_path(text.tokens[place : place + size], row_budget=most + 1)
+        return builder.build(match_length=1)
+
+    def observe(self, seen: Observation) -> None:
+        pass  # the text is read from the context
+
+
+class PredictionFirst(DrafterWrapper):
+    """The prediction where it has something to say, else the drafter inside.
+
+    Away from the prediction it is asked as long as it brings something, and then now and then.
+
+    Of a step that was not its own the inner session learns what it does of one for which it rested: hidden states, if
+    it wants any; and all of it, if it takes steps as they were.
+    """
+
+    def __init__(self, prediction: Prediction, inner: Drafter) -> None:
+        super().__init__(inner)
+        self.prediction = prediction
+
+    def start(self, context: Context) -> DraftSession:
+        own, other = self.prediction.start(context), session_of(self.inner, context)
+        kind = PredictionFirstReading if isinstance(other, ReadbackSession) else PredictionFirstSession
+        return kind(own, other, self.inner, context)
+
+
+class PredictionFirstSession(BatchedSession):
+    def __init__(self, own: PredictionSession, other: DraftSession, inner: Drafter, context: Context) -> None:
+        self._own, self._other, self._inner, self._context = own, other, inner, context
+        self._is_own = False  # whether the latest draft is the prediction's
+        self._length = 0  # of the text, when it was made
+        self._patience, self._pays = Patience(1, 32), True
+
+    def passes(self, row_budget: int) -> Passes[Draft]:
+        draft, length = self._own.propose(row_budget), len(self._context.tokens)
+        if self._is_own:
+            self._pays = length > self._length + 1
+            if self._pays:
+                self._patience.paid()
+        self._length = length
+        self._is_own = len(draft) > 1 and (self._own.follows or self._pays or self._patience.due())
+        if self._is_own:
+            return draft
+        return (yield from proposing(self._other, row_budget, self._inner.name, self._context.target))
+
+    def observe(self, seen: Observation) -> None:
+        other, inner, draft = self._other, self._inner, seen.draft
+        if draft is None or not self._is_own or (inner.needs_observe and not inner.needs_draft):
+            other.observe(seen)
+        elif inner.taps:
+            path = [*seen.path]
+            hidden = {layer: device_copies.pick(rows, path) for layer, rows in seen.taps.items()}  # [n, D]
+            other.observe(Observation(None, range(len(path)), [draft.tokens[row] for row in path], taps=hidden))
+
+
+class PredictionFirstReading(PredictionFirstSession):
+    """The same around a session that reads numbers of every step."""
+
+    def readback(self, step: DeviceStep) -> torch.Tensor | None:
+        other = self._other
+        return other.readback(step) if isinstance(other, ReadbackSession) else None
