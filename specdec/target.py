@@ -49,12 +49,15 @@ class TargetOutput:
         self.taps: Mapping[int, torch.Tensor] = {} if taps is None else taps
         self.argmax = argmax
 
-    def part(self, first: int, last: int, argmax: tuple[RowArgmax, int, int] | None) -> TargetOutput:
-        """Rows [first, last), whose logits are those of ``argmax``; nothing is cut before somebody reads it."""
+    def part(
+        self, first: int, last: int, argmax: tuple[RowArgmax, int, int] | None, taps: Collection[int]
+    ) -> TargetOutput:
+        """Rows [first, last), whose logits are those of ``argmax``, and of the taps these; nothing is cut before it is
+        read."""
         part = TargetOutput(None if argmax is None else self._logits, self._hidden, argmax=argmax)
         part._rows = slice(first, last)
-        if self.taps:
-            part.taps = _Cut(self.taps, first, last)
+        if taps:
+            part.taps = _Cut(self.taps, first, last, taps)
         return part
 
     @property
@@ -80,24 +83,24 @@ class TargetOutput:
 
 
 class _Cut(Mapping[int, torch.Tensor]):
-    """Of each layer's hidden states rows [first, last), cut when they are read, where there are as many."""
+    """Of some layers' hidden states rows [first, last), cut when they are read, where there are as many."""
 
-    __slots__ = ("_first", "_last", "_whole")
+    __slots__ = ("_first", "_last", "_layers", "_whole")
 
-    def __init__(self, whole: Mapping[int, torch.Tensor], first: int, last: int) -> None:
-        self._whole, self._first, self._last = whole, first, last
+    def __init__(self, whole: Mapping[int, torch.Tensor], first: int, last: int, layers: Collection[int]) -> None:
+        self._whole, self._first, self._last, self._layers = whole, first, last, layers
 
     def __getitem__(self, layer: int) -> torch.Tensor:
         rows = self._whole[layer]
-        if self._last > len(rows):
+        if self._last > len(rows) or layer not in self._layers:
             raise KeyError(layer)
         return rows[self._first : self._last]
 
     def __iter__(self) -> Iterator[int]:
-        return (layer for layer, rows in self._whole.items() if self._last <= len(rows))
+        return (layer for layer, rows in self._whole.items() if layer in self._layers and self._last <= len(rows))
 
     def __len__(self) -> int:
-        return sum(self._last <= len(rows) for rows in self._whole.values())
+        return sum(1 for _ in self)
 
 
 class Target(Protocol):

@@ -218,15 +218,14 @@ def talk(
     answers: list[str] = []
     reason = ""
     if prompt.category == SELF:
-        own = yield Request(
-            _users_place(engine.tokenizer), _QUESTION, {"sampling": SamplingParams(temperature=1.0, seed=seed)}
-        )
+        own = yield Request(_users_place(engine.tokenizer), _QUESTION, SamplingParams(temperature=1.0, seed=seed))
         if own.finish_reason != "eos" or len(own.text.split()) < 2:
             return {"record": None, "skipped": "a question that does not end, or is none"}
         prompt = replace(prompt, turns=(own.text.strip(),))
-    options = {"sampling": replace(sampling, seed=seed), **stops}
+    sampling = replace(sampling, seed=seed)
     for said in prompt.turns:
-        generation = yield Request(build_prompt(prompt, answers, form, engine.tokenizer), max_new_tokens, options)
+        request = Request(build_prompt(prompt, answers, form, engine.tokenizer), max_new_tokens, sampling, **stops)
+        generation = yield request
         if isinstance(generation.error, PromptError):
             reason = "prompt longer than the context"
             break

@@ -155,7 +155,7 @@ class Drafted:
         def requests() -> Iterator[Request]:
             for prompt in prompts:
                 taken.append(perf_counter())
-                yield Request(prompt, budget, {"sampling": sampling})
+                yield Request(prompt, budget, sampling)
 
         wait(target.device)
         began = perf_counter()

@@ -25,11 +25,15 @@ class ForwardRows:
         block: its rows.
         rows: those whose logits are wanted; None for all, empty for none.
         entry: hidden states that passed the first layers already.
+        taps: hidden layers wanted back.
+        top_k: how many of each scored row's largest logits will be read.
     """
 
     block: Block
     rows: Sequence[int] | None = None
     entry: Entry | None = None
+    taps: Collection[int] = ()
+    top_k: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +52,19 @@ class Forward:
             return forward_together(self.target, parts, exit_layer=self.exit_layer)
 
 
-def forward_together(
-    target: Target,
-    parts: Sequence[ForwardRows],
-    taps: Collection[int] = (),
-    exit_layer: int | None = None,
-    top_k: int = 1,
-) -> list[TargetOutput]:
-    """Run the rows of several sequences as one forward; each one's part of the output, in order.
+def forward_together(target: Target, parts: Sequence[ForwardRows], exit_layer: int | None = None) -> list[TargetOutput]:
+    """Run the rows of several sequences as one forward; each one's part of the output, with its taps, in order.
 
     Rows that passed the first layers already come in where these end: the others are run up to there first.
     """
     if len(parts) == 1:
         (part,) = parts
         return [
-            target.forward(part.block, entry=part.entry, exit_layer=exit_layer, taps=taps, rows=part.rows, top_k=top_k)
+            target.forward(
+                part.block, entry=part.entry, exit_layer=exit_layer, taps=part.taps, rows=part.rows, top_k=part.top_k
+            )
         ]
+    taps, top_k = frozenset[int]().union(*(part.taps for part in parts)), max(part.top_k for part in parts)
     ranked = sorted(parts, key=_layer)
     stages = sorted({*map(_layer, ranked)})
     hidden: torch.Tensor | None = None
@@ -86,7 +87,7 @@ def forward_together(
     for part in ranked:
         last, wanted = first + part.block.rows, part.block.rows if part.rows is None else len(part.rows)
         own = (argmax, scored, scored + wanted) if wanted and argmax is not None else None
-        outputs[part] = whole.part(first, last, own)
+        outputs[part] = whole.part(first, last, own, part.taps)
         first, scored = last, scored + wanted
     return [outputs[part] for part in parts]
 

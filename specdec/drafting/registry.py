@@ -17,9 +17,12 @@ from specdec.settings.parsing import parse
 from specdec.settings.validation import fitting
 from specdec.target import FINAL, Target
 
-__all__ = ["GROUP", "drafter_names", "drafter_type", "make_drafter", "parse_drafter"]
+__all__ = ["GROUP", "DrafterSpec", "drafter_names", "drafter_type", "make_drafter", "parse_drafter"]
 
 GROUP = "specdec.drafters"
+
+DrafterSpec = str | Mapping[str, Any] | Drafter
+"""A registered name, ``{"name": ..., **options}``, or a drafter."""
 
 
 def _entries() -> dict[str, EntryPoint]:
@@ -67,7 +70,7 @@ def parse_drafter(spec: str | Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 @checked
-def make_drafter(drafter: str | Mapping[str, Any] | Drafter, target: Target) -> Drafter:
+def make_drafter(drafter: DrafterSpec, target: Target) -> Drafter:
     """A drafter from its name, from ``{"name": ..., **options}``, or itself.
 
     Raises:

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specdec.drafter import Drafter
+from specdec.drafting.registry import DrafterSpec
 from specdec.engine.engine import Engine
 from specdec.engine.generate_options import check_arguments, check_inputs, check_options, check_preparation
 from specdec.engine.requests import Request
@@ -52,7 +52,7 @@ def custom_generate(
     synced_gpus: bool = False,
     streamer: Any = None,
     *,
-    drafter: str | Mapping[str, Any] | Drafter = "prompt_lookup",
+    drafter: DrafterSpec = "prompt_lookup",
     seed: int | None = None,
     acceptance: str = "auto",
     stop: str | Sequence[str] = (),
@@ -107,14 +107,17 @@ def custom_generate(
     sampling = settled(SamplingParams(temperature=float(sample), acceptance=acceptance), logits_processor)
     requests = []
     for row, (ids, padded, own) in enumerate(zip(input_ids, padding, seeds, strict=True)):
-        options = {
-            "sampling": replace(sampling, seed=own),
-            "stop": stop,
-            "logits_processor": [_of_row(each, row, padded, several=count > 1) for each in logits_processor],
-            "stop_when": ends.of(row),
-            "eos_ids": ends.tokens,
-        }
-        requests.append(Request(ids[len(padded) :], budget, options))
+        requests.append(
+            Request(
+                ids[len(padded) :],
+                budget,
+                replace(sampling, seed=own),
+                stop=stop,
+                logits_processor=[_of_row(each, row, padded, several=count > 1) for each in logits_processor],
+                stop_when=ends.of(row),
+                eos_ids=ends.tokens,
+            )
+        )
     scheduler = Scheduler(Engine(target, tokenizer, drafter, policy=policy), requests, batch=count)
     if streamer is not None:
         streamer.put(input_ids.cpu())

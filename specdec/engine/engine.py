@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,8 +19,7 @@ from specdec.costs.fallback import Fallback
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.measuring import cost_curve, describe, kept_curve, source_of
 from specdec.costs.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
-from specdec.drafter import Drafter
-from specdec.drafting.registry import make_drafter, parse_drafter
+from specdec.drafting.registry import DrafterSpec, make_drafter, parse_drafter
 from specdec.engine.conversations import answer_end
 from specdec.engine.prediction import Prediction, prediction_ids
 from specdec.engine.prefix_cache import PrefixCache
@@ -27,7 +27,7 @@ from specdec.engine.prompt import Prompt, is_chat, token_ids
 from specdec.engine.requests import Request, make_requests
 from specdec.engine.scheduler import Event, Scheduler
 from specdec.engine.sequence import SequenceState
-from specdec.engine.text_stream import TextStream, stop_strings
+from specdec.engine.text_stream import stop_strings
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
 from specdec.models.around_layers import GENERATION
 from specdec.models.inspection import unused_generation_options
@@ -39,13 +39,11 @@ from specdec.parallel.rows import ShardedTarget
 from specdec.parallel.target import ParallelTarget
 from specdec.results import Chunk, Generation, Step
 from specdec.sampling.processors import check_processors, settled
-from specdec.settings.arguments import checked
+from specdec.settings.arguments import checked, checked_fields
 from specdec.settings.sampling_params import SamplingParams
 from specdec.target import Target
 
 __all__ = ["Engine", "Prompt", "SequenceState"]
-
-DrafterSpec = str | Mapping[str, Any] | Drafter
 
 
 class Engine:
@@ -456,61 +454,91 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
         *,
-        stop: str | Sequence[str] = (),
+        stop: str | Collection[str] = (),
         stop_token_ids: int | Collection[int] = (),
         logits_processor: Sequence[Any] = (),
+        logprobs: int | None = None,
         prefix_cache: PrefixCache | None = None,
         stop_when: Callable[[Sequence[int]], bool] | None = None,
         sample: bool | None = None,
         eos_ids: frozenset[int] | None = None,
         stream: bool = False,
-        logprobs: int | None = None,
+        max_rows: int | None = None,
         prediction: Prediction | None = None,
     ) -> SequenceState:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
         ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says,
-        and ``eos_ids`` which tokens are the model's end tokens.
+        ``eos_ids`` which tokens are the model's end tokens, and ``max_rows`` the engine's, which is no lower.
         """
         began = perf_counter()
-        if eos_ids is None:  # a caller with its own has read the generation config, and is called by generate
-            self._warn_of_unused(sampling)
+        request = self.prepare(
+            Request(
+                prompt,
+                max_new_tokens,
+                sampling,
+                stop=stop,
+                stop_token_ids=stop_token_ids,
+                logits_processor=logits_processor,
+                logprobs=logprobs,
+                prefix_cache=prefix_cache,
+                stop_when=stop_when,
+                sample=sample,
+                eos_ids=eos_ids,
+                stream=stream,
+                max_rows=max_rows,
+                prediction=prediction,
+            )
+        )
+        sequence = self.begin(request)
+        sequence.stats.seconds.prefill += perf_counter() - began
+        return sequence
+
+    def begin(self, request: Request) -> SequenceState:
+        """The generation of a request that was prepared: its cache and its drafting session are made."""
+        return SequenceState(self.predicting() if request.prediction else self, request)
+
+    def prepare(self, request: Request) -> Request:
+        """A request as ``begin`` takes it: its prompt as token ids, every option checked and filled in.
+
+        Raises:
+            PromptError: see :meth:`encode`.
+            ConfigError: an option that does not fit, or that this engine cannot follow.
+        """
+        request = checked_fields(request)
+        if request.eos_ids is None:  # a caller with its own has read the generation config, and is called by generate
+            self._warn_of_unused(request.sampling)
             if (whole := getattr(self.target, "whole", None)) is not None:
                 whole.check_methods(GENERATION)
-        if prefix_cache is not None and isinstance(self.target, ParallelTarget):
+        if request.prefix_cache is not None and isinstance(self.target, ParallelTarget):
             raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
-        if logprobs is not None and isinstance(self.target, ShardedTarget):
+        if request.logprobs is not None and isinstance(self.target, ShardedTarget):
             raise ConfigError("parallel='rows' exchanges tokens and no logits; leave out logprobs, or take 'tensor'")
-        stops = stop_strings(stop)
-        if (stops or stream) and self.tokenizer is None:
+        if request.max_rows is not None and request.max_rows > self.max_rows:
+            raise ConfigError(
+                f"max_rows is {request.max_rows}, and the engine's is {self.max_rows}; give at most as many, or an "
+                "engine with a larger max_rows"
+            )
+        stops, ends = stop_strings(request.stop), request.stop_token_ids
+        if (stops or request.stream) and self.tokenizer is None:
             raise ConfigError("stop strings and streams need a tokenizer; the engine has none")
-        stop_tokens = frozenset([stop_token_ids] if isinstance(stop_token_ids, int) else stop_token_ids)
+        stop_tokens = frozenset([ends] if isinstance(ends, int) else ends)
         if unknown := [token for token in stop_tokens if not 0 <= token < self.target.vocab_size]:
             raise ConfigError(
                 f"stop_token_ids holds {shown(unknown[0])}, which is outside the vocabulary "
                 f"[0, {self.target.vocab_size}) and so never comes; give tokens of this model"
             )
-        check_processors(logits_processor)
-        self.warn_of_chat_end(prompt, stop=stop, stop_token_ids=stop_token_ids)
-        tokens = self.encode(prompt)
-        predicted = prediction_ids(prediction, self.tokenizer, self.target.vocab_size)
-        decoding = SequenceState(
-            self.predicting() if predicted else self,
-            tokens,
-            max_new_tokens,
-            settled(sampling or SamplingParams(), logits_processor),
-            processors=logits_processor,
-            stop_when=stop_when,
-            sample=sample,
-            eos_ids=self.target.eos_ids if eos_ids is None else eos_ids,
+        check_processors(request.logits_processor)
+        self._warn_of_chat_end(request.prompt, stops, stop_tokens)
+        return replace(
+            request,
+            prompt=self.encode(request.prompt),
+            sampling=settled(request.sampling or SamplingParams(), request.logits_processor),
+            stop=stops,
             stop_token_ids=stop_tokens,
-            text=None if self.tokenizer is None else TextStream(self.tokenizer, stops, tokens),
-            logprobs=logprobs,
-            prefix_cache=prefix_cache,
-            prediction=predicted,
+            eos_ids=self.target.eos_ids if request.eos_ids is None else request.eos_ids,
+            prediction=prediction_ids(request.prediction, self.tokenizer, self.target.vocab_size),
         )
-        decoding.stats.seconds.prefill += perf_counter() - began
-        return decoding
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:
         """Say what transformers' ``generate`` would take from the checkpoint, and an engine does not."""
@@ -522,13 +550,10 @@ class Engine:
                 "it decodes greedily, or by the SamplingParams and logits processors that it is given; give those, or "
                 "use model.generate(custom_generate=specdec.custom_generate)",
                 SpecdecWarning,
-                stacklevel=6,  # two for each checked function
+                stacklevel=7,  # two for each checked function
             )
 
-    @checked
-    def warn_of_chat_end(
-        self, prompt: Prompt, *, stop: str | Sequence[str] = (), stop_token_ids: int | Collection[int] = ()
-    ) -> None:
+    def _warn_of_chat_end(self, prompt: Prompt, stops: Sequence[str], stop_tokens: frozenset[int]) -> None:
         """Say, in a SpecdecWarning, that an answer may not end where the chat template ends it.
 
         So it is for messages where neither the model's end tokens nor these stops are what the template writes behind
@@ -540,11 +565,10 @@ class Engine:
         if self._answer_end is None or self._answer_end[0] != template:
             self._answer_end = template, answer_end(self.tokenizer)
         end = self._answer_end[1]
-        stop_tokens = {stop_token_ids} if isinstance(stop_token_ids, int) else set(stop_token_ids)
         if end is None or end in self.target.eos_ids | stop_tokens:
             return
         text = self.tokenizer.decode([end])
-        if not any(one in text for one in stop_strings(stop)):
+        if not any(one in text for one in stops):
             warnings.warn(
                 f"the chat template ends an answer with {text!r} (token {end}), which does not end a text of "
                 f"{self.target.name}, whose end tokens are {sorted(self.target.eos_ids)}: an answer goes on behind it. "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral
 from typing import Any
 
+from specdec.drafting.registry import DrafterSpec
 from specdec.engine.prediction import Prediction
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.prompt import Prompt
 from specdec.errors import ConfigError
 from specdec.settings.sampling_params import SamplingParams
 
@@ -16,11 +19,30 @@ __all__ = ["Request", "make_requests"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and what ``Engine.start`` is told beside it: the options that it is given."""
+    """A prompt and the options of its generation, which are those of ``Engine.start``.
 
-    prompt: Any
-    max_new_tokens: int
-    options: Mapping[str, Any]
+    Attributes:
+        drafter: a name, ``{"name": ..., **options}`` or a drafter, in place of the engine's own; for a
+            :class:`specdec.engine.scheduler.Scheduler`.
+        max_rows: most rows of one of its drafts, at most the engine's; None takes the engine's.
+    """
+
+    prompt: Prompt
+    max_new_tokens: int = 128
+    sampling: SamplingParams | None = None
+    _: KW_ONLY
+    stop: str | Collection[str] = ()
+    stop_token_ids: int | Collection[int] = ()
+    logits_processor: Sequence[Any] = ()
+    logprobs: int | None = None
+    prefix_cache: PrefixCache | None = None
+    stop_when: Callable[[Sequence[int]], bool] | None = None
+    sample: bool | None = None
+    eos_ids: frozenset[int] | None = None
+    stream: bool = False
+    drafter: DrafterSpec | None = None
+    max_rows: int | None = None
+    prediction: Prediction | None = None
 
 
 def make_requests(
@@ -70,14 +92,12 @@ def make_requests(
         Request(
             prompt,
             budget,
-            {
-                "sampling": own,
-                "stop": ends,
-                "stop_token_ids": last,
-                "logits_processor": chain,
-                "prediction": text,
-                **others,
-            },
+            own,
+            stop=ends,
+            stop_token_ids=last,
+            logits_processor=chain,
+            prediction=text,
+            **others,
         )
         for prompt, budget, own, ends, last, chain, text in zip(
             prompts, budgets, params, stops, stop_tokens, chains, predictions, strict=True

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import perf_counter
 from typing import Any, Protocol
 
+from specdec.costs.fallback import Fallback
 from specdec.costs.prices import BatchLoad
 from specdec.drafting.joint_forward import forward_together
-from specdec.drafting.sessions import top_k_of
+from specdec.drafting.registry import DrafterSpec, parse_drafter
 from specdec.engine.requests import Request
 from specdec.engine.sequence import ScheduledRows, SequenceState, Setup, cache_sizes
 from specdec.errors import ConfigError
@@ -39,16 +40,15 @@ _STEP_ROWS = 256  # as many as keep a CPU's products fast; a larger chunk only m
 class Host(Setup, Protocol):
     """What a batch needs of an engine."""
 
-    def encode(self, prompt: Any) -> list[int]:
-        """Token ids of a prompt."""
+    def prepare(self, request: Request) -> Request:
+        """The request with its prompt as token ids, and every option checked and filled in."""
+
+    def begin(self, request: Request) -> SequenceState:
+        """The generation of a request that was prepared."""
 
     @property
-    def warn_of_chat_end(self) -> Callable[..., None]:
-        """Says where an answer may not end as the chat template ends it."""
-
-    @property
-    def start(self) -> Callable[..., SequenceState]:
-        """Makes a generation that is to be driven turn by turn."""
+    def with_drafter(self) -> Callable[[DrafterSpec], Host]:
+        """The same target with another drafter."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,11 +100,12 @@ class Handle:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A request in line: its tokens, the bytes that its cache may need, and the seconds that encoding took."""
+    """A request in line, prepared: whose drafter it has, the bytes that its cache may need, and the seconds that
+    preparing it took."""
 
     index: int
+    engine: Host
     request: Request
-    tokens: list[int]
     bytes: int
     seconds: float
 
@@ -125,7 +126,8 @@ class Scheduler:
     end with that error.
 
     Args:
-        engine: whose target and drafter they share.
+        engine: whose target they share, and whose drafter those requests have that name none. A drafter that requests
+            name is made with the first of them, and kept.
         requests: taken one at a time, when there is room, before those that are submitted; an iterator that had none is
             asked again after each step.
         batch: most sequences at once.
@@ -157,23 +159,30 @@ class Scheduler:
         self._step_rows = step_rows or max(_STEP_ROWS, engine.max_rows)
         self._cache_bytes = cache_bytes
         self._requests, self._numbers = iter(requests), itertools.count()
+        self._engines: dict[str | int, Host] = {}  # by drafter
+        self._making = Lock()  # of these
         self._lock = Lock()  # of what other threads change: the next two
         self._submitted: deque[_Waiting] = deque()
         self._cancelled: set[int] = set()
         self._next: _Waiting | None = None
         self._running: list[_Running] = []
         self._rows_each = 1.0  # of the drafts of the latest step
-        # How many drafted, or rested, and whether one of them samples; None where no fallback was asked.
-        self._asked: tuple[int, bool] | None = None
+        # What was asked whether the latest step drafts, of how many sequences, and whether one of them samples.
+        self._fallback: Fallback | None = None
+        self._asked = 0, False
 
     def submit(self, request: Request) -> Handle:
-        """Put a request in line; it joins the others at the next step that has room for it. The prompt is encoded here.
+        """Put a request in line; it joins the others at the next step that has room for it.
+
+        The prompt is encoded and a drafter that is new is made here, so not in a step, and by the thread that calls.
 
         Raises:
             PromptError: the prompt is empty, too long, or holds tokens outside the vocabulary.
-            ConfigError: its cache may need more than ``cache_bytes``.
+            ConfigError: an option that does not fit, an unknown drafter, or a cache that may need more than
+                ``cache_bytes``.
+            CheckpointError: the drafter's weights cannot be loaded, or do not fit the target.
         """
-        waiting = self._encoded(next(self._numbers), request)
+        waiting = self._prepared(next(self._numbers), request)
         with self._lock:  # a step may be letting go of others, and puts another queue in the place of this one
             self._submitted.append(waiting)
         return Handle(waiting.index)
@@ -231,15 +240,13 @@ class Scheduler:
             held = sum(one.bytes for one in self._running)
             if self._cache_bytes is not None and held + waiting.bytes > self._cache_bytes:
                 break
-            self._next, request = None, waiting.request
+            self._next, began = None, perf_counter()
             try:
-                stops = {name: request.options[name] for name in ("stop", "stop_token_ids") if name in request.options}
-                self._engine.warn_of_chat_end(request.prompt, **stops)
-                decoding = self._engine.start(waiting.tokens, request.max_new_tokens, **request.options)
+                decoding = waiting.engine.begin(waiting.request)
             except Exception as error:
                 failed.append(Event(waiting.index, None, None, error))
             else:
-                decoding.stats.seconds.prefill += waiting.seconds
+                decoding.stats.seconds.prefill += waiting.seconds + perf_counter() - began
                 self._running.append(_Running(waiting.index, decoding, waiting.bytes))
         return failed
 
@@ -248,7 +255,7 @@ class Scheduler:
         for request in self._requests:
             index = next(self._numbers)
             try:
-                self._next = self._encoded(index, request)
+                self._next = self._prepared(index, request)
             except Exception as error:
                 failed.append(Event(index, None, None, error))
             else:
@@ -257,12 +264,24 @@ class Scheduler:
             self._next = self._submitted.popleft() if self._submitted else None
         return self._next is not None
 
-    def _encoded(self, index: int, request: Request) -> _Waiting:
+    def _prepared(self, index: int, request: Request) -> _Waiting:
         """A request that may wait in line."""
         began = perf_counter()
-        tokens = self._engine.encode(request.prompt)
-        size = self._bytes(len(tokens), request.max_new_tokens)
-        return _Waiting(index, request, tokens, size, perf_counter() - began)
+        engine = self._engine_of(request.drafter)
+        request = engine.prepare(request)
+        size = self._bytes(len(request.prompt), request.max_new_tokens)
+        return _Waiting(index, engine, request, size, perf_counter() - began)
+
+    def _engine_of(self, drafter: DrafterSpec | None) -> Host:
+        """The engine with this drafter, of which there is one for all requests that name it."""
+        if drafter is None:
+            return self._engine
+        key = repr(parse_drafter(drafter)) if isinstance(drafter, str | Mapping) else id(drafter)
+        with self._making:
+            found = self._engines.get(key)
+            if found is None:
+                found = self._engines[key] = self._engine.with_drafter(drafter)
+        return found
 
     def _bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Bytes that the cache of such a text may come to hold, if they are bounded.
@@ -292,7 +311,7 @@ class Scheduler:
         if not batch:
             return events
         ended, rows = perf_counter(), [scheduled.block.rows for scheduled in batch]
-        live, fallback = self._engine.live, self._engine.fallback
+        live, fallback = self._engine.live, self._fallback
         length = sum(scheduled.block.length for scheduled in batch) // len(batch)
         whole = all(scheduled.is_whole for scheduled in batch)
         if live is not None and whole:
@@ -316,7 +335,7 @@ class Scheduler:
                 self._running.remove(one)
         if drafted:
             self._rows_each = sum(drafted) / len(drafted)
-        if fallback is not None and self._asked is not None and self._asked[0] == len(drafted) == len(batch):
+        if fallback is not None and self._asked[0] == len(drafted) == len(batch):
             tokens = sum(len(event.step.tokens) for event in events if event.step is not None)
             fallback.note(
                 *self._asked,
@@ -337,10 +356,9 @@ class Scheduler:
         Where it raises, each sequence's rows are run by themselves, which writes the same numbers to the same slots,
         and the failures are added to ``events``.
         """
-        drafter, target = self._engine.drafter, self._engine.target
-        top_k = top_k_of(drafter) if any(scheduled.asked for scheduled in batch) else 0
+        target = self._engine.target
         try:
-            return chosen, batch, forward_together(target, batch, drafter.taps, top_k=top_k)
+            return chosen, batch, forward_together(target, batch)
         except Exception as error:
             if len(batch) == 1:
                 events.append(self._fail(chosen[0], error))
@@ -348,7 +366,7 @@ class Scheduler:
         ran: list[tuple[_Running, ScheduledRows, TargetOutput]] = []
         for one, scheduled in zip(chosen, batch, strict=True):
             try:
-                (part,) = forward_together(target, [scheduled], drafter.taps, top_k=top_k)
+                (part,) = forward_together(target, [scheduled])
             except Exception as error:
                 events.append(self._fail(one, error))
             else:
@@ -380,8 +398,11 @@ class Scheduler:
         """Have each of them propose its draft; the passes that their sessions wait for are run together."""
         others = len(self._running) - 1
         batch_load = BatchLoad(others + 1, round(others * self._rows_each))
-        fallback, rests, self._asked = self._engine.fallback, False, None
-        if fallback is not None and those and all(one.decoding.fallback is not None for one in those):
+        # Whether a drafter pays is known where all draft by it; where several share a forward, each does as it likes.
+        fallbacks = {one.decoding.fallback for one in those}
+        self._fallback = fallback = fallbacks.pop() if len(fallbacks) == 1 else None
+        rests = False
+        if fallback is not None:
             self._asked = len(those), any(one.decoding.sampler.sample for one in those)
             rests = fallback.rests(*self._asked)
         ready: list[tuple[_Running, Passes[ScheduledRows], Any]] = [

@@ -9,10 +9,10 @@ computed with it. Prefill is a step whose rows are all known, so the first step 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,11 @@ from specdec.costs.live_curve import LiveCosts
 from specdec.costs.policy import RowPolicy
 from specdec.costs.prices import UNBATCHED, BatchLoad
 from specdec.drafter import Context, DeviceStep, Drafter, Observation, ReadbackSession
-from specdec.drafting.joint_forward import ForwardRows
+from specdec.drafting.joint_forward import ForwardRows, forward_together
 from specdec.drafting.sessions import proposing, session_of, top_k_of
 from specdec.engine.prediction import appeared
 from specdec.engine.prefix_cache import KeptText, PrefixCache
+from specdec.engine.requests import Request
 from specdec.engine.text_stream import TextStream
 from specdec.errors import DraftError
 from specdec.parallel.target import ParallelTarget
@@ -35,7 +36,6 @@ from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.sampling.verify import Verdict, last_row, look, match, reject, verifier_for, walk_arrays
-from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies
 from specdec.step.block import Block
 from specdec.step.forward_passes import Passes, alone, timed
@@ -49,6 +49,7 @@ class Setup(Protocol):
     """What a decoding needs of an engine, see :class:`specdec.engine.engine.Engine`."""
 
     target: Target
+    tokenizer: Any
     drafter: Drafter
     max_rows: int
     costs: CostCurve
@@ -90,6 +91,7 @@ class ScheduledRows(ForwardRows):
 
 class SequenceState:
     """One generation under way. Made by ``Engine.start``; the caller holds ``target.active()`` around its methods.
+    Its request is one that ``Engine.prepare`` gave.
 
     ``prefill`` and ``step`` drive it by itself. To drive several together, take each one's ``chunk`` or ``drafting``,
     run the turns in one forward, and hand each its part of the output in ``absorb`` or ``conclude``.
@@ -98,31 +100,20 @@ class SequenceState:
         tokens: prompt and text.
         prefilling: whether the prompt, but its last token, has still to be run.
         finish_reason: why it ended; None while it goes on.
-        fallback: what says when it does not draft, if its steps may go by that.
+        fallback: what says when it does not draft, if its steps may go by that; an engine's sequences share one.
     """
 
-    def __init__(
-        self,
-        engine: Setup,
-        prompt: list[int],
-        max_new_tokens: int,
-        sampling: SamplingParams,
-        *,
-        processors: Sequence[Any],
-        stop_when: Callable[[Sequence[int]], bool] | None,
-        sample: bool | None,
-        eos_ids: frozenset[int],
-        stop_token_ids: frozenset[int],
-        text: TextStream | None,
-        logprobs: int | None,
-        prefix_cache: PrefixCache | None,
-        prediction: Sequence[int] = (),
-    ) -> None:
-        target = engine.target
+    def __init__(self, engine: Setup, request: Request) -> None:
+        target, prompt, sampling = engine.target, cast(list[int], request.prompt), request.sampling
+        assert sampling is not None
+        assert request.eos_ids is not None
+        assert isinstance(request.stop_token_ids, frozenset)
         target.check_unchanged()
         self._target, self._drafter = target, engine.drafter
-        self.tokens = list(prompt)
-        self.sampler = Sampler(sampling, self.tokens, target.vocab_size, target.head_device, processors, sample)
+        self.tokens = prompt.copy()
+        self.sampler = Sampler(
+            sampling, self.tokens, target.vocab_size, target.head_device, request.logits_processor, request.sample
+        )
         # Where the text at a seed depends on the rows that are proposed, as under ``reject``, it must depend neither on
         # other sequences nor on what forwards take, and so the rows must not either.
         rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self._drafter.draws)
@@ -133,10 +124,11 @@ class SequenceState:
         self._batch_load = UNBATCHED
         self._tells = bool(engine.drafter.taps) or engine.drafter.needs_observe
         self._top_k = top_k_of(engine.drafter)
-        self._stop_when, self._eos_ids, self._text = stop_when, eos_ids, text
-        self._stop_token_ids, self._ends = stop_token_ids, eos_ids | stop_token_ids
-        self._end, rows = cache_sizes(engine, len(prompt), max_new_tokens)
-        self._end_reason = "length" if self._end == len(prompt) + max_new_tokens else "context"
+        self._stop_when, self._eos_ids = request.stop_when, request.eos_ids
+        self._stop_token_ids, self._ends = request.stop_token_ids, request.eos_ids | request.stop_token_ids
+        self._text = None if engine.tokenizer is None else TextStream(engine.tokenizer, [*request.stop], prompt)
+        self._end, rows = cache_sizes(engine, len(prompt), request.max_new_tokens)
+        self._end_reason = "length" if self._end == len(prompt) + request.max_new_tokens else "context"
         self._chunk = engine.chunk_rows
         self._cache = target.new_cache(capacity=self._end, rows=rows)
         self._cache.grow(len(prompt))
@@ -146,14 +138,14 @@ class SequenceState:
             tokens=self.tokens,
             prompt_length=len(prompt),
             remaining=self._end - len(prompt),
-            max_rows=engine.max_rows,
+            max_rows=request.max_rows or engine.max_rows,
             sampling=sampling,
             noise=self.sampler.noise,
             rng=random.Random(sampling.seed),
             costs=engine.costs if steady or self._live is None else self._live.now,
             policy=self._policy,
             isolated=self._by_rows,
-            prediction=prediction,
+            prediction=cast(Sequence[int], request.prediction or ()),
         )
         self._session = session_of(self._drafter, self._context)
         # Of several processes none decides by itself what its rows say.
@@ -163,9 +155,9 @@ class SequenceState:
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
         self.steps: list[Step] = []
-        self._top = logprobs
+        self._top = request.logprobs
         self._logprobs: list[TokenLogprobs] = []
-        self._kept = None if prefix_cache is None else self._take(prefix_cache)
+        self._kept = None if request.prefix_cache is None else self._take(request.prefix_cache)
         self.prefilling = self._cache.length < len(prompt) - 1
 
     def _take(self, prefix_cache: PrefixCache) -> KeptText:
@@ -218,8 +210,8 @@ class SequenceState:
         return step
 
     def _run(self, scheduled: ScheduledRows) -> TargetOutput:
-        taps, top_k = self._drafter.taps, self._top_k if scheduled.asked else 0
-        return self._target.forward(scheduled.block, entry=scheduled.entry, taps=taps, rows=scheduled.rows, top_k=top_k)
+        (output,) = forward_together(self._target, [scheduled])
+        return output
 
     def chunk(self, most: int | None = None) -> ScheduledRows:
         """The next tokens of the prompt, at most so many."""
@@ -227,7 +219,7 @@ class SequenceState:
         size = self._chunk if most is None else min(self._chunk, most)
         known = self.tokens[start : min(start + size, self.stats.prompt_tokens - 1)]
         block = Block(self._cache, known, device=self._target.device, backend=self._target.backend, again=False)
-        return ScheduledRows(block, (), made=made)
+        return ScheduledRows(block, (), taps=self._drafter.taps, top_k=0, made=made)
 
     def absorb(self, scheduled: ScheduledRows, output: TargetOutput, seconds: float) -> None:
         """Commit a chunk of the prompt that was run, in so many seconds."""
@@ -264,7 +256,10 @@ class SequenceState:
         block = Block.of(draft, self._cache, self._target.device, self._target.backend, sent)
         if self.sampler.sample and verifier_for(self.sampler.params, draft, sampling=True) is match:
             block.draw = self.sampler.next_draw
-        return ScheduledRows(block, rows, draft.entry, draft, asked, made - waited.others - began, made)
+        taps, top_k = self._drafter.taps, self._top_k if asked else 0
+        return ScheduledRows(
+            block, rows, draft.entry, taps, top_k, draft, asked, drafting=made - waited.others - began, made=made
+        )
 
     def _row_budget(self, rests: bool) -> int:
         """Rows that the next draft may have."""

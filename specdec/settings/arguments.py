@@ -9,6 +9,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 from annotated_types import Ge, Le, MinLen, Predicate
@@ -16,7 +17,7 @@ from annotated_types import Ge, Le, MinLen, Predicate
 from specdec.settings.sampling_params import SamplingParams
 from specdec.settings.validation import fitting, having
 
-__all__ = ["ARGUMENTS", "DTYPES", "MAX_ROWS", "checked"]
+__all__ = ["ARGUMENTS", "DTYPES", "MAX_ROWS", "checked", "checked_fields"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,3 +134,12 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         return function(*fit_args, **fit_kwargs)
 
     return call
+
+
+def checked_fields(options: T) -> T:
+    """A dataclass whose fields are held against ``ARGUMENTS`` as arguments are; ConfigError for the first that does
+    not fit."""
+    values = {field.name: (getattr(options, field.name), field.default) for field in fields(options)}  # type: ignore[arg-type]
+    given = {name: value for name, (value, default) in values.items() if name in ARGUMENTS and value is not default}
+    changes: dict[str, Any] = {name: fitting(name, value, ARGUMENTS[name]) for name, value in given.items()}
+    return replace(options, **changes)  # type: ignore[type-var]

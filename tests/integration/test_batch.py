@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from specdec import Engine, Generation, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
+from specdec.engine.requests import Request
+from specdec.engine.scheduler import Handle, Scheduler
 from specdec.native import library as native
 from tests.fakes import Oracle
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
@@ -71,6 +74,50 @@ def test_native_rows_are_those_of_one_by_one_bit_for_bit(family: str, dtype: tor
             found = engine.generate_batch(PROMPTS, BUDGETS, sampling, batch=3, logprobs=2)
             assert same(found, expected), (drafter, sampling.temperature)
             assert [one.logprobs for one in found] == [one.logprobs for one in expected]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float64),
+        pytest.param("mistral", torch.bfloat16, marks=[pytest.mark.slow, needs_compiler]),
+    ],
+)
+def test_drafters_in_one_batch_change_no_token(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Each request has a drafter of its own; they join and leave at random, greedy and drawn, some by force."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = target_of(family)
+    if dtype != torch.float64:
+        target = TransformersTarget(new_model(family, dtype, **sizes), execution="native", owned=True)
+    names = ("none", "auto", "prompt_lookup", "kangaroo", "medusa", "lookahead", "draft_model")
+    drafters = [settings_of(name, target, tmp_path / name)[0] for name in names]
+    engine = Engine(target, None, "token_recycling", policy="acceptance", **SIZES)
+    scheduler, rng = Scheduler(engine, batch=4, step_rows=40), random.Random(7)
+    requests = [
+        Request(prompt, new, sampling, drafter=drafter, max_rows=rng.choice([None, 5, 24]))
+        for drafter in (None, *drafters)
+        for sampling in (SamplingParams(), HOT)
+        for prompt, new in rng.sample([*zip(PROMPTS, BUDGETS, strict=True)], 2)
+    ]
+    rng.shuffle(requests)
+    left, cancelled, found = requests.copy(), set[int](), dict[int, Generation]()
+    while left or not scheduler.idle:
+        for request in [left.pop() for _ in range(min(len(left), rng.randrange(3)))]:
+            handle = scheduler.submit(request)
+            if rng.random() < 0.1:
+                cancelled.add(handle.index)
+        for event in scheduler.step():
+            if event.last:
+                found[event.index] = event.generation()
+            elif event.index in cancelled and event.step is not None and event.step.index == 2:
+                scheduler.cancel(Handle(event.index))
+    ends = [found[index].finish_reason for index in range(len(requests))]
+    assert set(ends) == {"length", "cancelled"}
+    for one, request in zip((found[index] for index in range(len(requests))), reversed(requests), strict=True):
+        own = engine if request.drafter is None else engine.with_drafter(request.drafter)
+        expected = own.generate(request.prompt, request.max_new_tokens, request.sampling)
+        assert one.token_ids == expected.token_ids[: len(one.token_ids)], request
+        assert one.finish_reason == "cancelled" or len(one.token_ids) == request.max_new_tokens
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])

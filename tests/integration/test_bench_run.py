@@ -334,14 +334,14 @@ def test_a_prompt_that_fails_leaves_its_batch_whole(
     with open(questions, "a") as file:
         file.write(json.dumps(long) + "\n")
     whole = texts(make(drafters=["none"]).run())["none"]
-    start = Engine.start
+    begin = Engine.begin
 
-    def failing(self: Engine, prompt: Any, *others: Any, **more: Any) -> Any:
-        if self.encode(prompt) == tiny_engine.encode(QUESTIONS[0]["turns"][0]):
+    def failing(self: Engine, request: Any) -> Any:
+        if request.prompt == tiny_engine.encode(QUESTIONS[0]["turns"][0]):
             raise RuntimeError("no")
-        return start(self, prompt, *others, **more)
+        return begin(self, request)
 
-    monkeypatch.setattr(Engine, "start", failing)
+    monkeypatch.setattr(Engine, "begin", failing)
     records = {r.question_id: r for r in make(drafters=["none"], batch=[2]).run().records() if r.system == "none@2"}
     assert [(known, record.error and record.error.split(":")[0]) for known, record in records.items()] == [
         (1, "RuntimeError"),

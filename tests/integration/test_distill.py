@@ -42,17 +42,17 @@ class Killed(BaseException):
 
 
 def killed_after(count: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """From now on ``start`` counts its calls, and the one after ``count`` of them is the last."""
+    """From now on ``begin`` counts its calls, and the one after ``count`` of them is the last."""
     calls: list[Any] = []
-    start = engine.start
+    begin = engine.begin
 
-    def counting(*arguments: Any, **options: Any) -> Any:
+    def counting(request: Any) -> Any:
         if len(calls) == count:
             raise Killed
-        calls.append(arguments)
-        return start(*arguments, **options)
+        calls.append(request)
+        return begin(request)
 
-    monkeypatch.setattr(engine, "start", counting)
+    monkeypatch.setattr(engine, "begin", counting)
     return calls
 
 
@@ -160,10 +160,10 @@ def test_what_cannot_be_answered_is_counted(tiny_engine: Engine, tmp_path: Path)
 
 
 def test_an_answer_that_fails_is_told(tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*arguments: Any, **options: Any) -> Any:
+    def begin(request: Any) -> Any:
         raise NumericalError("the logits are no numbers")
 
-    monkeypatch.setattr(tiny_engine, "start", start)
+    monkeypatch.setattr(tiny_engine, "begin", begin)
     with pytest.raises(NumericalError, match="no numbers"):
         made(tiny_engine, tmp_path / "out.json")
 
@@ -358,10 +358,10 @@ class TestOwnQuestions:
         said = talk(tiny_engine, own_prompts(1)[0], "auto", 6, 8, cold, {"stop": ["x"]})
         first = next(said)
         assert tiny_engine.tokenizer.decode(first.prompt) == "# User: "
-        assert first.options == {"sampling": SamplingParams(temperature=1.0, seed=8)}
+        assert first.sampling == SamplingParams(temperature=1.0, seed=8)
         answer = said.send(Generation(" What is two?\n", [1], "eos", Statistics(), []))
         assert answer.prompt == [{"role": "user", "content": "What is two?"}]
-        assert (answer.max_new_tokens, answer.options) == (6, {"sampling": SamplingParams(seed=8), "stop": ["x"]})
+        assert (answer.max_new_tokens, answer.sampling, answer.stop) == (6, SamplingParams(seed=8), ["x"])
         with pytest.raises(StopIteration) as end:
             said.send(Generation("It is two.", [1], "length", Statistics(), []))
         turns = [{"from": "human", "value": "What is two?"}, {"from": "gpt", "value": "It is two."}]

@@ -266,7 +266,7 @@ class Talks(RuleBasedStateMachine):
         expected = [plain(self.family, text, new) for text in texts]
         engine = self.engine(sizes, texts[0], expected[0])
         kept = [self.kept[0 if one_for_all else place % 2] for place in range(len(texts))]
-        requests = [Request(text, new, {"prefix_cache": one}) for text, one in zip(texts, kept, strict=True)]
+        requests = [Request(text, new, prefix_cache=one) for text, one in zip(texts, kept, strict=True)]
         found = dict[int, list[int]]()
         with self.target.active():
             for events in Scheduler(engine, requests, batch=3).run():

@@ -54,7 +54,7 @@ def sure(context: Context, row_budget: int) -> Draft:
 
 
 def in_order(engine: Engine, prompts: list[list[int]], **options: Any) -> Scheduler:
-    return Scheduler(engine, [Request(prompt, 8, {}) for prompt in prompts], **options)
+    return Scheduler(engine, [Request(prompt, 8) for prompt in prompts], **options)
 
 
 def test_prompts_join_as_others_end_and_results_keep_the_order() -> None:
@@ -112,9 +112,8 @@ def test_a_beginning_is_the_prompt_s_time_and_a_draft_the_step_s(batch: int, mon
     engine = Engine(counting(), drafter=Several(lambda context, _: takes(1, Draft.chain([context.root]))))
     prompts = [[1, 2, 3], [4, 5, 6]]
     found = engine.generate_batch(prompts, 4, batch=batch) if batch else [engine.generate([1, 2, 3], 4)]
-    times = 2 if batch else 1  # a batch asks for the size of what it admits, and a request's start reads it again
     for one in found:
-        assert one.stats.seconds.prefill == 1000 + 10 * times
+        assert one.stats.seconds.prefill == 1000 + 10
         assert one.stats.seconds.draft == one.stats.seconds.decode == 3  # the last token needs none
 
 
@@ -168,10 +167,10 @@ def test_requests_join_while_others_run_from_another_thread_too() -> None:
     scheduler = Scheduler(Engine(target, max_rows=8), batch=4)
     assert scheduler.idle
     assert scheduler.step() == []
-    handles = [scheduler.submit(Request([2], 6, {}))]
+    handles = [scheduler.submit(Request([2], 6))]
     assert not scheduler.idle
     assert [len(event.step.tokens) for event in scheduler.step() if event.step] == [1]
-    thread = Thread(target=lambda: handles.append(scheduler.submit(Request([50], 6, {}))))
+    thread = Thread(target=lambda: handles.append(scheduler.submit(Request([50], 6))))
     thread.start()
     thread.join()
     assert {event.index for event in scheduler.step()} == {handle.index for handle in handles}
@@ -179,14 +178,14 @@ def test_requests_join_while_others_run_from_another_thread_too() -> None:
     assert scheduler.idle
     assert [found[handle.index].generation().token_ids for handle in handles] == [numbers([2], 6), numbers([50], 6)]
     with pytest.raises(PromptError, match="the prompt is empty"):
-        scheduler.submit(Request([], 6, {}))
+        scheduler.submit(Request([], 6))
     assert scheduler.idle
 
 
 def test_a_cancelled_request_ends_at_the_next_step_and_its_cache_goes() -> None:
     target = target_of("llama")
     scheduler = Scheduler(Engine(target, max_rows=8), batch=2)
-    running, neighbour, waiting = (scheduler.submit(Request(prompt_of(5, seed), 9, {})) for seed in range(3))
+    running, neighbour, waiting = (scheduler.submit(Request(prompt_of(5, seed), 9)) for seed in range(3))
     scheduler.step()  # the prompts but their last tokens
     scheduler.step()
     held = scheduler.cache_bytes
@@ -216,6 +215,67 @@ def test_where_the_shared_forward_raises_only_the_rows_that_raise_alone_end() ->
         found = Engine(Fragile(lambda text: (text[-1] + 1) % 100)).generate_batch(prompts, 6, batch=4)
     assert [one.finish_reason for one in found] == ["length", "error", "length", "error"]
     assert [one.token_ids for one in found] == [numbers([1], 6), [31, 32, 33], numbers([60], 6), [33]]
+
+
+def test_a_request_may_have_another_drafter_and_fewer_rows() -> None:
+    """Each spec is made once, however it is written, and its sessions draft for its requests alone."""
+    target = counting()
+    mine, other = Several(sure), Several(sure)
+    engine = Engine(target, None, mine, max_rows=8)
+    scheduler = Scheduler(engine, batch=8)
+    specs: list[Any] = [None, other, other, "none", {"name": "none"}, "prompt_lookup"]
+    handles = [scheduler.submit(Request([10 * place], 9, drafter=spec)) for place, spec in enumerate(specs)]
+    handles.append(scheduler.submit(Request([70], 9, drafter=other, max_rows=2)))
+    assert len(scheduler._engines) == 3
+    ended = drained(scheduler)
+    found = [ended[handle.index].generation() for handle in handles]
+    assert [one.token_ids for one in found] == [numbers([10 * place], 9) for place in (0, 1, 2, 3, 4, 5, 7)]
+    assert [{step.drafter for step in one.steps} for one in found[3:6]] == [{"none"}, {"none"}, {"prompt_lookup"}]
+    assert [len(drafter.sessions) for drafter in (mine, other)] == [1, 3]
+    assert [max(one.stats.rows) for one in found] == [6, 6, 6, 1, 1, 1, 2]
+    for request, message in (
+        (Request([1], 9, drafter="nun"), "unknown drafter 'nun'"),
+        (Request([1], 9, max_rows=9), "max_rows is 9, and the engine's is 8"),
+        (Request([1], 9, max_rows=0), "max_rows is 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            scheduler.submit(request)
+
+
+def test_a_session_sees_its_own_taps_and_no_other_s() -> None:
+    """The forward has the hidden states and the likeliest tokens that any of its sequences reads."""
+    target, seen = target_of("llama"), dict[int, list[Any]]()
+    read, forward = set[tuple[frozenset[int], int]](), target.forward
+
+    class Tapping(Several):
+        def __init__(self, taps: set[int], top_k: int) -> None:
+            super().__init__(lambda context, _: Draft.chain([context.root, 3]))
+            self.taps, self.top_k = frozenset(taps), top_k
+
+        def start(self, context: Context) -> Scripted:
+            session = super().start(context)
+            seen[self.top_k] = session.seen
+            return session
+
+    def watched(block: Any, **options: Any) -> Any:
+        read.add((frozenset(options["taps"]), options["top_k"]))
+        return forward(block, **options)
+
+    engine = Engine(target, None, "none", max_rows=8)
+    scheduler = Scheduler(engine, batch=3)
+    drafters = [Tapping({1, FINAL}, 2), Tapping({2}, 3), Tapping(set(), 1)]
+    handles = [scheduler.submit(Request(prompt_of(5), 9, drafter=drafter)) for drafter in drafters]
+    target.forward = watched  # type: ignore[method-assign]
+    try:
+        ended = drained(scheduler)
+        texts = [ended[handle.index].generation().token_ids for handle in handles]
+    finally:
+        del target.forward
+    assert read == {(frozenset({1, 2, FINAL}), 0), (frozenset({1, 2, FINAL}), 3)}
+    assert texts == [engine.generate(prompt_of(5), 9).token_ids] * 3
+    for drafter in drafters:
+        assert {frozenset(one.taps) for one in seen[drafter.top_k]} == {drafter.taps}
+        assert all(len(one.taps) == len(drafter.taps) for one in seen[drafter.top_k])
 
 
 def column(values: Sequence[int]) -> Any:
@@ -397,16 +457,14 @@ def test_a_forward_of_several_gives_each_its_own() -> None:
             entries = [None] * len(blocks)
             if enters:
                 entries[1] = Entry(1, target.forward(blocks[1], exit_layer=1).hidden)
-            return [ForwardRows(*given) for given in zip(blocks, wanted, entries, strict=True)]
+            return [ForwardRows(*given, (0, 1, FINAL)) for given in zip(blocks, wanted, entries, strict=True)]
 
         for enters in (False, True):
             alone = [
                 target.forward(part.block, entry=part.entry, rows=part.rows, taps=(0, 1, FINAL))
                 for part in parts(enters)
             ]
-            for own, found, rows in zip(
-                alone, forward_together(target, parts(enters), taps=(0, 1, FINAL)), wanted, strict=True
-            ):
+            for own, found, rows in zip(alone, forward_together(target, parts(enters)), wanted, strict=True):
                 torch.testing.assert_close(found.hidden, own.hidden)
                 assert found.taps.keys() == own.taps.keys()
                 assert len(found.taps) == len(own.taps)
@@ -435,7 +493,7 @@ def test_a_thousand_prompts_under_a_bound() -> None:
 
     target.new_cache = watched  # type: ignore[method-assign]
     try:
-        requests = [Request(prompt, 1 + place % 7, {}) for place, prompt in enumerate(prompts)]
+        requests = [Request(prompt, 1 + place % 7) for place, prompt in enumerate(prompts)]
         scheduler = Scheduler(engine, requests, batch=8, cache_bytes=bound)
         with target.active():
             for events in scheduler.run():
