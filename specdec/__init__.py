@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from specdec.engine.custom_generate import custom_generate
     from specdec.engine.engine import Engine
     from specdec.engine.prefix_cache import PrefixCache
+    from specdec.engine.prefix_tree import PrefixTree
     from specdec.errors import SpecdecError, SpecdecWarning
     from specdec.models.transformers_target import TransformersTarget
     from specdec.results import Chunk, Generation, Statistics, Step
@@ -31,6 +32,7 @@ __all__ = [
     "Generation",
     "Observation",
     "PrefixCache",
+    "PrefixTree",
     "SamplingParams",
     "SpecdecError",
     "SpecdecWarning",
@@ -53,6 +55,7 @@ _HOMES = {
     "engine.custom_generate": ("custom_generate",),
     "engine.engine": ("Engine",),
     "engine.prefix_cache": ("PrefixCache",),
+    "engine.prefix_tree": ("PrefixTree",),
     "errors": (
         "SpecdecError",
         "SpecdecWarning",

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 
 from specdec.step.cache import KVCache
 from specdec.target import Target
 
-__all__ = ["KeptText", "PrefixCache"]
+__all__ = ["KeptText", "PrefixCache", "alike"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,11 +59,24 @@ class KeptText:
         """How many tokens a text that begins now has in common with this one, and may copy; its last is the root."""
         if self.target is not other.target or self.version != other.version:
             return 0
-        pairs = zip(self.tokens, other.tokens, strict=False)
-        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         # A text that was interrupted in the middle of a step may have committed more than it noted, or less.
         known = [self.cache.length, *(self.known.get(layer, 0) for layer in other.taps)]
-        return min(alike, len(other.tokens) - 1, *known)
+        return min(alike(self.tokens, other.tokens), len(other.tokens) - 1, *known)
+
+    def end(self) -> None:
+        """Be told that the text goes on no more."""
+
+
+def alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    first, last = 0, min(len(one), len(other))
+    while first < last:  # slices are compared at once, which tokens would be one by one
+        half = (first + last + 1) // 2
+        if one[first:half] == other[first:half]:
+            first = half
+        else:
+            last = half - 1
+    return first
 
 
 class PrefixCache:

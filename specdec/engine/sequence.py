@@ -313,6 +313,8 @@ class SequenceState:
         self.steps.append(step)
         stats.acceptance_lengths.append(len(tokens))
         stats.rows.append(rows)
+        if self._kept is not None and self.finish_reason is not None:
+            self._kept.end()
         observed = perf_counter()
         spent, drafting = stats.seconds, scheduled.drafting + observed - committed
         spent.draft += drafting

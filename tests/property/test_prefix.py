@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from specdec import Engine, PrefixCache
+from specdec import Engine, PrefixCache, PrefixTree
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.sequence import SequenceState
@@ -157,10 +157,12 @@ added = st.lists(st.integers(2, VOCAB - 1), max_size=12)
 class Talks(RuleBasedStateMachine):
     """Texts that begin as earlier ones did, with several caches and engines of one target."""
 
-    @initialize(family=st.sampled_from(FAMILIES))
-    def build(self, family: str) -> None:
+    @initialize(family=st.sampled_from(FAMILIES), texts=st.sampled_from([0.5, 2, 100]))
+    def build(self, family: str, texts: float) -> None:
+        """``texts``: how many of a hundred tokens the tree has room for, without hidden states."""
         self.family, self.target = family, target_of(family)
-        self.kept = [PrefixCache(), PrefixCache()]
+        self.tree = PrefixTree(int(texts * KVCache.most_bytes(self.target.specs, capacity=100, rows=1)))
+        self.kept = [PrefixCache(), self.tree]
         self.texts: list[tuple[int, ...]] = [(1, *range(2, 22))]
         self.open = list[Open]()
 
@@ -273,6 +275,20 @@ class Talks(RuleBasedStateMachine):
                 found |= {event.index: event.generation().token_ids for event in events if event.last}
         assert [found[place] for place in range(len(texts))] == expected
         self.texts += [(*text, *answer) for text, answer in zip(texts, expected, strict=True)]
+
+    @invariant()
+    def the_tree_holds_what_it_says_within_its_bound(self) -> None:
+        assert self.tree.nbytes == held_bytes(self.tree) <= self.tree.max_bytes
+
+
+def held_bytes(tree: PrefixTree) -> int:
+    """Of the tensors in its nodes, by the storage that each of them keeps alive."""
+    tensors = [
+        tensor
+        for node in tree._nodes()
+        for tensor in (*(part for piece in node.pieces for part in (piece.keys, piece.values)), *node.taps.values())
+    ]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def test_slots_hold_what_they_are_said_to() -> None:

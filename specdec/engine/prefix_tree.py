@@ -1,0 +1,331 @@
+"""Prefix tree: the keys and values of many texts, what several of them begin with once, within a bound of bytes.
+
+A radix tree over token ids. A node is a piece of text that was run, with the keys and values of its tokens, and the
+hidden states of those layers that drafters wanted. A text that begins goes down as far as its tokens agree, and has
+copies of what is there; it may go on from a text that is still being decoded, too, as far as that has come. A text that
+ends leaves in the tree what is not there yet. Where there is no more room, the leaf that was not used for longest goes.
+
+The rules are those of :mod:`specdec.engine.prefix_cache`: copies only, slot by slot; of a sliding window's layers a
+node has no more than was left of its tokens, and where that does not hold all that the next token sees, the text goes
+on from a shorter beginning; a model that was changed begins anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import RLock
+
+import torch
+
+from specdec.engine.prefix_cache import KeptText, PrefixCache, alike
+from specdec.settings.parsing import check_positive
+from specdec.step.cache import KVCache, Slots
+from specdec.target import Target
+
+__all__ = ["PrefixTree"]
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """Keys and values [layers, 1, heads, n, dim] of one group of layers, at the last n positions of a node."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, group: Slots, start: int, end: int) -> _Piece:
+        """A copy of what a cache holds of the positions [start, end)."""
+        first = min(max(start, group.first), end)
+        if group.window is None:
+            return cls(*(store.narrow(3, first, end - first).clone() for store in (group.keys, group.values)))
+        slots = group.index((first, end))
+        return cls(group.keys.index_select(3, slots), group.values.index_select(3, slots))
+
+    @property
+    def size(self) -> int:
+        return self.keys.shape[3]
+
+    def part(self, first: int, last: int) -> _Piece:
+        """A copy, so that the rest may be freed."""
+        return _Piece(*(store.narrow(3, first, last - first).clone() for store in (self.keys, self.values)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """Tokens at the positions [start, end) of all texts that go through it.
+
+    Attributes:
+        taps: layer -> [n, D] hidden states of all its tokens.
+        used: when it last was, on the tree's clock.
+    """
+
+    tokens: list[int]
+    start: int
+    parent: _Node | None
+    pieces: list[_Piece]
+    taps: dict[int, torch.Tensor]
+    used: int = 0
+    children: dict[int, _Node] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces) + sum(hidden.nbytes for hidden in self.taps.values())
+
+    def split(self, size: int) -> _Node:
+        """Have no more than the tokens behind the first ``size``; the node of those, put between it and its parent."""
+        pieces, rest = list[_Piece](), list[_Piece]()
+        for piece in self.pieces:
+            held = max(0, piece.size - (len(self.tokens) - size))  # of the first tokens
+            pieces.append(piece.part(0, held))
+            rest.append(piece.part(held, piece.size))
+        taps = {layer: hidden[:size].clone() for layer, hidden in self.taps.items()}
+        upper = _Node(self.tokens[:size], self.start, self.parent, pieces, taps, self.used, {self.tokens[size]: self})
+        assert self.parent is not None
+        self.parent.children[self.tokens[0]] = upper
+        self.pieces, self.taps = rest, {layer: hidden[size:].clone() for layer, hidden in self.taps.items()}
+        self.tokens, self.start, self.parent = self.tokens[size:], self.start + size, upper
+        return upper
+
+
+class _Text(KeptText):
+    """A text that tells its tree when it has ended."""
+
+    __slots__ = ("__weakref__", "tree")
+    tree: PrefixTree
+
+    def end(self) -> None:
+        self.tree.keep(self)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A text that may go on: what is known of it, and whether its sequence, which has the text, still is there."""
+
+    known: KeptText
+    text: weakref.ref[_Text]
+
+
+class PrefixTree(PrefixCache):
+    """Keeps what many texts begin with: ``prefix_cache=`` of any number of generations, one after another or at once.
+
+    What is generated is what it is without one, see :class:`specdec.engine.prefix_cache.PrefixCache`.
+
+    Args:
+        max_bytes: most bytes of what it keeps. A text that is still being decoded has a cache of its own, which does
+            not count; what does not fit when it has ended is not kept.
+
+    Raises:
+        ConfigError: a bound below 1.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        check_positive(max_bytes=max_bytes)
+        self.max_bytes = max_bytes
+        self._lock = RLock()  # engines in several threads may share one
+        self._roots: dict[int, tuple[Target, object, _Node]] = {}
+        self._running: list[_Running] = []
+        self._bytes = self._clock = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept."""
+        with self._lock:
+            self._sweep()
+            return self._bytes
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        with self._lock:
+            self._roots, self._running, self._bytes = {}, [], 0
+
+    def begin(
+        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int]
+    ) -> tuple[KeptText, dict[int, torch.Tensor]]:
+        """As :meth:`specdec.engine.prefix_cache.PrefixCache.begin`."""
+        text = _Text(target, target.version(), cache, tokens, {layer: [] for layer in taps})
+        object.__setattr__(text, "tree", self)
+        with self._lock:
+            self._sweep()
+            hidden = self._take(text)
+            known = KeptText(target, text.version, cache, tokens, text.taps, text.known)
+            self._running.append(_Running(known, weakref.ref(text)))
+        if cache.length:
+            text.keep(hidden, range(cache.length))
+        return text, hidden
+
+    def keep(self, text: KeptText) -> None:
+        """Have what was run of a text that goes on no more."""
+        with self._lock:
+            self._running = [one for one in self._running if one.known.cache is not text.cache]
+            if text.version == text.target.version():
+                self._insert(text)
+
+    def _sweep(self) -> None:
+        """Keep the texts that were left in the middle, as where they were cancelled."""
+        left = [one for one in self._running if one.text() is None]
+        for one in left:
+            self.keep(one.known)
+
+    def _root(self, text: KeptText) -> _Node:
+        """What begins all texts of a model as it is now; whatever was known of it as it was before is forgotten."""
+        target, version, root = self._roots.get(id(text.target), (None, None, None))
+        if root is None or target is not text.target or version != text.version:
+            if root is not None:
+                self._bytes -= sum(node.nbytes for node in _below(root))
+            root = _Node([], 0, None, [], {})
+            self._roots[id(text.target)] = text.target, text.version, root
+        return root
+
+    def _take(self, text: KeptText) -> dict[int, torch.Tensor]:
+        """Fill a text's empty cache with the longest beginning that is known; the hidden states of these tokens."""
+        path, count = self._path(text)
+        for running in sorted(self._running, key=lambda one: one.known.shared(text), reverse=True):
+            known = running.known
+            shared = known.shared(text)
+            if shared <= count:
+                break
+            if text.cache.take(known.cache, shared):
+                return {layer: torch.cat(known.taps[layer])[:shared] for layer in text.taps}
+        self._clock += 1
+        for node in path:
+            node.used = self._clock
+        if not count:
+            return {}
+        _fill(text.cache, path, count)
+        return {layer: torch.cat([node.taps[layer] for node in path])[:count] for layer in text.taps}
+
+    def _path(self, text: KeptText) -> tuple[list[_Node], int]:
+        """The nodes that a text begins with, and how many of their tokens it may copy; its last token is its root."""
+        node, tokens, path, size = self._root(text), text.tokens, list[_Node](), 0
+        most = len(tokens) - 1
+        counts = list[int]()
+        while size < most and (child := node.children.get(tokens[size])) is not None:
+            if any(layer not in child.taps for layer in text.taps):
+                break
+            shared = min(alike(child.tokens, tokens[size : size + len(child.tokens)]), most - size)
+            if not shared:
+                break
+            node, size = child, size + shared
+            path.append(child)
+            counts.append(size)
+            if shared < len(child.tokens):
+                break
+        while path and not _holds(text.cache, path, counts[-1]):
+            path.pop()
+            counts.pop()
+        return path, counts[-1] if counts else 0
+
+    def _insert(self, text: KeptText) -> None:
+        """Put into the tree what of a text is not there."""
+        node, tokens = self._root(text), list(text.tokens[: min(text.cache.length, len(text.tokens))])
+        known = {layer: torch.cat(pieces) for layer, pieces in text.taps.items() if pieces}
+        size, path = 0, list[_Node]()
+        self._clock += 1
+        while size < len(tokens) and (child := node.children.get(tokens[size])) is not None:
+            shared = alike(child.tokens, tokens[size : size + len(child.tokens)])
+            node = child if shared == len(child.tokens) else child.split(shared)
+            node.used = self._clock
+            path.append(node)
+            for layer, hidden in known.items():
+                if layer not in node.taps and len(hidden) >= node.end:
+                    rows = hidden[node.start : node.end]
+                    if self._make_room(rows.nbytes, path):
+                        node.taps[layer] = rows.clone()
+                        self._bytes += rows.nbytes
+            size += shared
+        if size < len(tokens):
+            self._add(text, known, tokens, node, path)
+
+    def _add(
+        self, text: KeptText, known: dict[int, torch.Tensor], tokens: list[int], parent: _Node, path: list[_Node]
+    ) -> None:
+        """A leaf with the tokens behind those that its parent ends with, where there is room."""
+        start, end, cache = parent.end, len(tokens), text.cache
+        taps = {layer: hidden[start:end] for layer, hidden in known.items() if len(hidden) >= end}
+        held = [(group, end - min(max(start, group.first), end)) for group in cache.groups]
+        size = sum(count * (group.keys.nbytes + group.values.nbytes) // group.size for group, count in held)
+        if not self._make_room(size + sum(rows.nbytes for rows in taps.values()), path):
+            return
+        pieces = [_Piece.of(group, start, end) for group in cache.groups]
+        leaf = _Node(tokens[start:], start, parent, pieces, {layer: rows.clone() for layer, rows in taps.items()})
+        leaf.used = self._clock
+        parent.children[tokens[start]] = leaf
+        self._bytes += leaf.nbytes
+
+    def _make_room(self, size: int, path: Collection[_Node]) -> bool:
+        """Let go of the leaves that were not used for longest, but none of ``path``, until ``size`` bytes fit.
+
+        Where these cannot fit, nothing goes.
+        """
+        if size + sum(node.nbytes for node in path) > self.max_bytes:
+            return False
+        while self._bytes + size > self.max_bytes:
+            leaves = (node for node in self._nodes() if not node.children and node not in path)
+            oldest = min(leaves, key=lambda node: node.used)
+            assert oldest.parent is not None
+            del oldest.parent.children[oldest.tokens[0]]
+            self._bytes -= oldest.nbytes
+        return True
+
+    def _nodes(self) -> Iterator[_Node]:
+        for _, _, root in self._roots.values():
+            yield from _below(root)
+
+
+def _below(root: _Node) -> Iterator[_Node]:
+    """All nodes below one."""
+    left = list(root.children.values())
+    while left:
+        node = left.pop()
+        left += node.children.values()
+        yield node
+
+
+def _held_from(path: Sequence[_Node], group: int, count: int) -> int:
+    """The first position from which on a path has all keys of a group of layers, up to the ``count``-th."""
+    for node in reversed(path):
+        missing = len(node.tokens) - node.pieces[group].size
+        if missing:
+            return min(node.start + missing, count)
+    return 0
+
+
+def _holds(cache: KVCache, path: Sequence[_Node], count: int) -> bool:
+    """Whether a path holds what the token at position ``count`` sees."""
+    return all(
+        _held_from(path, place, count) <= (0 if group.window is None else max(0, count - group.window + 1))
+        for place, group in enumerate(cache.groups)
+    )
+
+
+def _fill(cache: KVCache, path: Sequence[_Node], count: int) -> None:
+    """Have the first ``count`` tokens of a path in an empty cache, of rings as many as it has and there is room for."""
+    cache.grow(count)
+    for place, group in enumerate(cache.groups):
+        group.first = first = max(_held_from(path, place, count), count - group.limit)
+        if first:  # masked slots are read too, and what is in them must be numbers
+            group.keys.zero_()
+            group.values.zero_()
+        for node in path:
+            piece, start, end = node.pieces[place], max(first, node.start), min(node.end, count)
+            if start >= end:
+                continue
+            offset = start - (node.end - piece.size)
+            for own, other in ((group.keys, piece.keys), (group.values, piece.values)):
+                rows = other.narrow(3, offset, end - start)
+                if first:
+                    own.index_copy_(3, group.index((start, end)), rows)
+                else:
+                    own.narrow(3, start, end - start).copy_(rows)
+    cache.length = cache.written = count
