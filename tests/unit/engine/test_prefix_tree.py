@@ -148,7 +148,7 @@ def test_requests_that_run_together_share_one_tree(tiny_engine: Engine) -> None:
     plain = [tiny_engine.generate(prompt, 8).token_ids for prompt in prompts]
     for turn in range(2):
         scheduler = Scheduler(tiny_engine, batch=3)
-        handles = [scheduler.submit(Request(prompt, 8, {"prefix_cache": tree})) for prompt in prompts]
+        handles = [scheduler.submit(Request(prompt, 8, prefix_cache=tree)) for prompt in prompts]
         scheduler.cancel(handles[4])
         done = {}
         while not scheduler.idle:
