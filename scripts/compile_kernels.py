@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import combinations
+from itertools import product as product_of
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.runners.kernels import layer, step, tree
+from specdec.runners.kernels import layer, product, step, tree
 
 DTYPES = ("bf16", "fp16", "fp32")
 WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)
@@ -37,14 +39,14 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 
 Variant = tuple[str, Any, dict[str, str], dict[str, Any]]  # name, kernel, types of arguments, constants
 
 
-def tree_variants(sample: bool) -> Iterator[Variant]:
+def tree_variants(sample: bool, arch: int) -> Iterator[Variant]:
     """Tree attention: dtypes x head widths x group sizes x (masked, indexed, continued)."""
-    shapes = [(128, 4)] if sample else [*product(WIDTHS, (4,)), (128, 1), (128, 7)]
+    shapes = [(128, 4)] if sample else [*product_of(WIDTHS, (4,)), (128, 1), (128, 7)]
     flags = [(False, False, False), (True, False, True), (True, True, True)]
     if not sample:
-        flags = list(product((False, True), repeat=3))
+        flags = list(product_of((False, True), repeat=3))
     dtypes = DTYPES[::2] if sample else DTYPES
-    for dtype, (width, group), (masked, indexed, continued) in product(dtypes, shapes, flags):
+    for dtype, (width, group), (masked, indexed, continued) in product_of(dtypes, shapes, flags):
         types = {"query": dtype, "keys": dtype, "values": dtype, "mask": dtype, "slots": "i64",
                  "prior": dtype, "prior_weight": "fp32", "output": dtype}  # fmt: skip
         constants = tree.constants(group, width, width, masked=masked, indexed=indexed, continued=continued)
@@ -54,20 +56,21 @@ def tree_variants(sample: bool) -> Iterator[Variant]:
         yield name, tree._tree, types, constants
 
 
-def layer_variants(sample: bool) -> Iterator[Variant]:
+def layer_variants(sample: bool, arch: int) -> Iterator[Variant]:
     """Sum and norm, turning and storing heads, and the gate."""
-    for dtype, width in product(DTYPES[::2] if sample else DTYPES, (4096,) if sample else (192, 576, 4096, 8192)):
+    for dtype, width in product_of(DTYPES[::2] if sample else DTYPES, (4096,) if sample else (192, 576, 4096, 8192)):
         types = dict.fromkeys(("residual", "delta", "weight", "total", "normed"), dtype)
         wide = triton.next_power_of_2(width)
-        for adds in (False, True):
-            constants: dict[str, Any] = {"WIDTH": width, "WIDE": wide, "ADDS": adds}
-            yield f"add_norm {dtype} width {width}{' adds' if adds else ''}", layer._add_norm, types, constants
+        for parts in (0, 1, 4):
+            own = {**types, "delta": "fp32" if parts > 1 else dtype}
+            constants: dict[str, Any] = {"WIDTH": width, "WIDE": wide, "PARTS": parts}
+            yield f"add_norm {dtype} width {width} parts {parts}", layer._add_norm, own, constants
         yield f"gate {dtype}", layer._gate, {"both": dtype, "output": dtype}, {"INNER": 3 * width, "BLOCK": 1024}
-    for dtype, width, normed in product(DTYPES, (128,) if sample else WIDTHS, (False, True)):
+    for dtype, width, normed in product_of(DTYPES, (128,) if sample else WIDTHS, (False, True)):
         names = ("heads", "cosines", "sines", "query_weight", "key_weight", "query")
         types = {**dict.fromkeys(names, dtype), "places": "i64", "counts": "i64", "table": "i64"}
         half = triton.next_power_of_2(width // 2)
-        constants = {"QUERIES": 32, "KEYS": 8, "WIDTH": width, "HALF": half, "NORMED": normed}
+        constants = {"QUERIES": 32, "KEYS": 8, "WIDTH": width, "HALF": half, "NORMED": normed, "PARTS": 1}
         yield (
             f"turn_and_store {dtype} width {width}{' normed' if normed else ''}",
             layer._turn_and_store,
@@ -76,19 +79,52 @@ def layer_variants(sample: bool) -> Iterator[Variant]:
         )
 
 
-def step_variants(sample: bool) -> Iterator[Variant]:
-    """Attention of recorded steps: dtypes x head widths x buckets of rows x windows, and what joins its parts."""
-    kinds = [(1, False), (64, True)] if sample else [*product((1, 4, 16, 64, 128), (False, True))]
-    for dtype, width in product(DTYPES[::2] if sample else DTYPES, (128,) if sample else WIDTHS):
-        types = {"query": dtype, "counts": "i64", "table": "i64", "places": "i64", "closure": "i1",
-                 "mixed_parts": "fp32", "weight_parts": "fp32"}  # fmt: skip
-        for rows, windowed in kinds:
-            constants = step.constants(1, rows, 8, 4, width, 4 if dtype == "fp32" else 2, windowed=windowed)
-            name = f"step {dtype} width {width} rows {rows}{' windowed' if windowed else ''}"
-            yield name, step._part, types, constants
-        joined = {name: constants[name] for name in ("WIDTH", "WIDE", "PARTS")}
-        types = {"mixed_parts": "fp32", "weight_parts": "fp32", "output": dtype}
-        yield f"join {dtype} width {width}", step._join, types, joined
+def step_variants(sample: bool, arch: int) -> Iterator[Variant]:
+    """Attention of recorded steps: dtypes x head widths x groups x windows; and each row's way through the tree."""
+    kinds = [(4, False), (3, True)] if sample else [*product_of((1, 3, 4, 8), (False, True))]
+    for dtype, width in product_of(DTYPES[::2] if sample else DTYPES, (128,) if sample else WIDTHS):
+        types = {"query": dtype, "counts": "i64", "table": "i64", "places": "i64", "paths": "i32", "tops": "fp32",
+                 "totals": "fp32", "mixes": "fp32", "output": dtype}  # fmt: skip
+        for group, windowed in kinds:
+            constants = step.constants(8 * group, group, width, 4 if dtype == "fp32" else 2, windowed=windowed)
+            yield (
+                f"step {dtype} width {width} group {group}{' windowed' if windowed else ''}",
+                step._attend,
+                types,
+                constants,
+            )
+    types = {"counts": "i64", "places": "i64", "closure": "i1", "output": "i32"}
+    yield "paths", step._paths, types, {"BLOCK": 128, "num_warps": 1}
+
+
+def product_variants(sample: bool, arch: int) -> Iterator[Variant]:
+    """Products of a 7 B model's and of a small one's shapes: dtypes x buckets of rows."""
+    shapes = [
+        (6144, 4096, False),
+        (14336, 4096, True),
+        (4096, 14336, False),
+        (960, 576, False),
+        (1536, 576, True),
+        (100, 72, False),
+    ]
+    buckets = product.buckets_of(SHARED[arch])
+    for dtype, bucket in product_of(
+        DTYPES[:1] if sample else DTYPES[:2], buckets[:: len(buckets) - 1] if sample else buckets
+    ):
+        for outputs, inputs, gated in shapes[:2] if sample else shapes:
+            cut = product.cut_of(outputs, inputs, gated, bucket, SHARED[arch])
+            types = {
+                "activations": dtype,
+                "weight": dtype,
+                "bias": dtype,
+                "output": "fp32" if cut.splits > 1 else dtype,
+            }
+            name = f"product {dtype} {outputs} of {inputs} bucket {bucket}{' gated' if gated else ''}"
+            yield name, product._product, types, {
+                "OUTPUTS": outputs, "INPUTS": inputs, "TILE": cut.tile, "STEP": cut.step, "BUCKET": bucket,
+                "SPLITS": cut.splits, "GATED": gated, "BIASED": True, "AHEAD": 256 if inputs >= 256 else 0,
+                "num_warps": cut.warps, "num_stages": cut.stages,
+            }  # fmt: skip
 
 
 def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
@@ -101,28 +137,50 @@ def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
             yield variant
 
 
-VARIANTS = (tree_variants, layer_variants, step_variants)
+VARIANTS = (tree_variants, layer_variants, step_variants, product_variants)
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int) -> int:
     """Compile one variant; its bytes of shared memory.
 
     Raises:
-        ValueError: it specialises on a number, and so would be compiled anew in the midst of decoding; or it reads keys
-            number by number.
+        ValueError: it specialises on a number, and so would be compiled anew in the midst of decoding; it reads keys or
+            weights number by number; or its numbers find no place in registers.
     """
     fixed = [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize or p.name in types)]
     if fixed:
         raise ValueError(f"it specialises on {', '.join(fixed)}")
     scalars = {"scale": "fp32", "epsilon": "fp32"}
+    options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
+    constants = {name: value for name, value in constants.items() if name not in options}
+    if "PDL" in kernel.arg_names:
+        constants["PDL"] = arch >= 90
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: f"*{types[name]}" if name in types else scalars.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants)
-    found = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-    if kernel is step._part and "cp.async" not in found.asm["ptx"]:
-        raise ValueError("it does not read 16 bytes of keys at once")
+    # As a launch finds them: what is allocated begins at a multiple of 16 bytes.
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in types}
+    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, aligned)
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    if kernel in (step._attend, product._product):
+        narrow = set(re.findall(r"cp\.async\.c\S+ \[[^]]*\], \[[^]]*\], (\S+?),", found.asm["ptx"])) - {"0x10", "16"}
+        rows = constants.get("INPUTS", constants.get("WIDTH"))
+        if rows % 8 == 0 and (narrow or "cp.async" not in found.asm["ptx"]):
+            raise ValueError(f"it does not read 16 bytes at once but {narrow or 'no tile ahead'}")
+    full = kernel is tree._tree and types["query"] == "fp32"  # without tensor cores its scores do not fit
+    if not full and (spilled := stack_of(found.asm["cubin"])):
+        raise ValueError(f"it keeps {spilled} bytes of its numbers in memory, as registers are too few")
     return int(found.metadata.shared)
+
+
+def stack_of(cubin: bytes) -> int:
+    """Bytes of a thread's stack, to which the assembler moves what finds no register."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", told.stdout)[1])  # type: ignore[index]
 
 
 def main() -> int:
@@ -134,8 +192,8 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        for arch, variants in product(args.arch, VARIANTS):
-            chosen = variants(args.sample)
+        for arch, variants in product_of(args.arch, VARIANTS):
+            chosen = variants(args.sample, arch)
             for name, kernel, types, constants in paired(chosen) if args.pairs else chosen:
                 try:
                     shared = compiled(kernel, types, constants, arch)

@@ -42,6 +42,12 @@ class Kernels:
         first, second = both.chunk(2, -1)
         return F.silu(first) * second
 
+    def product(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: Any, *, gated: bool = False, whole: bool = False
+    ) -> torch.Tensor:
+        found = F.linear(rows, weight, bias)
+        return self.gate(found) if gated else found
+
     def turn_and_store(
         self, heads: Any, cos: Any, sin: Any, at: Any, norms: Any, where: Mapping[str, Any], layer: int, shape: Any
     ) -> torch.Tensor:
@@ -58,9 +64,17 @@ class Kernels:
             own_keys[0][:, slot], own_values[0][:, slot] = k[:, own][:, :rows], v[:, own][:, :rows]
         return q.transpose(0, 1).contiguous().transpose(0, 1)[None]
 
+    def segments_of(self, positions: int) -> int:
+        return 1
+
+    def paths(self, where: Mapping[str, Any]) -> Any:
+        """Nothing: what it is made of is read here."""
+        return where["closure"]
+
     def step_attention(
-        self, query: Any, where: Mapping[str, Any], layer: int, key_heads: int, window: int | None, scale: float
-    ) -> torch.Tensor:
+        self, query: Any, where: Mapping[str, Any], layer: int, key_heads: int, window: int | None, scale: float,
+        segments: int,
+    ) -> torch.Tensor:  # fmt: skip
         parts = query.split(where["closure"].shape[-2], 2)
         both = zip(parts, _sequences(where), strict=True)
         return torch.cat([self._attended(part, one, layer, window, scale) for part, one in both])

@@ -39,12 +39,15 @@ class LiveCosts:
 
     Args:
         measured: as it was.
+        follows: whether the seconds that are noted are those of forwards. On a GPU they are what a forward takes to
+            launch, and the curve stays as it was measured.
 
     Attributes:
         now: the curve that the latest forwards make of it, a new one whenever it changes.
     """
 
-    def __init__(self, measured: CostCurve) -> None:
+    def __init__(self, measured: CostCurve, *, follows: bool = True) -> None:
+        self._follows = follows
         self.measured = self.now = measured
         self._rows = np.union1d(_COUNTS, measured.rows)
         most = int(self._rows[-1])
@@ -66,7 +69,7 @@ class LiveCosts:
 
     def note(self, rows: int, length: int, seconds: float) -> None:
         """Take note of a forward of so many rows after ``length`` tokens."""
-        if 0 < rows <= _MOST and seconds > 0:
+        if self._follows and 0 < rows <= _MOST and seconds > 0:
             self._latest.append((rows, length, seconds))  # and no more: a forward has driven all else out of the caches
             if len(self._latest) == self._wait:
                 self._bend()

@@ -41,6 +41,7 @@ from specdec.results import Chunk, Generation, Step
 from specdec.sampling.processors import check_processors, settled
 from specdec.settings.arguments import checked, checked_fields
 from specdec.settings.sampling_params import SamplingParams
+from specdec.step import device_copies
 from specdec.target import Target
 
 __all__ = ["Engine", "Prompt", "SequenceState"]
@@ -101,7 +102,7 @@ class Engine:
             if target.batch_invariant and not isinstance(
                 target, ParallelTarget
             ):  # no text depends on the steps that it took
-                live = LiveCosts(costs)
+                live = LiveCosts(costs, follows=not device_copies.is_apart(target.device))
         self._follow(live)
         self._known_costs = costs
         self.costs = costs or roofline(target.device)

@@ -188,7 +188,13 @@ class TransformersTarget:
 
     @property
     def batch_invariant(self) -> bool:
-        return self.runner.batch_invariant
+        return self._varies() is None
+
+    def _varies(self) -> str | None:
+        """Why a row's numbers depend on the rows beside it, or None."""
+        if self.runner.varies is None and self.backend != "auto":
+            return f"attention={self.backend!r} asks for kernels that sum in another order for other numbers of rows"
+        return self.runner.varies
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache(self.specs, capacity=capacity, rows=rows)
@@ -341,6 +347,7 @@ class TransformersTarget:
                 "because": self.plan.reason,
                 **{f"not {name}": reason for name, reason in self.plan.others.items()},
                 "attention": "in the same call" if self.runner.name == "native" else self._describe_attention(),
+                "batch-invariant": "yes" if self.batch_invariant else f"no: {self._varies()}",
                 "CUDA graphs": self.runner.graphs(self.backend) if self.device.type == "cuda" else None,
                 "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             },
@@ -358,6 +365,8 @@ class TransformersTarget:
         }
 
     def _describe_attention(self) -> str:
+        if self.batch_invariant:
+            return "by Triton, cut at fixed positions of the text"
         softcap = getattr(self.config, "attn_logit_softcapping", None)
         return describe_backend(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
 

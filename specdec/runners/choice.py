@@ -74,6 +74,7 @@ class RunnerMaker:
         self.rotary = Rotary(decoder.rotary_emb, config)
         self._holders = _holders(model, layers, (norm, model.get_input_embeddings(), model.get_output_embeddings()))
         self._kinds = getattr(config, "layer_types", None) if self.rotary.by_kind else None
+        self._longest = int(getattr(config, "max_position_embeddings", None) or 1)
         arguments = inspect.signature(layers[0].forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in arguments else "past_key_values"
 
@@ -143,7 +144,8 @@ class RunnerMaker:
             known = [layer for layer in self._fusible if isinstance(layer, KnownLayer)]
             modules = [module for layer in known for module in layer.module.modules()]
             recorder = CudaRecorder(next(self.layers.parameters()).device)
-            return CudaRunner([CudaLayer(layer, files, kernels) for layer in known], recorder, **self._parts(modules))
+            cuda = [CudaLayer(layer, files, kernels) for layer in known]
+            return CudaRunner(cuda, recorder, kernels, self._longest, **self._parts(modules))
         if name == "fused":
             for layer in self._fusible:
                 if isinstance(layer, KnownLayer):
@@ -214,11 +216,16 @@ def layer_kernels(
         kernels.gate(kernels.add_norm(rows, rows, rows[0], 1e-6)[1])
         counts = torch.zeros(3, dtype=torch.long, device=device)  # no row is stored
         where = {"counts": counts, "table": torch.ones(1, 3, dtype=torch.long, device=device)}
+        where |= {"places": counts[:1], "closure": torch.zeros(1, 1, dtype=torch.bool, device=device)}
         for query_heads, key_heads, width, normed in shapes:
             heads = torch.zeros(1, (query_heads + 2 * key_heads) * width, dtype=dtype, device=device)
             cos_sin, norms = heads[:, :width], (heads[0], heads[0], 1e-6) if normed else None
             shape = query_heads, key_heads, width
-            kernels.turn_and_store(heads, cos_sin, cos_sin, counts[:1], norms, where, 0, shape)
+            query = kernels.turn_and_store(heads, cos_sin, cos_sin, counts[:1], norms, where, 0, shape)
+            where["paths"] = kernels.paths(where)
+            kernels.step_attention(query, where, 0, key_heads, None, 1.0, 1)
+        if dtype != torch.float32:
+            kernels.product(kernels.product(rows, rows, None, whole=True), rows[:, :1], None)
     except Exception as error:  # the compiler's, the driver's and the linker's share no class but this
         warnings.warn(
             f"Triton's kernels for layers are not used, and torch's operations do their work, more slowly: "

@@ -1,4 +1,9 @@
-"""Known layers on a CUDA device: nine launches each, where the products are cuBLAS's and what is between them Triton's.
+"""Known layers on a CUDA device: nine launches each, of kernels in Triton.
+
+In half precision every number of a row is computed alike whatever rows are beside it
+(:mod:`specdec.runners.kernels.product`, :mod:`specdec.runners.kernels.step`): of a step or of a prompt, recorded or
+launched, of one sequence or of several. So a text does not depend on what was drafted. In full precision, and where
+attention is asked for by name, the products are cuBLAS's, which sum otherwise for other numbers of rows.
 
 Steps are recorded as CUDA graphs (:mod:`specdec.runners.graphs`); chunks of a prompt and rows of several sequences are
 launched kernel by kernel. A layer hands on the residual stream and what is to be added to it, so that the sum is taken
@@ -13,19 +18,38 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from specdec.runners.attention import attend
 from specdec.runners.graphs import CosSin, Recorder, StepGraphs, StepInputs
-from specdec.runners.known_layers import KnownLayer
+from specdec.runners.known_layers import KnownLayer, is_known_norm, why_special
 from specdec.runners.layers import LayerByLayer, stack_linears
+from specdec.runners.linear import DenseLinear
 from specdec.runners.memory_pages import FilePages
 from specdec.step.block import Block, Rows
 
 __all__ = ["CudaLayer", "CudaRunner"]
 
+_HALF = (torch.float16, torch.bfloat16)
+_ALIGN = 16  # bytes, to a multiple of which the kernel of products reads ahead
+
+
+def _why_varying(weight: torch.Tensor) -> str | None:
+    """Why the kernel of products does not take a weight, so that its rows depend on those beside them; or None."""
+    if weight.dtype not in _HALF:
+        return f"in {str(weight.dtype).removeprefix('torch.')} products are cuBLAS's"
+    if not weight.is_contiguous() or weight.storage_offset() * weight.element_size() % _ALIGN:
+        return f"a weight of shape {list(weight.shape)} is a part of a larger one"
+    return None
+
 
 class CudaLayer:
-    """A known layer in nine launches; with ``files`` its linears become views of the stacked weights."""
+    """A known layer in nine launches; with ``files`` its linears become views of the stacked weights.
+
+    Attributes:
+        varies: why a row of its products depends on the rows beside it; None if it does not.
+        norm: weight [D] and epsilon of its first norm.
+    """
 
     def __init__(self, layer: KnownLayer, files: FilePages | None, kernels: ModuleType) -> None:
         self._number, self._scale = layer.number, layer.scale
@@ -36,52 +60,90 @@ class CudaLayer:
         if layer.head_norms:
             query, key = layer.head_norms
             self._head_norms = (query.weight.data, key.weight.data, query.variance_epsilon)
+        self.norm = self._norms[0]
         self._kernels = kernels
+        self.varies = next(filter(None, (_why_varying(product.weight) for product in self._products)), None)
+
+    def own(self, block: Rows | StepInputs) -> bool:
+        """Whether a block's rows take no product and no attention but the kernels'."""
+        return self.varies is None and block.backend == "auto"
 
     def __call__(
-        self, residual: torch.Tensor, delta: torch.Tensor | None, block: Rows | StepInputs, cos_sin: CosSin
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        block: Rows | StepInputs,
+        cos_sin: CosSin,
+        segments: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Residual [T, D] and what is to be added to it, to the same after the layer.
 
-        ``cos_sin``: cosines and sines [positions, d], and each row's place in them.
+        ``cos_sin``: cosines and sines [positions, d], and each row's place in them; ``segments``: of a text, at most.
         """
         qkv, out, gate_up, down = self._products
-        kernels, (cos, sin, at) = self._kernels, cos_sin
+        kernels, (cos, sin, at), own = self._kernels, cos_sin, self.own(block)
         residual, normed = kernels.add_norm(residual, delta, *self._norms[0])
-        heads = F.linear(normed, qkv.weight, qkv.bias)
-        # Each sequence's rows are stored in its own cache, so that a batch takes two launches more for each of them.
-        parts = [self._attend(heads[first:last], part, cos, sin, at[first:last]) for part, first, last in block.parts]
+        heads = self._product(normed, qkv, own)
+        # Each sequence's rows are stored in its own cache, so that a batch takes some launches more for each of them.
+        parts = [
+            self._attend(heads[..., first:last, :], part, (cos, sin, at[first:last]), own, segments)
+            for part, first, last in block.parts
+        ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        residual, normed = kernels.add_norm(residual, F.linear(mixed, out.weight, out.bias), *self._norms[1])
-        gated = kernels.gate(F.linear(normed, gate_up.weight, gate_up.bias))
-        return residual, F.linear(gated, down.weight, down.bias)
+        residual, normed = kernels.add_norm(residual, self._product(mixed, out, own), *self._norms[1])
+        if own:
+            gated = kernels.product(normed, gate_up.weight, gate_up.bias, gated=True)
+        else:
+            gated = kernels.gate(F.linear(normed, gate_up.weight, gate_up.bias))
+        return residual, self._product(gated, down, own)
+
+    def _product(self, rows: torch.Tensor, linear: DenseLinear, own: bool) -> torch.Tensor:
+        if not own:
+            return F.linear(rows, linear.weight, linear.bias)
+        product: torch.Tensor = self._kernels.product(rows, linear.weight, linear.bias)
+        return product
 
     def _attend(
-        self, heads: torch.Tensor, block: Block | StepInputs, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor
+        self, heads: torch.Tensor, block: Block | StepInputs, cos_sin: CosSin, own: bool, segments: int
     ) -> torch.Tensor:
         """One sequence's rows [T, heads x d] to what they attend to, [T, query heads x d]."""
         number, where = self._number, block.where()
-        query = self._kernels.turn_and_store(heads, cos, sin, at, self._head_norms, where, number, self._shape)
-        if isinstance(block, StepInputs):
+        query = self._kernels.turn_and_store(heads.contiguous(), *cos_sin, self._head_norms, where, number, self._shape)
+        if own or isinstance(block, StepInputs):
+            window = block.windows[number] if isinstance(block, StepInputs) else block.cache.group_of[number].window
             mixed: torch.Tensor = self._kernels.step_attention(
-                query, where, number, self._shape[1], block.windows[number], self._scale
+                query, where, number, self._shape[1], window, self._scale, segments
             )
             return mixed
         return attend(query, block, number, self._scale).transpose(1, 2).reshape(block.rows, -1)
 
 
 class CudaRunner(LayerByLayer):
-    """A loop over such layers, recorded by ``recorder``; see :class:`LayerByLayer`."""
+    """A loop over such layers, recorded by ``recorder``; see :class:`LayerByLayer`.
 
-    def __init__(self, layers: Sequence[CudaLayer], recorder: Recorder, **parts: Any) -> None:
-        super().__init__("fused", [], **parts)
-        self._known = tuple(layers)
+    ``longest``: tokens of a text, as the model has it; a longer one has the graphs recorded anew.
+    """
+
+    def __init__(
+        self, layers: Sequence[CudaLayer], recorder: Recorder, kernels: ModuleType, longest: int, **parts: Any
+    ) -> None:
+        norm, head = parts["norm"], parts["head"]
+        self.varies = next(filter(None, (layer.varies for layer in layers)), None) or _why_ends_vary(
+            norm, head, layers[0].norm[0]
+        )
+        read = [*parts["modules"], head] if self.batch_invariant else parts["modules"]
+        super().__init__("fused", [], **{**parts, "modules": read})
+        self._known, self._kernels, self._longest = tuple(layers), kernels, longest
         self._graphs = StepGraphs(recorder, self._launch)
+        if self.batch_invariant:
+            self.norm, self.head = _Norm(kernels, norm), _Head(kernels, head)
 
     def run(
         self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         assert hidden is not None
+        if block.end > self._longest:
+            self._longest = self._graphs.kind = 2 * block.end
         cos_sin = self._rotary.cos_sin(block, hidden)
         if self._graphs.takes(block):
             outcome = self._graphs.run(hidden, block, first, last, taps, cos_sin)
@@ -103,9 +165,71 @@ class CudaRunner(LayerByLayer):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         found: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
+        if isinstance(block, StepInputs):  # whose graph is for texts of every length
+            segments = self._kernels.segments_of(self._longest)
+            self._find_paths(block)
+        else:
+            segments = self._kernels.segments_of(block.end)
+            if any(layer.own(block) for layer in self._known):
+                self._find_paths(block)
         for number in range(first, last):
             if number in taps:
-                hidden, delta = hidden if delta is None else hidden + delta, None
+                hidden, delta = self._sum(hidden, delta, number), None
                 found[number] = hidden
-            hidden, delta = self._known[number](hidden, delta, block, cos_sin)
-        return hidden if delta is None else hidden + delta, found
+            hidden, delta = self._known[number](hidden, delta, block, cos_sin, segments)
+        return self._sum(hidden, delta, last - 1), found
+
+    def _sum(self, hidden: torch.Tensor, delta: torch.Tensor | None, number: int) -> torch.Tensor:
+        """What goes on from a layer, added as the next norm would add it."""
+        if delta is None:
+            return hidden
+        total: torch.Tensor = self._kernels.add_norm(hidden, delta, *self._known[number].norm)[0]
+        return total
+
+    def _find_paths(self, block: Rows | StepInputs) -> None:
+        """Have what attention reads of each row's way through the tree; of a chain it is known."""
+        for part, _, _ in block.parts:
+            where = part.where()
+            if "closure" in where:
+                where["paths"] = self._kernels.paths(where)
+            elif isinstance(part, Block) and "paths" not in where:
+                where["places"] = part.positions[0]
+                depths = torch.arange(part.rows, dtype=torch.int32, device=where["places"].device)
+                where["paths"] = depths.repeat(part.rows, 1)
+
+
+def _why_ends_vary(norm: nn.Module, head: nn.Module, gain: torch.Tensor) -> str | None:
+    """Why a row of the last norm or of the head depends on the rows beside it, or None; ``gain``: a layer's norm's."""
+    if not is_known_norm(norm):
+        return f"the last norm is a {type(norm).__name__}, which its own module computes"
+    if type(head) is not nn.Linear or (special := why_special(head)) is not None:
+        return f"the head ({type(head).__name__}) {special if type(head) is nn.Linear else 'is no plain linear layer'}"
+    weights: list[Any] = [norm.weight, head.weight]
+    if any((weight.dtype, weight.device) != (gain.dtype, gain.device) for weight in weights):
+        return "the last norm or the head is in another dtype, or on another device, than the layers"
+    return _why_varying(head.weight.data)
+
+
+class _Norm:
+    """A plain RMS norm of rows of any shape [..., D]."""
+
+    def __init__(self, kernels: ModuleType, norm: Any) -> None:
+        self._kernels, self.weight, self.epsilon = kernels, norm.weight.data, norm.variance_epsilon
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        normed: torch.Tensor = self._kernels.add_norm(rows, None, self.weight, self.epsilon)[1]
+        return normed.view(hidden.shape)
+
+
+class _Head:
+    """A plain head, [..., D] to [..., V]."""
+
+    def __init__(self, kernels: ModuleType, head: nn.Linear) -> None:
+        self._kernels, self._weight = kernels, head.weight.data
+        self._bias = None if head.bias is None else head.bias.data
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits: torch.Tensor = self._kernels.product(rows, self._weight, self._bias, whole=True)
+        return logits.view(*hidden.shape[:-1], -1)

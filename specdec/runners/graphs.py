@@ -93,7 +93,10 @@ class StepInputs:
         hidden: [B, D].
         cos_sin: cosines and sines [B, d] of the rows, and their numbers.
         windows: of each layer's attention.
+        backend: of attention: graphs have kernels of their own for it.
     """
+
+    backend = "auto"
 
     def __init__(self, hidden: torch.Tensor, block: Rows, cos_sin: CosSin) -> None:
         rows, width = block.shapes["closure"][..., 0].size, cos_sin[0].shape[1]
@@ -142,6 +145,7 @@ class StepGraphs:
 
     Attributes:
         failed: why they are not used any more, if so.
+        kind: what else they are recorded for; those of another kind are kept, as the recorder's memory is theirs, too.
     """
 
     def __init__(self, recorder: Recorder, layers: Callable[..., Outcome]) -> None:
@@ -150,6 +154,7 @@ class StepGraphs:
         self._graphs: dict[Any, tuple[Outcome, Callable[[], None]]] = {}
         self._lock = threading.Lock()  # threads that share a target share its inputs
         self.failed: str | None = None
+        self.kind = 0
 
     def takes(self, block: Rows) -> bool:
         """Whether such rows are run by a graph: they come again and again, with attention by no named kernel."""
@@ -167,7 +172,7 @@ class StepGraphs:
         with self._lock:
             if sizes not in self._inputs:
                 self._inputs[sizes] = StepInputs(hidden, block, cos_sin)
-            inputs, key = self._inputs[sizes], (sizes, first, last, wanted)
+            inputs, key = self._inputs[sizes], (sizes, first, last, wanted, self.kind)
             inputs.fill(hidden, block, cos_sin)
             if key not in self._graphs:
                 try:

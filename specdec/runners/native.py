@@ -86,7 +86,7 @@ class NativeRunner(LayerRunner):
         embedding = model.get_input_embeddings()
         self.embed = embedding if isinstance(embedding, TiedEmbedding) else Evaluated(embedding)
         self.head = packed_head or Evaluated(model.get_output_embeddings())
-        self.batch_invariant = packed_head is not None
+        self.varies = None if packed_head else "the head is run by its own module, whose products are torch's"
         last = gain(norm)
         self.norm = FusedNorm(norm) if is_known_norm(norm) else Evaluated(norm)
         self._head = None if packed_head is None or last is None else NativeHead(*last, packed_head.packed)

@@ -35,7 +35,7 @@ class LayerRunner(ABC):
     Attributes:
         name: as in ``execution=``.
         borrows: whether it calls the model's own attention modules.
-        batch_invariant: whether a row's numbers are the same, bit for bit, whatever rows are beside it.
+        varies: why a row's numbers depend on the rows beside it; None where they are the same, bit for bit.
         looks_up: whether ``run`` and ``finish`` take None for hidden states, and embed the block's tokens themselves.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
@@ -44,11 +44,16 @@ class LayerRunner(ABC):
 
     name: str
     borrows: bool = False
-    batch_invariant: bool = False
+    varies: str | None = "torch's products and attention sum in another order for other numbers of rows"
     looks_up: bool = False
     embed: Callable[[torch.Tensor], Any]
     norm: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's numbers are the same, bit for bit, whatever rows are beside it."""
+        return self.varies is None
 
     @abstractmethod
     def run(

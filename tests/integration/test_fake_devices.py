@@ -143,9 +143,11 @@ def _turned(heads: Any, cos: Any, sin: Any, at: Any, norms: Any, where: Any, lay
     return heads.new_empty(1, shape[0], len(heads), shape[2])
 
 
-def _attended(query: Any, where: Any, layer: int, key_heads: int, window: int | None, scale: float) -> Any:
+def _attended(
+    query: Any, where: Any, layer: int, key_heads: int, window: int | None, scale: float, segments: int
+) -> Any:
     same(query, *where.values())
-    assert (query.shape[2], where["places"].shape[-1]) == (where["closure"][..., 0].numel(), where["closure"].shape[-1])
+    assert (query.shape[2], where["places"].shape[-1]) == where["paths"].shape
     return query.new_empty(query.shape[2], query.shape[1] * query.shape[3])
 
 
@@ -153,7 +155,21 @@ def _gated(both: Any) -> Any:
     return both.new_empty(len(both), both.shape[1] // 2)
 
 
-LAYER = SimpleNamespace(add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended)
+def _product(rows: Any, weight: Any, bias: Any, *, gated: bool = False, whole: bool = False) -> Any:
+    same(rows, weight, bias)
+    assert rows.shape[1] == weight.shape[1]
+    return rows.new_empty(len(rows), len(weight) // (2 if gated else 1))
+
+
+def _paths(where: Any) -> Any:
+    same(*where.values())
+    return where["closure"].flatten(0, -2).int()
+
+
+LAYER = SimpleNamespace(
+    add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended, product=_product, paths=_paths,
+    segments_of=lambda positions: 1,
+)  # fmt: skip
 
 
 def copy_in(arrays: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ CompilationError = pytest.importorskip("triton", reason="Triton is not installed
 kernels = pytest.importorskip("specdec.runners.kernels.layer")
 
 # As little as shows every index at work: the interpreter takes its time for each program of each layer.
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 200}
 
 
 @pytest.mark.parametrize("width", [20, 64])
@@ -82,13 +82,7 @@ def test_kernels_are_tried_on_the_layers_that_they_are_for(monkeypatch: pytest.M
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of few processors: in 32 parts of a short list of keys all but one would be empty."""
-    monkeypatch.setattr("specdec.runners.kernels.step._PROGRAMS", 16)
-
-
-@pytest.fixture
-def interpreted(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused runners are those of a CUDA device."""
     monkeypatch.setattr(choices.RunnerMaker, "_kernels", lambda maker: kernels)
 
@@ -119,7 +113,6 @@ def test_a_model_is_itself(family: str) -> None:
         assert texts[0] == texts[1]
 
 
-@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("replayed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of other lengths, so that the rows stand elsewhere in each; replayed, a fourth one has none."""
@@ -143,3 +136,23 @@ def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch
     assert recorder.made[made:] == ([16] if replayed else [])
     assert torch.allclose(*found, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(found[0][:4], found[0][5:], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_text_beyond_the_model_s_length_has_its_graphs_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was recorded for shorter texts has no room for it."""
+    recorder = launch(monkeypatch)
+    target = TransformersTarget(new_model("llama", torch.float32, **SMALL), execution="fused", owned=True)
+    made = []
+    for length in (3, 400, 410):
+        cache = target.new_cache(capacity=500, rows=8)
+        cache.length = length
+        cache.reserve(500)
+        for group in cache.groups:
+            group.keys.zero_()
+            group.values.zero_()
+        with target.active():
+            target.forward(Block(cache, [5], device=target.device))
+        made.append(len(recorder.made))
+    assert made[1] == made[0] + 1
+    assert made[2] == made[1]

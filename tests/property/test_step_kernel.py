@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,116 @@ from hypothesis import given, settings
 
 from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.tree import Draft
 from tests.property.test_attention import GROUPS, HEADS, MOST, WIDTH, Case, World, cases
 from tests.tiers import each_once
 
 pytest.importorskip("triton", reason="Triton is not installed")
 step = pytest.importorskip("specdec.runners.kernels.step")
+
+TREE = [-1, 0, 0, 1, 2, 4, 3, 5]
+FORK = [-1, 0, 1, 0, 3]
+
+
+class Text:
+    """Random keys, values and queries of a text's tokens, and the kernel's attention for any rows of it."""
+
+    def __init__(
+        self, length: int, heads: int, groups: int, width: int, window: int | None, dtype: torch.dtype = torch.float16
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        made = [torch.randn(1, count, length, width, generator=generator) for count in (groups, groups, heads)]
+        self.keys, self.values, self.query = (one.to(dtype) for one in made)
+        self.window, self.groups, self.width = window, groups, width
+        self.spec = LayerSpec(groups, width, width, window, torch.device("cpu"), dtype)
+
+    def committed(self, length: int) -> KVCache:
+        """A cache of the text's first tokens."""
+        cache = KVCache([self.spec], capacity=self.keys.shape[2], rows=16)
+        for start in range(0, length, 16):
+            last = min(start + 16, length)
+            cache.write(0, self.keys[:, :, start:last], self.values[:, :, start:last], start)
+            cache.commit(range(last - start))
+        return cache
+
+    def attend(self, block: Block, first: int, more: int = 0) -> torch.Tensor:
+        """[T, heads x width] of a block whose rows are the text's tokens from ``first`` on, with room for ``more``."""
+        last, segments = first + block.rows, step.segments_of(self.keys.shape[2]) + more
+        block.store(self.keys[:, :, first:last], self.values[:, :, first:last], 0)
+        where = block.where()
+        if "closure" in where:
+            where["paths"] = step.paths(where)
+        else:  # as CudaRunner has it for a chunk of a prompt
+            where["places"] = block.positions[0]
+            where["paths"] = torch.arange(block.rows, dtype=torch.int32).repeat(block.rows, 1)
+        query = self.query.new_zeros(1, len(where["paths"]), self.query.shape[1], self.width)
+        query[:, : block.rows] = self.query[:, :, first:last].transpose(1, 2)
+        found = step.step_attention(
+            query.transpose(1, 2), where, 0, self.groups, self.window, self.width**-0.5, segments
+        )
+        return found[: block.rows]
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("length", "parents", "window", "heads", "width"),
+    [
+        (61, TREE, None, (2, 1), 8),  # across a border of 64 keys
+        (125, FORK, 70, (3, 1), 20),  # of segments, with a window; an odd group and width
+        slow(0, TREE, None, (2, 2), 16),
+        slow(3, TREE, 2, (4, 2), 8),  # a window shorter than the tree
+        slow(126, TREE, 128, (8, 1), 64),
+        slow(250, [-1, *range(11)], 100, (4, 4), 96),
+        slow(30, TREE, None, (2, 1), 256),  # of which fewer keys and rows are taken at a time
+        slow(62, TREE, 64, (32, 1), 12),  # more heads than a program's rows
+    ],
+)
+def test_a_drafted_row_is_the_same_token_decoded_plainly(
+    length: int, parents: list[int], window: int | None, heads: tuple[int, int], width: int
+) -> None:
+    """Bit for bit, down every path of a tree, token by token."""
+    text = Text(length + len(parents), *heads, width, window)
+    depths = Draft([0] * len(parents), parents).depths
+    drafted = text.attend(Block(text.committed(length), [0] * len(parents), parents=parents, depths=depths), length)
+    for leaf in sorted(set(range(len(parents))) - set(parents)):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        cache = text.committed(length)
+        for row in path:
+            assert torch.equal(text.attend(Block(cache, [0]), length + row)[0], drafted[row]), (leaf, row)
+            cache.commit([0])
+
+
+@pytest.mark.parametrize(
+    ("place", "before", "window"),
+    [
+        (130, (1, 6), 64),
+        slow(130, (2, 15), 64),
+        slow(66, (1, 2, 4, 7, 15), None),
+        slow(129, (1, 3, 15), 5),
+        slow(20, (20, 7), None),
+    ],
+)
+def test_a_row_is_itself_wherever_its_step_begins(place: int, before: tuple[int, ...], window: int | None) -> None:
+    """Alone, as a chain's last row, as a prompt's, and with room for a longer text."""
+    text = Text(place + 1, 2, 1, 8, window)
+    alone = text.attend(Block(text.committed(place), [0]), place)[0]
+    for rows in before:
+        for again in (True, False):
+            block = Block(text.committed(place - rows), [0] * (rows + 1), again=again)
+            assert torch.equal(text.attend(block, place - rows, more=3)[-1], alone), (rows, again)
+
+
+def test_segments_of_a_text() -> None:
+    """As many as begin before its end."""
+    ends = [*(first for first, _, _ in step._LEVELS[1:]), 1 << 18]
+    borders = [at for (first, _, size), end in zip(step._LEVELS, ends, strict=True) for at in range(first, end, size)]
+    for positions in (1, 128, 129, 2048, 2049, 8192, 8193, 32768, 32769, 131072):
+        assert step.segments_of(positions) == sum(at < positions for at in borders), positions
 
 
 def attended(world: World) -> torch.Tensor:
@@ -34,22 +140,18 @@ def attended(world: World) -> torch.Tensor:
         block = Block(cache, [0] * (last - first), first=first, **shape)
         block.store(*world.rows(case.length + first, case.length + last), 0)
         where = block.where()
+        where["paths"] = step.paths(where)
         padded = world.query.new_full((1, HEADS, len(where["closure"]), WIDTH), torch.nan)
         padded[:, :, : last - first] = world.query[:, :, first:last]
         query = padded.transpose(1, 2).contiguous().transpose(1, 2)  # as it comes, row by row
-        output = step.step_attention(query, where, 0, GROUPS, case.window, WIDTH**-0.5)
+        output = step.step_attention(
+            query, where, 0, GROUPS, case.window, WIDTH**-0.5, step.segments_of(case.length + MOST + 64)
+        )
         assert not output[last - first :].any()
         outputs.append(output[: last - first].view(-1, HEADS, WIDTH).transpose(0, 1)[None])
     return torch.cat(outputs, 2)
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of few processors: in 32 parts of a short list of keys all but one would be empty."""
-    monkeypatch.setattr(step, "_PROGRAMS", 16)
-
-
-@pytest.mark.usefixtures("few")
 @given(case=cases())
 @settings(max_examples=8)
 def test_rows_see_their_ancestors_and_the_window(case: Case) -> None:
@@ -69,8 +171,3 @@ def test_more_rows_and_keys_than_one_program_takes(size: tuple[int, int], precis
     got = attended(world)
     assert got.dtype == dtype
     assert (got.double() - world.naive()).abs().max() < bound
-
-
-def test_keys_are_cut_into_few_parts_where_rows_are_many() -> None:
-    parts = [step.constants(1, rows, 8, 4, 128, 2, windowed=False)["PARTS"] for rows in (1, 4, 16, 64, 128)]
-    assert parts == [32, 32, 32, 8, 4]

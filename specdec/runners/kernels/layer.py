@@ -1,9 +1,8 @@
 """What stands between a layer's products, in Triton: three launches in the place of twelve.
 
 Sums and norms are taken in float32 and rounded where torch's own operations would round. Compiled once per dtype and
-width: no number that changes from step to step is specialised on. See :mod:`specdec.runners.kernels.tree` for how they
-    are
-tested without a GPU.
+width: no number that changes from step to step is specialised on. See :mod:`specdec.runners.kernels.tree` for how
+they are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.runners.kernels.step import step_attention
-from specdec.runners.kernels.tree import on_device
+from specdec.runners.kernels.launch import after_former, early, on_device
+from specdec.runners.kernels.product import product
+from specdec.runners.kernels.step import paths, segments_of, step_attention
 
-__all__ = ["add_norm", "gate", "step_attention", "turn_and_store"]
+__all__ = ["add_norm", "gate", "paths", "product", "segments_of", "step_attention", "turn_and_store"]
 
 _BLOCK = 1024  # numbers of a program where rows do not matter
 
@@ -26,36 +26,51 @@ _BLOCK = 1024  # numbers of a program where rows do not matter
 @triton.jit(do_not_specialize=("epsilon",))
 def _add_norm(
     residual, delta, weight, total, normed, epsilon,
-    WIDTH: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, WIDE)
     inside = at < WIDTH
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     row = tl.program_id(0) * WIDTH + at
+    after_former(PDL)
     x = tl.load(residual + row, mask=inside, other=0.0)
-    if ADDS:
-        x = (x.to(tl.float32) + tl.load(delta + row, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+    if PARTS > 0:
+        added = tl.load(delta + row, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(delta + part * tl.num_programs(0) * WIDTH + row, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + added.to(x.dtype).to(tl.float32)).to(x.dtype)
         tl.store(total + row, x, mask=inside)
     wide = x.to(tl.float32)
     length = tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
-    scaled = wide / length * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    scaled = wide / length * gain
     tl.store(normed + row, scaled.to(normed.dtype.element_ty), mask=inside)
 
 
 def add_norm(
     residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``residual + delta`` [T, D] and its RMS norm; without a ``delta`` the residual itself, and its norm."""
+    """``residual + delta`` [T, D] and its RMS norm; without a ``delta`` the residual itself, and its norm.
+
+    ``delta``: as :func:`specdec.runners.kernels.product.product` gives it, in parts or not.
+    """
     rows, width = residual.shape
     residual = residual.contiguous()
     normed = torch.empty_like(residual)
     total = residual if delta is None else torch.empty_like(residual)
     launch: Any = _add_norm[(rows,)]
+    wide = triton.next_power_of_2(width)
     with on_device(residual):
         launch(
             residual, residual if delta is None else delta.contiguous(), weight, total, normed, epsilon,
-            WIDTH=width, WIDE=triton.next_power_of_2(width), ADDS=delta is not None,
+            WIDTH=width, WIDE=wide, PARTS=_parts(delta), num_warps=min(16, max(1, wide // 256)),
+            **early(residual.device),
         )  # fmt: skip
     return total, normed
+
+
+def _parts(values: torch.Tensor | None) -> int:
+    """How many tensors [T, N] are to be added."""
+    return 0 if values is None else len(values) if values.ndim == 3 else 1
 
 
 # Places begin anywhere where they are those of one sequence of several.
@@ -64,6 +79,7 @@ def _turn_and_store(
     heads, cosines, sines, places, query_weight, key_weight, query, counts, table,
     layer, layers, each, epsilon,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     sequence, own_row = row // each, row % each
@@ -74,11 +90,23 @@ def _turn_and_store(
     at = tl.arange(0, HALF)
     inside = at < WIDTH // 2
     own = heads + (row * (QUERIES + 2 * KEYS) + head) * WIDTH + at
+    slot = (tl.load(counts) + tl.load(counts + 1) + own_row) % slots
+    place = tl.load(places + row) * WIDTH + at
+    cos_x = tl.load(cosines + place, mask=inside, other=0.0).to(tl.float32)
+    cos_y = tl.load(cosines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+    sin_x = tl.load(sines + place, mask=inside, other=0.0).to(tl.float32)
+    sin_y = tl.load(sines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+    keys = tl.load(own_table).to(tl.pointer_type(query.dtype.element_ty))
+    values = tl.load(own_table + 1).to(tl.pointer_type(query.dtype.element_ty))
+    after_former(PDL)  # all that was read so far has been there since the step began
     low = tl.load(own, mask=inside, other=0.0)
     high = tl.load(own + WIDTH // 2, mask=inside, other=0.0)
-    slot = (tl.load(counts) + tl.load(counts + 1) + own_row) % slots
+    size = tl.num_programs(0) * (QUERIES + 2 * KEYS) * WIDTH
+    for part in tl.static_range(1, PARTS):
+        low += tl.load(own + part * size, mask=inside, other=0.0)
+        high += tl.load(own + part * size + WIDTH // 2, mask=inside, other=0.0)
+    low, high = low.to(query.dtype.element_ty), high.to(query.dtype.element_ty)
     if head >= QUERIES + KEYS:  # a value is stored as it is
-        values = tl.load(own_table + 1).to(tl.pointer_type(heads.dtype.element_ty))
         there = values + ((head - QUERIES - KEYS) * slots + slot) * WIDTH + at
         tl.store(there, low, mask=inside & stored)
         tl.store(there + WIDTH // 2, high, mask=inside & stored)
@@ -94,17 +122,11 @@ def _turn_and_store(
                 x *= tl.load(key_weight + at, mask=inside, other=0.0).to(tl.float32)
                 y *= tl.load(key_weight + WIDTH // 2 + at, mask=inside, other=0.0).to(tl.float32)
             x, y = x.to(low.dtype).to(tl.float32), y.to(low.dtype).to(tl.float32)
-        place = tl.load(places + row) * WIDTH + at
-        cos_x = tl.load(cosines + place, mask=inside, other=0.0).to(tl.float32)
-        cos_y = tl.load(cosines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-        sin_x = tl.load(sines + place, mask=inside, other=0.0).to(tl.float32)
-        sin_y = tl.load(sines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
         turned_x = (x * cos_x - y * sin_x).to(low.dtype)
         turned_y = (y * cos_y + x * sin_y).to(low.dtype)
         if head < QUERIES:
             there = query + (row * QUERIES + head) * WIDTH + at
         else:
-            keys = tl.load(own_table).to(tl.pointer_type(heads.dtype.element_ty))
             there = keys + ((head - QUERIES) * slots + slot) * WIDTH + at
             inside = inside & stored
         tl.store(there, turned_x, mask=inside)
@@ -124,8 +146,9 @@ def turn_and_store(
     """Norm and turn queries and keys, and store keys and values: queries [1, Hq, T, d] are returned.
 
     Args:
-        heads: [T, (Hq + 2 Hkv) d] of queries, keys and values, contiguous.
-        cosines, sines: [positions, d] in the dtype of ``heads``.
+        heads: [T, (Hq + 2 Hkv) d] of queries, keys and values, contiguous; or in parts, see
+            :func:`specdec.runners.kernels.product.product`.
+        cosines, sines: [positions, d] in the model's dtype.
         places: int64 [T], which row of these a row is turned by.
         norms: weights [d] of the norms per query and per key head, and epsilon; or None.
         where: of the rows, see :class:`specdec.step.block.Block` and ``Batch``: what fills a bucket is not stored.
@@ -133,22 +156,23 @@ def turn_and_store(
         shape: Hq, Hkv and d.
     """
     query_heads, key_heads, width = shape
-    rows = len(heads)
-    query = heads.new_empty(rows, query_heads, width)
-    query_weight, key_weight, epsilon = (heads, heads, 0.0) if norms is None else norms
+    rows = heads.shape[-2]
+    query = torch.empty(rows, query_heads, width, dtype=cosines.dtype, device=heads.device)
+    query_weight, key_weight, epsilon = (query, query, 0.0) if norms is None else norms
     launch: Any = _turn_and_store[(rows, query_heads + 2 * key_heads)]
     with on_device(heads):
         launch(
             heads, cosines, sines, places, query_weight, key_weight, query, where["counts"], where["table"],
             layer, where["table"].shape[-2], rows // (where["counts"].numel() // 3), epsilon,
             QUERIES=query_heads, KEYS=key_heads, WIDTH=width, HALF=triton.next_power_of_2(width // 2),
-            NORMED=norms is not None,
+            NORMED=norms is not None, PARTS=_parts(heads), num_warps=1, **early(heads.device),
         )  # fmt: skip
     return query.transpose(0, 1)[None]
 
 
 @triton.jit(do_not_specialize=("size",))
-def _gate(both, output, size, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(both, output, size, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_former(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     place = at // INNER * 2 * INNER + at % INNER
@@ -165,5 +189,5 @@ def gate(both: torch.Tensor) -> torch.Tensor:
     output = both.new_empty(rows, inner)
     launch: Any = _gate[(triton.cdiv(rows * inner, _BLOCK),)]
     with on_device(both):
-        launch(both, output, rows * inner, INNER=inner, BLOCK=_BLOCK)
+        launch(both, output, rows * inner, INNER=inner, BLOCK=_BLOCK, **early(both.device))
     return output

@@ -13,14 +13,15 @@ is shown by ``scripts/compile_kernels.py``, which needs none.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["constants", "on_device", "tree_attention"]
+from specdec.runners.kernels.launch import on_device
+
+__all__ = ["constants", "tree_attention"]
 
 _ROWS, _KEYS = 16, 32  # per program and per turn; the least that tensor cores take, as trees are small
 _CHANGING = ("rows", "size", "first", "scale", "query_head", "query_row", "key_head", "value_head", "mask_row",
@@ -97,11 +98,6 @@ def constants(
         "WIDE": max(16, triton.next_power_of_2(width)), "VALUE_WIDE": max(16, triton.next_power_of_2(value_width)),
         "ROWS": _ROWS, "KEYS": _KEYS, "MASKED": masked, "INDEXED": indexed, "CONTINUED": continued,
     }  # fmt: skip
-
-
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the one where a layer's tensors are."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def tree_attention(

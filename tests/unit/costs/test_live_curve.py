@@ -11,6 +11,7 @@ from specdec import Context, DraftSession, Engine, SamplingParams
 from specdec.costs.curve import CostCurve
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
+from specdec.step import device_copies
 from tests.fakes import Reciter
 from tests.models import prompt_of
 from tests.tiers import each_once
@@ -114,6 +115,18 @@ def target() -> Reciter:
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every target has the same curve, measured at some time."""
     monkeypatch.setattr("specdec.engine.engine.cost_curve", lambda *_, **__: curve_of())
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_curve_of_a_gpu_stays_as_it_was_measured(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the host's clock sees what a forward takes to launch. Whole steps end with a wait, and are compared."""
+    monkeypatch.setattr(device_copies, "is_apart", lambda device: apart)
+    engine = Engine(target(), None, "jacobi", policy="cost")
+    assert engine.live is not None
+    assert engine.fallback is not None
+    run(engine.live, {1: 0.5, 8: 0.1})
+    assert (engine.live.now is engine.live.measured) == apart
 
 
 @pytest.mark.usefixtures("kept")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specdec import Engine, SamplingParams
 from specdec.runners import attention, attention_kernels
 from specdec.step import device_copies
+from specdec.step.block import Block
 from tests.launching import Kernels, fused, launch
 from tests.models import new_model, prompt_of
 
@@ -56,8 +58,9 @@ def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
     attention_name: str, sampling: SamplingParams | None, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mode, torch_s = Launches(), Kernels()
-    names = ("add_norm", "turn_and_store", "gate", "step_attention")
+    names = ("add_norm", "turn_and_store", "gate", "step_attention", "paths")
     kernels = SimpleNamespace(**{name: mode.one(name, getattr(torch_s, name)) for name in names})
+    kernels.segments_of = torch_s.segments_of
     recorder = launch(monkeypatch, kernels)
     monkeypatch.setattr(device_copies, "address", torch_s.address)
     record = recorder.record
@@ -86,5 +89,33 @@ def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
     if attention_name == "auto":
         assert counted["graph"] == 1, counted
     else:
-        assert (counted["flash"], counted["add_norm"]) == (32, 64), counted
+        assert (counted["flash"], counted["add_norm"]) == (32, 65), counted
     assert len(mode.names) <= limit, counted
+
+
+def test_a_half_precision_step_is_nine_kernels_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where it is recorded: sums with norms, products, turns, and attention, whose one call is two kernels."""
+    mode, torch_s = Launches(), Kernels()
+    names = ("add_norm", "turn_and_store", "product", "step_attention", "paths")
+    kernels = SimpleNamespace(**{name: mode.one(name, getattr(torch_s, name)) for name in names})
+    kernels.segments_of = torch_s.segments_of
+    recorder = launch(monkeypatch, kernels)
+    monkeypatch.setattr(device_copies, "address", torch_s.address)
+    record, counted = recorder.record, Counter[str]()
+
+    def one(work: Any) -> Any:
+        mode.names.clear()
+        with mode:
+            work()
+        counted.update(mode.names)
+        return record(work)
+
+    monkeypatch.setattr(recorder, "record", one)
+    target = fused(new_model("llama", torch.float16, num_hidden_layers=32))
+    assert target.batch_invariant
+    counted.clear()
+    with target.active():
+        cache = target.new_cache(capacity=9, rows=4)
+        target.forward(Block(cache, [1, 2], device=target.device))
+    layers = {"add_norm": 65, "product": 128, "turn_and_store": 32, "step_attention": 32, "paths": 1}
+    assert counted == layers

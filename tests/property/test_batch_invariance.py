@@ -1,0 +1,153 @@
+"""A half-precision model by the kernels of a CUDA device, under Triton's interpreter: a row is itself, bit for bit.
+
+It multiplies no bfloat16 numbers, so they are float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Draft, Engine, SamplingParams, TransformersTarget
+from specdec.models import transformers_target
+from specdec.runners.cuda import CudaRunner
+from specdec.step.batched_rows import Batch
+from specdec.step.block import Block
+from tests.launching import Recorder, launch
+from tests.models import new_model, prompt_of
+
+pytest.importorskip("triton", reason="Triton is not installed")
+kernels = pytest.importorskip("specdec.runners.kernels.layer")
+
+# As little as shows every index at work: the interpreter takes its time for each program of each layer.
+SMALL = {
+    "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 300,
+}  # fmt: skip
+TREE = Draft((3, 4, 5, 6, 9), (-1, 0, 0, 2, 3))
+TEXT = prompt_of(80)
+
+
+def unchecked(patch: pytest.MonkeyPatch) -> None:
+    """Models are not held against their own modules when they are loaded, which takes a while here."""
+    checks = SimpleNamespace(check_modules=lambda _: None, differs=lambda: None)
+    patch.setattr(transformers_target, "Reference", lambda *_: checks)
+
+
+def target_of(family: str, patch: pytest.MonkeyPatch) -> tuple[TransformersTarget, Recorder]:
+    unchecked(patch)
+    recorder = launch(patch, kernels)
+    target = TransformersTarget(new_model(family, torch.float16, **SMALL), execution="fused", owned=True)
+    assert isinstance(target.runner, CudaRunner)
+    assert target.batch_invariant
+    return target, recorder
+
+
+def filled(target: TransformersTarget, text: Sequence[int], chunk: int) -> Any:
+    """A cache of a text that was read in chunks."""
+    cache = target.new_cache(capacity=200, rows=16)
+    for start in range(0, len(text), chunk):
+        part = text[start : start + chunk]
+        target.forward(Block(cache, part, device=target.device, again=False), rows=())
+        cache.commit(range(len(part)))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("family", "length", "chunks"),
+    [
+        ("llama", 7, (7, 4)),
+        pytest.param("mistral", 62, (16, 7), marks=pytest.mark.slow),
+        pytest.param("qwen3", 62, (16, 7), marks=pytest.mark.slow),
+    ],
+)
+def test_logits_of_a_tree_are_plain_decoding_s(
+    family: str, length: int, chunks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded and launched, and after a prompt in other chunks."""
+    target, recorder = target_of(family, monkeypatch)
+    with target.active():
+        cache, plain = (filled(target, TEXT[:length], chunk) for chunk in chunks)
+        found = {}
+        for again in (True, False):
+            block = Block.of(TREE, cache, target.device)
+            block.again = again
+            replays = recorder.replays.total()
+            found[again] = target.forward(block)
+            assert recorder.replays.total() == replays + again
+        assert torch.equal(found[True].logits, found[False].logits)
+        for row in (0, 2, 3, 4):
+            one = target.forward(Block(plain, [TREE.tokens[row]], device=target.device))
+            assert torch.equal(one.logits[0], found[True].logits[row]), row
+            plain.commit([0])
+
+
+@pytest.mark.slow
+def test_rows_of_several_sequences_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = target_of("mistral", monkeypatch)
+    drafts = [TREE, Draft.chain((3,)), Draft((8, 4, 5), (-1, 0, 1))]
+    with target.active():
+        caches = [filled(target, TEXT[:length], 16) for length in (9, 33, 3)]
+        blocks = [Block.of(draft, cache, target.device) for draft, cache in zip(drafts, caches, strict=True)]
+        alone = torch.cat([target.forward(block).logits for block in blocks])
+        for again in (True, False):
+            batch = Batch(blocks)
+            batch.again = batch.again and again
+            assert torch.equal(target.forward(batch).logits, alone), again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "lookahead", "token_recycling", "suffix_automaton", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_plain_decoding_s(drafter: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = target_of("llama", monkeypatch)
+    sampling = SamplingParams(temperature=temperature, seed=3, acceptance="match")
+    plain, drafted = (
+        Engine(target, None, name, policy="off").generate(prompt_of(9), 24, sampling) for name in ("none", drafter)
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.steps < 24 or temperature
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "attention", "reason"),
+    [
+        (torch.float16, {}, "auto", None),
+        (torch.float16, {}, "split", "attention='split' asks for kernels"),
+        (torch.float32, {}, "auto", "in float32 products are cuBLAS's"),
+        (torch.float16, {"head": torch.float32}, "auto", "the last norm or the head is in another dtype"),
+        (torch.float16, {"shift": 3}, "auto", "a weight of shape"),
+        (torch.float16, {"hook": True}, "auto", "the head (Linear) has hooks"),
+    ],
+)
+def test_which_targets_are_batch_invariant_is_told(
+    dtype: torch.dtype, changes: dict[str, Any], attention: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And why others are not: what their products, attention, norms or head are."""
+    unchecked(monkeypatch)
+    launch(monkeypatch, kernels)
+    model: Any = new_model("llama", dtype, **SMALL)
+    if "shift" in changes:
+        linear = model.model.layers[-1].mlp.down_proj
+        room = torch.zeros(linear.weight.numel() + changes["shift"], dtype=dtype)
+        own = room[changes["shift"] :].view_as(linear.weight)
+        own.copy_(linear.weight.data)
+        linear.weight.data = own
+    if "hook" in changes:
+        model.lm_head.register_forward_hook(lambda *_: None)
+    target = TransformersTarget(model, execution="fused", attention=attention, owned=True)
+    if "head" in changes:
+        runner = target.runner
+        assert isinstance(runner, CudaRunner)
+        model.lm_head.to(changes["head"])
+        target.runner = CudaRunner(
+            runner._known, runner._graphs._recorder, kernels, 300, norm=model.model.norm, head=model.lm_head,
+            embedding=model.model.embed_tokens, rotary=runner._rotary, holders=[], modules=[],
+        )  # fmt: skip
+    told = target.describe()["execution"]
+    assert target.batch_invariant == (reason is None) == ("fixed positions" in told["attention"])
+    assert told["batch-invariant"] == "yes" if reason is None else told["batch-invariant"].startswith(f"no: {reason}")
