@@ -202,114 +202,129 @@ def test_a_c_file_that_is_none_is_told_of(
     assert words in f"{ended.value.code} {capsys.readouterr().err}"
 
 
-# -- The GPU's benchmark, on a CPU -------------------------------------------------------------------------------------
+# -- What a GPU is asked in a short loan, on a CPU ---------------------------------------------------------------------
 
-SIZES = {"shapes": "toy", "contexts": "32,64", "rows": "1,4", "repeats": 1, "prompt-tokens": 16, "max-new-tokens": 12}
-QUICK = [*(f"--{name}={value}" for name, value in SIZES.items()), "--device=cpu", "--dtype=float32"]
-
-
-@pytest.fixture
-def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    script = load("gpu_bench")
-    monkeypatch.setattr(script, "GOAL_CONTEXT", 64)
-    monkeypatch.setattr(script, "GOAL_ROWS", 4)
-    return script
+QUICK = ["--device=cpu", "--dtype=float32", "--big=toy", "--small=toy", "--new=6", "--texts=1", "--batches=1,2"]
 
 
-def run_quick(script: ModuleType, tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run it to its end, or to the key that ends it; returns what it wrote."""
-    out = tmp_path / "new" / "report"
-    try:
+def kept_in(out: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    lines = map(json.loads, out.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines())
+    return {(line.pop("section"), line.pop("part")): line for line in lines}
+
+
+def test_gpu_check_keeps_every_figure_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part that fails is told of and run again, as is a section that has no time left; what is kept is not."""
+    script, out, fails = load("gpu_check"), tmp_path / "new" / "check", [True]
+    asked: list[str] = []
+
+    def weak() -> dict[str, Any]:
+        asked.append("weak")
+        if fails:
+            raise RuntimeError("no kernel\nfor | this")
+        return {"differing": 2}
+
+    def strong() -> dict[str, Any]:
+        asked.append("strong")
+        return {"differing": 0, "ratio": {64: 1.5}}
+
+    def endless() -> dict[str, Any]:
+        while fails:
+            pass
+        return {"tokens_per_second": 5.0}
+
+    monkeypatch.setitem(script.SECTIONS, "bits", lambda check: [("weak", weak), ("strong", strong)])
+    monkeypatch.setitem(script.SECTIONS, "batches", lambda check: [("endless", endless)])
+
+    def run(*arguments: str) -> tuple[dict[tuple[str, str], dict[str, Any]], str]:
         script.main([*QUICK, "--out", str(out), *arguments])
-    finally:
-        written = json.loads(out.with_suffix(".json").read_text()), out.with_suffix(".md").read_text()
-        assert sorted(file.name for file in out.parent.iterdir()) == ["report.json", "report.md"]
-    return written
+        return kept_in(out), out.with_suffix(".md").read_text()
+
+    kept, page = run("--only=bits,batches", "--limits=batches=0.1")
+    assert kept["bits", "weak"] == {"failed": "RuntimeError: no kernel\nfor | this"}
+    assert "| weak | RuntimeError: no kernel for / this |  |  |" in page
+    assert "| rows and products that differ | 0 | 0 | yes |" in page
+    assert kept["batches", "the rest"]["failed"] == "no time left after 0.1 s; run it again, or with --limits"
+    fails.clear()
+    kept, page = run("--only=batches,bits")
+    assert asked == ["weak", "strong", "weak"]
+    assert "bits, strong: kept already" in capsys.readouterr().out
+    assert kept["bits", "weak"] == {"differing": 2}
+    assert kept["bits", "strong"] == {"differing": 0, "ratio": {"64": 1.5}}
+    assert kept["batches", "endless"] == {"tokens_per_second": 5.0}
+    assert "| rows and products that differ | 0 | 2 | no |" in page
+    assert "no time left" not in page
+    with pytest.raises(SystemExit, match="has figures of something else"):
+        run("--execution=fused")
 
 
-def test_gpu_benchmark_runs_every_part(gpu_bench: ModuleType, tmp_path: Path) -> None:
-    values, page = run_quick(gpu_bench, tmp_path)
-    found = values["shapes"]["toy"]
-    shapes = [f"{backend}, {shape}" for backend in ("auto", "sdpa", "split") for shape in ("chain", "tree")]
-    rows = [f"rows, {context} tokens, {shape}" for context in (32, 64) for shape in shapes]
-    assert list(found) == ["model", "warm up", "plain", *rows, "oracle", "head to head, T=0", "head to head, T=0.8"]
-    assert not [name for name, part in found.items() if "error" in part]
-    assert values["complete"]
-    assert "not finished" not in page
-    assert all(f"| {goal} |" in page for goal in gpu_bench.GOALS)
-    for label in ("none", "prompt_lookup", "lookahead", "kangaroo", "kangaroo, eta 0", "medusa"):
-        assert all(found[f"head to head, T={t}"][label]["same"] for t in ("0", "0.8")), label
-        assert page.count(f"\n| {label} | ") == 2
-    assert found["head to head, T=0"]["transformers_lookup"]["same"]
-    assert page.count("\n| 64 |") == 6
-    assert values["command"].startswith("python scripts/gpu_bench.py --shapes=toy")
+def test_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
+    """All sections but those that only a GPU can run; native layers round alike whatever rows are beside."""
+    script, out = load("gpu_check"), tmp_path / "check"
+    script.main([*QUICK, "--out", str(out), "--only=bandwidth,bits,step,batches,tests,profile,products"])
+    kept = kept_in(out)
+    assert not [part for part, figures in kept.items() if "failed" in figures]
+    counted = Counter(section for section, _ in kept)
+    assert counted == {"about": 1, "bandwidth": 1, "bits": 7, "step": 4, "batches": 2}
+    differing = [figures["differing"] for (section, _), figures in kept.items() if section == "bits"]
+    assert set(differing) == {0}
+    assert kept["step", "toy, plain"]["share_of_copies"] > 0
+    assert kept["step", "toy, T(rows) / T(1), tree"]["ratio"].keys() == {"1", "4"}
+    assert "| rows and products that differ | 0 | 0 | yes |" in out.with_suffix(".md").read_text()
 
 
-def test_gpu_benchmark_outlives_a_part_that_fails(
-    gpu_bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure = gpu_bench.measure
+def test_gpu_check_sees_rows_that_depend_on_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, forward = load("gpu_check"), TransformersTarget.forward
 
-    def sometimes(target: Any, **options: Any) -> Any:
-        if target.backend == "split":
-            raise RuntimeError("no kernel\nfor this")
-        return measure(target, **options)
+    def leaning(target: TransformersTarget, block: Any, **options: Any) -> Any:
+        output = forward(target, block, **options)
+        if output.logits is not None and block.rows > 3:
+            output.logits[-1] *= 1 + 1e-6
+        return output
 
-    monkeypatch.setattr(gpu_bench, "measure", sometimes)
-    values, page = run_quick(gpu_bench, tmp_path)
-    assert values["shapes"]["toy"]["rows, 32 tokens, split, tree"] == {"error": "RuntimeError: no kernel for this"}
-    assert "- rows, 32 tokens, split, tree failed: RuntimeError: no kernel for this" in page
-    assert "speedup" in values["shapes"]["toy"]["head to head, T=0"]["lookahead"]
-    assert values["complete"]
+    monkeypatch.setattr(TransformersTarget, "forward", leaning)
+    script.main([*QUICK, "--out", str(tmp_path / "check"), "--only=bits"])
+    kept = kept_in(tmp_path / "check")
+    assert kept["bits", "toy, float32, chain of 5 rows"]["differing"] == 1
+    assert kept["bits", "toy, float32, chain of 2 rows"]["differing"] == 0
 
 
-def test_gpu_benchmark_that_is_cut_short_keeps_what_it_has(
-    gpu_bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut(*_: Any) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.slow
+def test_gpu_check_compares_every_drafter_s_texts(tmp_path: Path) -> None:
+    script, out = load("gpu_check"), tmp_path / "check"
+    script.main([*QUICK, "--out", str(out), "--only=texts"])
+    kept = kept_in(out)
+    names = {part.rpartition(", ")[2] for section, part in kept if section == "texts"}
+    assert names == {"none", *sys.modules["scripts.gpu_bits"].DRAFTERS}
+    assert not [part for part, figures in kept.items() if figures.get("differing") or "failed" in figures]
 
-    monkeypatch.setattr(gpu_bench, "oracle", cut)
-    with pytest.raises(KeyboardInterrupt):
-        run_quick(gpu_bench, tmp_path)
-    values = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert "ratio" in values["shapes"]["toy"]["rows, 64 tokens, split, tree"]
-    assert "oracle" not in values["shapes"]["toy"]
-    assert "This run is not finished." in (tmp_path / "new" / "report.md").read_text()
+
+def test_gpu_check_ends_within_ten_minutes() -> None:
+    sections = load("gpu_check").SECTIONS
+    limits = sys.modules["scripts.gpu_sections"].LIMITS
+    assert limits.keys() == sections.keys()
+    assert sum(limits.values()) <= 600
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shapes", "toy,tiny"], "'tiny' is none of toy"),
-        (["--backends", "fast"], "'fast' is none of auto"),
-        (["--dtype", "half"], "'half' is none of float64"),
-        (["--device", "cuda"], "no CUDA device here; try the parts with --device cpu"),
+        (["--only", "bits,speed"], "'speed' is none of bandwidth"),
+        (["--limits", "speed=3"], "'speed' is none of bandwidth"),
+        (["--big", "tiny"], "invalid choice: 'tiny'"),
+        (["--device", "cuda"], "no CUDA device here; try --device cpu"),
     ],
 )
-def test_gpu_benchmark_refuses_before_it_starts(
-    gpu_bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+def test_gpu_check_refuses_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit):
-        gpu_bench.main([*QUICK, "--out", str(tmp_path / "report"), *arguments])
+        load("gpu_check").main([*QUICK, "--out", str(tmp_path / "report"), *arguments])
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_goals_are_read_off_the_figures(gpu_bench: ModuleType) -> None:
-    found = {
-        "plain": {"bandwidth_share": 0.9},
-        "rows, 64 tokens, a": {"context": 64, "seconds": {1: 1.0, 4: 1.4}, "ratio": {}},
-        "rows, 64 tokens, b": {"context": 64, "seconds": {1: 1.2, 4: 1.3}, "ratio": {}},
-        "rows, 32 tokens, a": {"context": 32, "seconds": {1: 1.0, 4: 1.0}, "ratio": {}},
-        "oracle": {"points": [{"kept": 0.95}, {"kept": 0.91}]},
-    }
-    values = gpu_bench.goals(found)
-    assert list(values.values()) == [0.9, 1.3, 0.91]
-    assert [gpu_bench.good(values[goal], *gpu_bench.GOALS[goal]) for goal in values] == [True, False, True]
-    assert gpu_bench.goals({"plain": {"error": "x"}, "oracle": {"error": "x"}}) == {}
 
 
 def test_weights_that_a_step_reads() -> None:
