@@ -34,6 +34,7 @@ from specdec.drafter import (
     DrafterBase,
     DrafterWrapper,
     DraftSession,
+    MergingSession,
     Observation,
     ReadbackSession,
 )
@@ -234,6 +235,7 @@ class PredictionFirstSession(BatchedSession):
     def __init__(self, own: PredictionSession, other: DraftSession, inner: Drafter, context: Context) -> None:
         self._own, self._other, self._inner, self._context = own, other, inner, context
         self._is_own = False  # whether the latest draft is the prediction's
+        self._size = 1  # its rows
         self._length = 0  # of the text, when it was made
         self._patience, self._pays = Patience(1, 32), True
 
@@ -245,9 +247,17 @@ class PredictionFirstSession(BatchedSession):
                 self._patience.paid()
         self._length = length
         self._is_own = len(draft) > 1 and (self._own.follows or self._pays or self._patience.due())
+        if not self._is_own:
+            draft = yield from proposing(self._other, row_budget, self._inner.name, self._context.target)
+        self._size = len(draft)
+        return draft
+
+    def sources(self) -> Sequence[str]:
+        """Of each row of the latest draft, the prediction or what the inner session says."""
         if self._is_own:
-            return draft
-        return (yield from proposing(self._other, row_budget, self._inner.name, self._context.target))
+            return [Prediction.name] * self._size
+        other = self._other
+        return other.sources() if isinstance(other, MergingSession) else [self._inner.name] * self._size
 
     def observe(self, seen: Observation) -> None:
         other, inner, draft = self._other, self._inner, seen.draft

@@ -34,6 +34,7 @@ __all__ = [
     "Drafter",
     "DrafterBase",
     "DrafterWrapper",
+    "MergingSession",
     "Observation",
     "ReadbackSession",
 ]
@@ -136,6 +137,14 @@ class ReadbackSession(Protocol):
 
     def readback(self, step: DeviceStep) -> torch.Tensor | None:
         """int64, what ``Observation.readback`` is to hold; on accelerators only, so ``observe`` may be without."""
+
+
+@runtime_checkable
+class MergingSession(Protocol):
+    """A session whose drafts come from several drafters, which a trace tells apart."""
+
+    def sources(self) -> Sequence[str]:
+        """Of each row of the latest draft, the name of the drafter that proposed it; the root's means nothing."""
 
 
 class BatchedSession:

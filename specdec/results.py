@@ -7,17 +7,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Chunk", "Generation", "Seconds", "Statistics", "Step", "TokenLogprobs"]
+__all__ = ["Chunk", "Generation", "Seconds", "Statistics", "Step", "StepTrace", "TokenLogprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """What a step's tree was, and what became of it.
+
+    Attributes:
+        tokens, parents: of the tree's rows, the root first, as in :class:`specdec.step.tree.Draft`.
+        sources: of each row, the drafter that proposed it; where several are merged, the first that did. The root's is
+            ``target``.
+        path: the accepted rows, the root first.
+        token_sources: of each emitted token, the source of the row that held it, or ``target`` for the bonus token.
+        seconds: from the beginning of the text's first step to the end of this one.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    sources: Sequence[str]
+    path: Sequence[int]
+    token_sources: Sequence[str]
+    seconds: float
 
 
 @dataclass(slots=True)
 class Step:
-    """One decoding step: ``tokens`` emitted (bonus last), ``rows`` of the target's forward, drafter's name."""
+    """One decoding step: ``tokens`` emitted (bonus last), ``rows`` of the target's forward, drafter's name.
+
+    ``trace`` is there where it was asked for.
+    """
 
     index: int
     tokens: Sequence[int]
     rows: int
     drafter: str
+    trace: StepTrace | None = None
 
     @property
     def accepted(self) -> int:

@@ -194,6 +194,11 @@ class MergedSession(BatchedSession):
         tokens, parents = [tree.tokens[row] for row in rows], [kept[tree.parents[row]] for row in rows[1:]]
         return Draft(tokens, [-1, *parents], probes=probes, read=sorted(read), cost=cost)
 
+    def sources(self) -> list[str]:
+        """Of each row of the latest draft, the part that proposed it first."""
+        names = {row: part.name for part in self._parts if part.asked for row in part.added}
+        return [names.get(row, self._name) for row in self._rows]
+
     def readback(self, step: DeviceStep) -> torch.Tensor | None:
         """What the parts ask of the whole step, one answer after the other."""
         self._asked, answers = [], list[torch.Tensor]()

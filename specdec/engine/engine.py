@@ -324,9 +324,11 @@ class Engine:
         logits_processor: Sequence[Any] = (),
         prefix_cache: PrefixCache | None = None,
         prediction: Prediction | None = None,
+        trace: bool = False,
     ) -> Iterator[Chunk]:
         """As ``generate``, a chunk per step; the texts add up to ``generate``'s, the last chunk has the finish reason.
 
+        With ``trace``, ``chunk.step.trace`` says what the step's tree was, and where its tokens came from.
         The returned iterator's ``close`` ends the generation; a chunk may have no text (half a character, say).
         """
         decoding = self.start(
@@ -338,6 +340,7 @@ class Engine:
             logits_processor=logits_processor,
             prefix_cache=prefix_cache,
             prediction=prediction,
+            trace=trace,
             stream=True,
         )
         return decoding.chunks()
@@ -466,11 +469,13 @@ class Engine:
         stream: bool = False,
         max_rows: int | None = None,
         prediction: Prediction | None = None,
+        trace: bool = False,
     ) -> SequenceState:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
         ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says,
-        ``eos_ids`` which tokens are the model's end tokens, and ``max_rows`` the engine's, which is no lower.
+        ``eos_ids`` which tokens are the model's end tokens, and ``max_rows`` the engine's, which is no lower. ``trace``
+        is as in :class:`specdec.engine.requests.Request`.
         """
         began = perf_counter()
         request = self.prepare(
@@ -489,6 +494,7 @@ class Engine:
                 stream=stream,
                 max_rows=max_rows,
                 prediction=prediction,
+                trace=trace,
             )
         )
         sequence = self.begin(request)

@@ -25,6 +25,7 @@ class Request:
         drafter: a name, ``{"name": ..., **options}`` or a drafter, in place of the engine's own; for a
             :class:`specdec.engine.scheduler.Scheduler`.
         max_rows: most rows of one of its drafts, at most the engine's; None takes the engine's.
+        trace: have each step's tree, and where its tokens came from, as ``Step.trace``.
     """
 
     prompt: Prompt
@@ -43,6 +44,7 @@ class Request:
     drafter: DrafterSpec | None = None
     max_rows: int | None = None
     prediction: Prediction | None = None
+    trace: bool = False
 
 
 def make_requests(

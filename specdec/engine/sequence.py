@@ -23,7 +23,7 @@ from specdec.costs.fallback import Fallback
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.policy import RowPolicy
 from specdec.costs.prices import UNBATCHED, BatchLoad
-from specdec.drafter import Context, DeviceStep, Drafter, Observation, ReadbackSession
+from specdec.drafter import Context, DeviceStep, Drafter, MergingSession, Observation, ReadbackSession
 from specdec.drafting.joint_forward import ForwardRows, forward_together
 from specdec.drafting.sessions import proposing, session_of, top_k_of
 from specdec.engine.prediction import appeared
@@ -32,7 +32,7 @@ from specdec.engine.requests import Request
 from specdec.engine.text_stream import TextStream
 from specdec.errors import DraftError
 from specdec.parallel.target import ParallelTarget
-from specdec.results import Chunk, Generation, Statistics, Step, TokenLogprobs
+from specdec.results import Chunk, Generation, Statistics, Step, StepTrace, TokenLogprobs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.sampling.verify import Verdict, last_row, look, match, reject, verifier_for, walk_arrays
@@ -155,6 +155,7 @@ class SequenceState:
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(prompt), lossy=sampling.lossy)
         self.steps: list[Step] = []
+        self._traces, self._first_began = request.trace, 0.0
         self._top = request.logprobs
         self._logprobs: list[TokenLogprobs] = []
         self._kept = None if request.prefix_cache is None else self._take(request.prefix_cache)
@@ -293,6 +294,7 @@ class SequenceState:
         )
         if scores is None or verdict is None:
             verdict, scores = self._target.verify(output, draft, self.sampler, self._top_k, scores)
+        accepted = verdict.path
         verdict = verdict.cut(self._cut(verdict.tokens))
         if self._top is not None:
             self._logprobs += scores.logprobs(verdict.path, verdict.tokens, self._top)
@@ -310,6 +312,8 @@ class SequenceState:
             elif self._drafter.taps:
                 self._session.observe(Observation(None, path, draft.tokens, taps=output.taps))
         step = Step(len(self.steps), tokens, rows, self._drafter.name)
+        if self._traces:
+            step.trace = self._trace(scheduled, accepted, step)
         self.steps.append(step)
         stats.acceptance_lengths.append(len(tokens))
         stats.rows.append(rows)
@@ -329,6 +333,25 @@ class SequenceState:
             else:
                 self._policy.learn(draft, path, length, drafting, took)
         return step
+
+    def _trace(self, scheduled: ScheduledRows, accepted: Sequence[int], step: Step) -> StepTrace:
+        """What a step's tree was; of the ``accepted`` rows those behind the text's end count as where it came from."""
+        draft, session, name = scheduled.draft, self._session, self._drafter.name
+        assert draft is not None
+        if not self.steps:
+            self._first_began = scheduled.made - scheduled.drafting
+        sources = [name] * len(draft)
+        if scheduled.asked and isinstance(session, MergingSession):
+            sources = list(session.sources())
+        sources[0] = "target"
+        return StepTrace(
+            tokens=list(draft.tokens),
+            parents=list(draft.parents),
+            sources=sources,
+            path=accepted[: len(step.tokens)],
+            token_sources=[*(sources[row] for row in accepted[1 : len(step.tokens) + 1]), "target"][: len(step.tokens)],
+            seconds=perf_counter() - self._first_began,
+        )
 
     def _copy_out(
         self, block: Block, draft: Draft, output: TargetOutput

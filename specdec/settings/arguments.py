@@ -105,6 +105,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "stop_when": _Function,
     "sample": _Flag,
     "stream": _Flag,
+    "trace": _Flag,
     "eos_ids": Annotated[set[int] | frozenset[int], "a set of token ids"],
     # custom_generate
     "input_ids": Annotated[Any, Predicate(_is_ids), "a tensor [B, n] of token ids"],
