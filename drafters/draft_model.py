@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from drafters.shared.fingerprint import known_tokenizer
 from drafters.shared.own_cache import OwnCache
+from drafters.shared.scored_tree import ScoredTree
 from specdec.costs.curve import pass_price
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.drafting.joint_forward import Forward
@@ -203,34 +204,29 @@ class DraftModelSession(BatchedSession):
 
     def _grow(self, logits: torch.Tensor, widths: list[int]) -> Passes[Draft]:
         """Level by level; ``logits`` are those of the level's rows, at first the root's."""
-        tokens, parents, depths, trust = [self._context.root], [-1], [0], [1.0]
-        q: dict[int, torch.Tensor] = {}
-        level, passes = [0], 1
-        for width in widths:
-            depth, paths = depths[level[0]], [_path(tokens, parents, row) for row in level]
-            there = torch.empty(0)
+        tree, q, level, passes = ScoredTree(self._context.root), dict[int, torch.Tensor](), [0], 1
+        for depth, width in enumerate(widths):
+            read = torch.empty(0)
             if self._sampler.unread is not None:
-                there = torch.tensor(paths, dtype=torch.long, device=logits.device).view(len(level), depth)
-            drawn = torch.softmax(self._sampler.together(logits, there).double(), -1)  # [R, V]
+                paths = [tree.path(row) for row in level]
+                read = torch.tensor(paths, dtype=torch.long, device=logits.device).view(len(level), depth)
+            drawn = torch.softmax(self._sampler.together(logits, read).double(), -1)  # [R, V]
             children = self._children(drawn, level, depth, width)
             for row, probabilities, (best, below) in zip(level, drawn, children, strict=True):
                 # A choice that rests on the path alone; one that looked at the drawn child would bias the output. Of
                 # logits that are no distribution the largest probability is NaN, and nothing is drafted.
-                if not trust[row] * best >= self._least:
+                if not tree.reach[row] * best >= self._least:
                     continue
                 if self._draws:
                     q[row] = probabilities
                 for token, probability in below:
-                    tokens.append(token)
-                    parents.append(row)
-                    depths.append(depth + 1)
-                    trust.append(trust[row] * probability)
-            level = list(range(level[-1] + 1, len(tokens)))
-            if not level or depths[-1] == len(widths):
+                    tree.add(row, token, probability)
+            level = [*range(level[-1] + 1, len(tree))]
+            if not level or depth + 1 == len(widths):
                 break
-            logits = self._shared((yield self._run(tokens[level[0] :], parents)).logits)
+            logits = self._shared((yield self._run(tree.tokens[level[0] :], tree.parents)).logits)
             passes += 1
-        return Draft(tokens, parents, q=q, cost=passes * self._price)
+        return Draft(tree.tokens, tree.parents, q=q, cost=passes * self._price)
 
     def _grow_there(self, logits: torch.Tensor, root: torch.Tensor, widths: list[int]) -> Passes[Draft]:
         """As ``_grow``, of full levels, and nothing is read: the next level embeds tokens that are on the device."""
@@ -311,12 +307,3 @@ def fitting(widths: Sequence[int], depth: int, row_budget: int) -> list[int]:
         level *= width
         left -= level
     return fitted
-
-
-def _path(tokens: list[int], parents: list[int], row: int) -> list[int]:
-    """Tokens below the root, down to and with ``row``."""
-    path = list[int]()
-    while row:
-        path.append(tokens[row])
-        row = parents[row]
-    return path[::-1]

@@ -22,7 +22,7 @@ import torch
 from drafters.medusa.heads import MedusaHeads
 from drafters.medusa.heads_step import HeadsStep, State
 from drafters.medusa.rank_paths import Node, check_tree, nodes_of, paths_of
-from drafters.shared.scored_tree import Grown, Margin, grow
+from drafters.shared.scored_tree import Guesses, Margin, ScoredTree
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
@@ -34,7 +34,7 @@ from specdec.target import FINAL, Target
 
 __all__ = ["Medusa", "MedusaConfig"]
 
-Guesses = Sequence[Sequence[Sequence[float]]]  # per head, of its likeliest tokens: numbers, and chances
+Ranked = Sequence[Sequence[Sequence[float]]]  # per head, of its likeliest tokens: numbers, and chances
 _MOST, _RANKS = 63, 10  # nodes of a tree, and ranks in it, as the authors' has
 _FAINT = 0.01  # a node of a smaller chance is not looked at, even where rows are free
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # guesses that are right for one that the heads promise, and those it counts as
@@ -108,11 +108,11 @@ class Medusa(DrafterBase):
         best = torch.softmax(torch.stack([*logits]), -1, dtype=torch.float32).topk(self.ranks, -1)
         return torch.stack((best.indices.double(), best.values.double()), -2)
 
-    def lists(self, brought: Sequence[tuple[State, MedusaSession | None]]) -> list[Guesses]:
+    def lists(self, brought: Sequence[tuple[State, MedusaSession | None]]) -> list[Ranked]:
         """The same as lists, of the state that each sequence brought; with the session of one that samples."""
         states, sessions = zip(*brought, strict=True)
         logits = self.step.each(states)
-        found = list[Guesses]()
+        found = list[Ranked]()
         for own, session in zip(logits, sessions, strict=True):
             ranked = top_k(own, self.ranks, None, 0, 0.0) if session is None else session.top_k(own)
             if ranked is None:  # then of all of them
@@ -125,22 +125,23 @@ class Medusa(DrafterBase):
         return self.ranked(drawn).tolist()
 
 
-def _fitting(nodes: Sequence[Node], rates: Sequence[Sequence[float]], most: int) -> list[Grown]:
-    """The first ``most`` nodes that may be right: not deeper than the rates, nor forbidden by processors."""
-    rows, found = [0], list[Grown]()  # of each node its row; -1: left out
+def _fixed(nodes: Sequence[Node], ranked: Ranked, most: int) -> ScoredTree:
+    """The first ``most`` nodes that may be right: not deeper than the heads, nor forbidden by processors."""
+    tree, rows = ScoredTree(), [0]  # of each node its row; -1: left out
     for node in nodes:
-        if len(found) == most:
+        if len(tree) > most:
             break
         parent = rows[node.parent]
-        if parent < 0 or node.depth > len(rates) or not rates[node.depth - 1][node.rank] > 0:
+        if parent < 0 or node.depth > len(ranked) or not ranked[node.depth - 1][1][node.rank] > 0:
             rows.append(-1)
             continue
-        found.append(Grown(parent, node.rank, node.depth, rates[node.depth - 1][node.rank]))
-        rows.append(len(found))
-    return found
+        numbers, chances = ranked[node.depth - 1]
+        rows.append(len(tree))
+        tree.add(parent, int(numbers[node.rank]), chances[node.rank])
+    return tree
 
 
-def _sound(guesses: Guesses) -> Guesses:
+def _sound(guesses: Ranked) -> Ranked:
     """Those of the heads before the first that says NaN, as weights may that are so large that a product overflows."""
     return [*takewhile(lambda guess: not any(map(math.isnan, guess[1])), guesses)]
 
@@ -154,7 +155,7 @@ class MedusaSession(BatchedSession):
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT  # first ranks, behind those that were right
         self._seen: Mapping[int, torch.Tensor] | None = None  # the latest taps; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
-        self._guesses: Guesses | None = None  # of the latest step, where they came with it or were asked for
+        self._guesses: Ranked | None = None  # of the latest step, where they came with it or were asked for
         params = context.sampling
         self._temperature = params.temperature
         self._samples = params.temperature > 0 and params.acceptance != "typical"
@@ -169,25 +170,34 @@ class MedusaSession(BatchedSession):
             return Draft.chain([context.root])
         if self._guesses is None:
             self._guesses = _sound((yield Pass(drafter.lists, self._brought())))
-        guesses = self._guesses
+        ranked = self._guesses[:deepest]
         sure = self._right / self._promised  # guesses that were right in this text, for one that the heads promised
-        rates = [chances for _, chances in guesses[:deepest]]
-        if not rates:
+        if not ranked:
             return Draft([context.root], [-1], cost=self._price)
-        tokens, parents, token_of = [context.root], [-1], drafter.vocabulary.token
-        for parent, rank, depth, _ in self._nodes(rates, row_budget - 1, sure):
-            tokens.append(token_of(int(guesses[depth - 1][0][rank])))
-            parents.append(parent)
-        wrong = max(1 - sure * rates[0][0], 0.01)
+        tree, size = self._tree(ranked, row_budget - 1, sure)
+        token_of = drafter.vocabulary.token
+        tokens = [context.root, *(token_of(int(number)) for number in tree.tokens[1:size])]
+        wrong = max(1 - sure * ranked[0][1][0], 0.01)
         # As many tokens as a match that is right so often goes on for.
-        return Draft(tokens, parents, match_length=int(1 / wrong), cost=self._price)
+        return Draft(tokens, tree.parents[:size], match_length=int(1 / wrong), cost=self._price)
 
-    def _nodes(self, rates: Sequence[Sequence[float]], most: int, sure: float) -> Sequence[Grown]:
-        """Those of the given tree, or else the likeliest ones, as many as pay."""
+    def _tree(self, ranked: Ranked, most: int, sure: float) -> tuple[ScoredTree, int]:
+        """The given tree, or else one of the likeliest nodes; and how many of its rows are verified."""
         if self._drafter.nodes is not None:
-            return _fitting(self._drafter.nodes, rates, most)
-        nodes = grow(rates, min(most, _MOST), self._margin.least, sure)
-        return nodes[: self._margin.size([worth for _, _, _, worth in nodes])]
+            tree = _fixed(self._drafter.nodes, ranked, most)
+            return tree, len(tree)
+        tree, heads = ScoredTree(), list[Guesses]()
+
+        def guesses(row: int) -> Guesses:
+            head = tree.depths[row]
+            if head == len(heads):
+                heads.append(
+                    [(int(number), min(sure * chance, 1.0)) for number, chance in zip(*ranked[head], strict=True)]
+                )
+            return heads[head]
+
+        tree.grow(guesses, min(most, _MOST), len(ranked), self._margin.least)
+        return tree, 1 + self._margin.size(tree.reach[1:])
 
     def top_k(self, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]] | None:
         """By the heads' logits [heads, d], the likeliest ones of the tokens that the target will draw; or None."""

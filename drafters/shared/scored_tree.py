@@ -1,29 +1,110 @@
-"""Trees of rank paths: which guesses a tree should hold, given how often each rank proves right at each depth."""
+"""Trees of guesses: they grow by the chance that a guess is reached, to the size that pays.
+
+A row's chance is that it is right where its parent is; that it is *reached* has the product of the chances down its
+path. Drafters whose guesses are at hand let :meth:`ScoredTree.grow` take the likeliest rows of all, one by one
+(Medusa's heads, a table of successors). Those that run a model for every level ``add`` a level's rows and look at their
+``reach`` before the next one (a draft model).
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from specdec.costs.curve import CostCurve
 
-__all__ = ["Grown", "Margin", "grow", "paying"]
+__all__ = ["Guesses", "Margin", "ScoredTree"]
+
+Guesses = Sequence[tuple[int, float]]
+"""Tokens and their chances, the likeliest first."""
 
 
-class Grown(NamedTuple):
-    """A node: its parent (0 is the root, node i is i + 1), its rank, its depth, the chance that it is right."""
+class ScoredTree:
+    """Rows of a draft, the root first, each parent before its children.
 
-    parent: int
-    rank: int
-    depth: int
-    worth: float
+    Args:
+        root: its token.
+
+    Attributes:
+        tokens, parents, depths: of each row.
+        chances: that it is right where its parent is.
+        reach: that all of its path is right.
+    """
+
+    __slots__ = ("chances", "depths", "parents", "reach", "tokens")
+
+    def __init__(self, root: int = 0) -> None:
+        self.tokens, self.parents, self.depths = [root], [-1], [0]
+        self.chances, self.reach = [1.0], [1.0]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int, chance: float) -> None:
+        """One more row."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.chances.append(chance)
+        self.reach.append(self.reach[parent] * chance)
+
+    def path(self, row: int) -> list[int]:
+        """Tokens below the root, down to and with ``row``."""
+        path = list[int]()
+        while row:
+            path.append(self.tokens[row])
+            row = self.parents[row]
+        return path[::-1]
+
+    def grow(
+        self,
+        guesses: Callable[[int], Guesses],
+        most: int,
+        deepest: int,
+        least: Sequence[float] | None = None,
+        share: float = 1.0,
+    ) -> None:
+        """Add up to ``most`` rows below the root, the likeliest to be reached first.
+
+        Args:
+            guesses: what may follow a row, called once for each that is not too deep, in the order of the rows.
+            most: rows in all, less the root.
+            deepest: depth of a row.
+            least: what a row must be worth to follow 0, 1, ... others; with the first that is worth less it ends. See
+                :attr:`Margin.least`.
+            share: of each chance that is believed.
+
+        Example: where the guesses are of chances .5 and .2 everywhere, three rows are the best guess, the best behind
+        it, and the second best.
+        """
+        tokens, parents, depths, reach = self.tokens, self.parents, self.depths, self.reach
+        take, keep = heapq.heappop, heapq.heappush
+        # Looked at is the best guess behind each row, and of each guess that was taken the next one: (-worth, parent,
+        # rank, all of that parent's guesses).
+        ahead = list[tuple[float, int, int, Guesses]]()
+        row = len(tokens) - 1
+        while True:
+            if row < most and depths[row] < deepest and (behind := guesses(row)):
+                keep(ahead, (-(reach[row] * behind[0][1] * share), row, 0, behind))
+            if not ahead or row >= most:
+                return
+            worth, parent, rank, found = take(ahead)
+            if least is not None and not -worth >= least[row]:  # NaN is worth nothing
+                return
+            tokens.append(found[rank][0])
+            self.chances.append(found[rank][1])
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            reach.append(-worth)
+            row, rank = row + 1, rank + 1
+            if rank < len(found):
+                keep(ahead, (-(reach[parent] * found[rank][1] * share), parent, rank, found))
 
 
 class Margin:
-    """Which nodes of a tree pay, where a token is worth a plain step.
+    """Which rows of a tree pay, where a token is worth a plain step.
 
     Args:
         costs: the target's.
@@ -55,38 +136,3 @@ class Margin:
         """How many nodes, likeliest first, bring the most tokens over what their rows cost."""
         nets = [tokens - step for tokens, step in zip(accumulate(worths, initial=0.0), self._steps, strict=False)]
         return nets.index(max(nets))
-
-
-def grow(
-    rates: Sequence[Sequence[float]], most: int, least: Sequence[float] | None = None, share: float = 1.0
-) -> list[Grown]:
-    """The ``most`` nodes that are likeliest to be right, likeliest first, so that parents come before children.
-
-    No more of them than the first that is worth less than :attr:`Margin.least` says.
-
-    ``rates[d][r]`` is the chance that the guess of rank r is right d + 1 tokens below the root where its parent is, and
-    falls with the rank; of each a ``share`` is believed, and at most 1. A node's worth is the product along its path.
-
-    Example: ``grow([[.5, .2]] * 6, 3)`` holds (parent 0, rank 0), (1, 0) and (0, 1): the best guess, the best after
-    it, the second best.
-    """
-    nodes: list[Grown] = []
-    deepest, count, take, keep = len(rates), 0, heapq.heappop, heapq.heappush
-    # A guess is looked at when the one of the rank before is a node: (-worth, parent, rank, depth, the parent's worth).
-    ahead = [(-min(share * rates[0][0], 1.0), 0, 0, 1, 1.0)]
-    while ahead and count < most:
-        worth, parent, rank, depth, above = take(ahead)
-        if least is not None and not -worth >= least[count]:  # NaN is worth nothing
-            break
-        nodes.append(Grown(parent, rank, depth, -worth))
-        own, rank, count = rates[depth - 1], rank + 1, count + 1
-        if rank < len(own):
-            keep(ahead, (-above * min(share * own[rank], 1.0), parent, rank, depth, above))
-        if depth < deepest:
-            keep(ahead, (worth * min(share * rates[depth][0], 1.0), count, 0, depth + 1, -worth))
-    return nodes
-
-
-def paying(nodes: Sequence[Grown], costs: CostCurve, length: int) -> int:
-    """How many of the first nodes are expected to bring the most tokens for their time after ``length`` tokens."""
-    return costs.paying([node.worth for node in nodes], length)

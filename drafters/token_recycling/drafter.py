@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from drafters.shared.scored_tree import Grown, grow, paying
+from drafters.shared.scored_tree import ScoredTree
 from drafters.token_recycling.recycled import KEPT, Distributions, DrawnSession
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.sampling.scores import Scores
@@ -81,16 +81,19 @@ class TokenRecycling(DrafterBase):
             table = self._shared = self._shared or table
         if options.from_prompt:
             table.read(context.tokens)
-        nodes = template(min(options.rows or _MOST, context.max_rows), min(options.depth, context.max_rows), kept)
+        tree = template(min(options.rows or _MOST, context.max_rows), min(options.depth, context.max_rows), kept)
+        size = len(tree) - 1
         if options.rows is None:
-            nodes = nodes[: paying(nodes, context.costs, context.prompt_length)]
-        return TokenRecyclingSession(nodes, table, context)
+            size = context.costs.paying(tree.reach[1:], context.prompt_length)
+        return TokenRecyclingSession(tree, size, table, context)
 
 
 @lru_cache(16)
-def template(rows: int, depth: int, ranks: int) -> tuple[Grown, ...]:
-    """The ``rows`` nodes that are likeliest to be right."""
-    return tuple(grow([[_FIRST / (rank + 1) ** _FALL for rank in range(ranks)]] * depth, rows))
+def template(rows: int, depth: int, ranks: int) -> ScoredTree:
+    """The ``rows`` nodes that are likeliest to be right, each with its rank as its token."""
+    tree, guesses = ScoredTree(), [(rank, _FIRST / (rank + 1) ** _FALL) for rank in range(ranks)]
+    tree.grow(lambda _: guesses, rows, depth)
+    return tree
 
 
 class Successors:
@@ -119,8 +122,8 @@ class Successors:
 
 
 class TokenRecyclingSession:
-    def __init__(self, nodes: Sequence[Grown], table: Successors, context: Context) -> None:
-        self._nodes = nodes
+    def __init__(self, tree: ScoredTree, size: int, table: Successors, context: Context) -> None:
+        self._nodes = [*zip(tree.parents, tree.tokens, strict=True)][1 : 1 + size]  # parents and ranks
         self._table = table
         self._context = context
         self._learns = True
@@ -132,7 +135,7 @@ class TokenRecyclingSession:
             return Draft.chain([root])
         tokens, parents, depths, of = [root], [-1], [0], self._table.of
         rows = [0]  # of the root and the template's nodes; -1: without a known token
-        for above, rank, _, _ in self._nodes:
+        for above, rank in self._nodes:
             row, size = rows[above], len(tokens)
             if size >= row_budget:
                 break

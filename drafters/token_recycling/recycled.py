@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from drafters.shared.scored_tree import Margin
+from drafters.shared.scored_tree import Guesses, Margin, ScoredTree
 from specdec.drafter import Context, Observation
 from specdec.sampling.scores import Scores
 from specdec.step.tree import Draft
@@ -95,8 +94,6 @@ class DrawnSession:
         self._weighs, self._most = rows is None, context.max_rows if rows is None else rows
         self._temperature = context.sampling.temperature
         self._margin = Margin(context.costs, context.prompt_length, self._most, _FAINT)
-        self._least = self._margin.least if self._weighs else [0.0] * (self._most + 1)
-        self._faint = min(self._least)
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
         self._tokens, self._parents = [context.root], [-1]  # the latest draft, ...
         self._chances = [1.0]  # ... and each row's chance where its parent is right, as promised
@@ -106,36 +103,17 @@ class DrawnSession:
         context = self._context
         most, deepest = min(self._most, row_budget - 1), min(self._depth, context.remaining - 1)
         self._learns = row_budget > 1  # a plain step needs no successors, and reading them would be most of its time
-        tokens, parents, depths, reach = [context.root], [-1], [0], [1.0]
-        chances = [1.0]
         before = context.tokens[-2] if len(context.tokens) > 1 else None
-        ahead: list[tuple[float, int, int, int, float]] = []  # (-reach, order, parent, token, chance)
-        found = 0
-        while True:
-            row = len(tokens) - 1
-            if row < most and depths[row] < deepest:
-                above = before if row == 0 else tokens[parents[row]]
-                for token, chance in self._after(above, tokens[row], depths[row]):
-                    if (worth := reach[row] * chance * self._sure) < self._faint:
-                        break
-                    heappush(ahead, (-worth, found, row, token, chance))
-                    found += 1
-            if not ahead or row >= most:
-                break
-            worth, _, parent, token, chance = heappop(ahead)
-            if -worth < self._least[row]:
-                break
-            tokens.append(token)
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-            reach.append(-worth)
-            chances.append(chance)
-        size = 1 + self._margin.size(reach[1:]) if self._weighs else len(reach)
-        for own in (tokens, parents, chances):
-            del own[size:]
-        self._tokens, self._parents, self._chances = tokens, parents, chances
-        sure = [min(self._sure * chance, 1.0) for chance in chances]
-        return Draft(tokens, parents, chances=sure)
+        tree, sure = ScoredTree(context.root), self._sure
+
+        def guesses(row: int) -> Guesses:
+            above = tree.tokens[tree.parents[row]] if row else before
+            return self._after(above, tree.tokens[row], tree.depths[row])
+
+        tree.grow(guesses, most, deepest, self._margin.least if self._weighs else None, sure)
+        size = 1 + self._margin.size(tree.reach[1:]) if self._weighs else len(tree)
+        self._tokens, self._parents, self._chances = tree.tokens[:size], tree.parents[:size], tree.chances[:size]
+        return Draft(self._tokens, self._parents, chances=[min(sure * chance, 1.0) for chance in self._chances])
 
     def _after(self, before: int | None, token: int, depth: int) -> list[tuple[int, float]]:
         """What is likeliest to come after a token at a depth, likeliest first, with the chance of each."""

@@ -31,6 +31,12 @@ def context_of(tokens: list[int], remaining: int = 50) -> Context:
     )
 
 
+def nodes_of(rows: int, depth: int, ranks: int) -> list[tuple[int, int]]:
+    """Parents and ranks."""
+    tree = template(rows, depth, ranks)
+    return [*zip(tree.parents, tree.tokens, strict=True)][1:]
+
+
 def depths_of(nodes: list[tuple[int, int]]) -> list[int]:
     depths = [0]
     for parent, _ in nodes:
@@ -40,15 +46,15 @@ def depths_of(nodes: list[tuple[int, int]]) -> list[int]:
 
 def test_template_is_a_tree_in_order_of_worth() -> None:
     for rows, depth, ranks in ((1, 1, 1), (7, 6, 8), (80, 6, 8), (40, 2, 3)):
-        nodes = [(node.parent, node.rank) for node in template(rows, depth, ranks)]
+        nodes = nodes_of(rows, depth, ranks)
         assert len(nodes) == (rows if (rows, depth) != (40, 2) else 3 + 9)  # no more than the full tree
         assert all(parent < node for node, (parent, _) in enumerate(nodes, 1))
         assert len(set(nodes)) == len(nodes)
         assert max(depths_of(nodes)) <= depth
         # A rank is there only with all better ones beside it.
         assert all(rank == 0 or (parent, rank - 1) in nodes for parent, rank in nodes)
-    assert [node[:2] for node in template(3, 6, 8)] == [(0, 0), (1, 0), (0, 1)]
-    assert max(node.depth for node in template(80, 9, 8)) == 6  # as deep as the paper's tree of 80
+    assert nodes_of(3, 6, 8) == [(0, 0), (1, 0), (0, 1)]
+    assert max(template(80, 9, 8).depths) == 6  # as deep as the paper's tree of 80
 
 
 def test_successors_of_a_text_are_its_latest_pairs() -> None:
@@ -79,7 +85,7 @@ def test_draft_follows_template_and_table() -> None:
     context = context_of([1, 5, 1, 6, 2, 1])
     session = drafter.start(context)
     draft = session.propose(9)
-    assert [node[:2] for node in template(4, 6, 2)] == [(0, 0), (1, 0), (0, 1), (2, 0)]
+    assert nodes_of(4, 6, 2) == [(0, 0), (1, 0), (0, 1), (2, 0)]
     assert (list(draft.tokens), list(draft.parents)) == ([1, 6, 2, 5, 1], [-1, 0, 1, 0, 2])
     assert len(session.propose(3)) == 3
     context.remaining = 2
