@@ -193,7 +193,7 @@ class Drafter(Protocol):
         draws: False where no draft comes with a q, unless ``acceptance`` is ``reject``. Otherwise a text that is
             sampled depends on the rows proposed, and in a batch these must not depend on the other sequences.
         fixed_cost_rows: what drafting costs besides the rows that are verified, in rows of a small model: a tenth of a
-            millisecond each. A rough guess, for policies that read no clock.
+            millisecond each. A rough guess.
     """
 
     name: str

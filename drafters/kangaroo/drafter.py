@@ -28,10 +28,12 @@ import torch
 
 from drafters.kangaroo.adapter import Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
+from drafters.shared.calibration import Calibration
 from drafters.shared.own_cache import OwnCache
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
+from specdec.costs.prices import most_worth
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.drafting.joint_forward import Forward
 from specdec.errors import CheckpointError, ConfigError, shown
@@ -178,11 +180,11 @@ class KangarooSession(BatchedSession):
         self._deep = 1 - drafter.exit_layer / context.target.num_layers
         # Of each row that the adapter has seen the chance of its likeliest token, and those kept: or where they are.
         self._guessed: list[tuple[float, list[int] | slice]] = []
-        self._accepted, self._guesses = _ACCEPTED * _GUESSES, _GUESSES  # where all above was right
-        self._right, self._promised = _RIGHT * _PROMISED, _PROMISED
-        # By rank how many were right, and how many there were; what is not known takes its share of what is left over.
+        self._accepted = Calibration(_ACCEPTED * _GUESSES, _GUESSES)  # guesses, where all above was right
+        self._likeliest = Calibration(_RIGHT * _PROMISED, _PROMISED)
+        # By rank, of those guesses; what is not known takes its share of what is left over.
         ranks = range(min(drafter.branch, context.max_rows))
-        self._ranks = [[_ACCEPTED * (1 - _ACCEPTED) ** rank * _GUESSES, _GUESSES] for rank in ranks]
+        self._ranks = [Calibration(_ACCEPTED * (1 - _ACCEPTED) ** rank * _GUESSES, _GUESSES) for rank in ranks]
 
     def passes(self, row_budget: int) -> Passes[Draft]:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the row budget, or a lack of confidence."""
@@ -260,7 +262,7 @@ class KangarooSession(BatchedSession):
 
     def _unread(self, reached: float, rows: int, most: int) -> tuple[int, list[float]]:
         """How many unread tokens of a guess are verified, and :meth:`_onward` of the first."""
-        chances = [right / made for right, made in self._ranks[:most]]
+        chances = [rank.share for rank in self._ranks[:most]]
         hopes = self._hopes(reached, chances)
         count = max(self._paying(hopes, rows), 1)  # or nothing would be learned; the policy may say to draft nothing
         self._guessed.append((chances[0], slice(rows, rows + count)))
@@ -305,24 +307,21 @@ class KangarooSession(BatchedSession):
 
     def _hopes(self, reached: float, chances: Sequence[float]) -> list[float]:
         """That tokens are right with all above them: by how often what was promised has come."""
-        sure = self._right / self._promised
+        sure = self._likeliest.share
         return [reached * min(1.0, sure * chance) for chance in chances]
 
     def _paying(self, hopes: Sequence[float], rows: int) -> int:
         """How many tokens bring most over what they cost, the likeliest first; ``rows``: of the draft, so far."""
-        steps, nets = self._steps, [0.0]
-        for row, hope in enumerate(hopes, rows):
-            # The first one pays for a shallow pass, in which the others are but rows.
-            price = self._first_price(rows) if row == rows else steps[row + 1] - steps[row]
-            nets.append(nets[-1] + hope - price)
-        return nets.index(max(nets))
+        # The first one pays for a shallow pass, in which the others are but rows.
+        steps, first = self._steps[rows + 1 : rows + 1 + len(hopes)], self._first_price(rows)
+        return most_worth(hopes, [0.0, *(first + step - steps[0] for step in steps)])
 
     def _onward(self, hopes: Sequence[float], rows: int) -> list[float]:
         """Of those behind which another guess pays, the hopes.
 
         The first one pays for adapter, head and a shallow pass, in which the others are but rows.
         """
-        steps, accepted, onward = self._steps, self._accepted / self._guesses, list[float]()
+        steps, accepted, onward = self._steps, self._accepted.share, list[float]()
         price = self._guess_price + self._first_price(rows)
         for row, hope in enumerate(hopes, rows):
             if row > rows:
@@ -352,12 +351,9 @@ class KangarooSession(BatchedSession):
             chance, guess = self._guessed[row]
             chosen = guess if isinstance(guess, list) else self._tokens[guess]
             for guessed, rank in zip(chosen, self._ranks, strict=False):
-                rank[0] += guessed == token
-                rank[1] += 1
-            self._guesses += 1
-            self._accepted += token in chosen
-            self._promised += chance
-            self._right += chosen[:1] == [token]
+                rank.learn(1, guessed == token)
+            self._accepted.learn(1, token in chosen)
+            self._likeliest.learn(chance, chosen[:1] == [token])
         own.defer(features, seen.path[len(known) :])
         self._guessed = []
 
@@ -425,7 +421,7 @@ class KangarooSession(BatchedSession):
         q = torch.softmax(scores, -1, dtype=torch.float64)
         if self._stays:  # NaN of an adapter is not looked for on the device
             q = q.nan_to_num(1 / len(q))
-        return (q.max()[None] + self._accepted / self._guesses) / 2, self._choice(q)[None], q
+        return (q.max()[None] + self._accepted.share) / 2, self._choice(q)[None], q
 
     def _place(self, depth: int) -> int:
         """Position of a token that is guessed behind a row of a depth."""

@@ -22,6 +22,7 @@ import torch
 from drafters.medusa.heads import MedusaHeads
 from drafters.medusa.heads_step import HeadsStep, State
 from drafters.medusa.rank_paths import Node, check_tree, nodes_of, paths_of
+from drafters.shared.calibration import Calibration
 from drafters.shared.scored_tree import Guesses, Margin, ScoredTree
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from drafters.shared.weights import check_fit, weights_folder
@@ -152,7 +153,7 @@ class MedusaSession(BatchedSession):
         costs, length = context.costs, context.prompt_length
         self._price = pass_price(drafter.weights, context.target, costs, length)
         self._margin = Margin(costs, length, _MOST, _FAINT)
-        self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT  # first ranks, behind those that were right
+        self._calibration = Calibration(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)  # of first ranks behind right ones
         self._seen: Mapping[int, torch.Tensor] | None = None  # the latest taps; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
         self._guesses: Ranked | None = None  # of the latest step, where they came with it or were asked for
@@ -171,7 +172,7 @@ class MedusaSession(BatchedSession):
         if self._guesses is None:
             self._guesses = _sound((yield Pass(drafter.lists, self._brought())))
         ranked = self._guesses[:deepest]
-        sure = self._right / self._promised  # guesses that were right in this text, for one that the heads promised
+        sure = self._calibration.share
         if not ranked:
             return Draft([context.root], [-1], cost=self._price)
         tree, size = self._tree(ranked, row_budget - 1, sure)
@@ -241,8 +242,7 @@ class MedusaSession(BatchedSession):
         guesses = self._guesses if self._guesses is not None and seen.draft is not None else ()
         for (numbers, chances), token in zip(guesses, seen.tokens, strict=False):
             right = self._drafter.vocabulary.token(int(numbers[0])) == token
-            self._promised += chances[0]
-            self._right += right
+            self._calibration.learn(chances[0], right)
             if not right:
                 break
         self._seen, self._last, self._guesses = seen.taps, seen.path[-1], None

@@ -11,9 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 from specdec.costs.curve import CostCurve
+from specdec.costs.prices import most_worth
 
 __all__ = ["Guesses", "Margin", "ScoredTree"]
 
@@ -118,7 +118,8 @@ class Margin:
     """
 
     def __init__(self, costs: CostCurve, length: int, most: int, faint: float) -> None:
-        self._steps = steps = costs.steps(length, most + 1)[1:]  # of 0, 1, ... nodes
+        steps = costs.steps(length, most + 1)[1:]  # of 0, 1, ... nodes
+        self._prices = [step - steps[0] for step in steps]
         self.least = [math.inf]
         hull = [most]  # corners of the largest convex curve that is nowhere above the steps of more nodes, nearest last
 
@@ -134,5 +135,4 @@ class Margin:
 
     def size(self, worths: Sequence[float]) -> int:
         """How many nodes, likeliest first, bring the most tokens over what their rows cost."""
-        nets = [tokens - step for tokens, step in zip(accumulate(worths, initial=0.0), self._steps, strict=False)]
-        return nets.index(max(nets))
+        return most_worth(worths, self._prices)

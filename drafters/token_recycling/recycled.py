@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from drafters.shared.calibration import Calibration
 from drafters.shared.scored_tree import Guesses, Margin, ScoredTree
 from specdec.drafter import Context, Observation
 from specdec.sampling.scores import Scores
@@ -94,7 +95,7 @@ class DrawnSession:
         self._weighs, self._most = rows is None, context.max_rows if rows is None else rows
         self._temperature = context.sampling.temperature
         self._margin = Margin(context.costs, context.prompt_length, self._most, _FAINT)
-        self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._calibration = Calibration(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
         self._tokens, self._parents = [context.root], [-1]  # the latest draft, ...
         self._chances = [1.0]  # ... and each row's chance where its parent is right, as promised
         self._learns = True
@@ -104,7 +105,7 @@ class DrawnSession:
         most, deepest = min(self._most, row_budget - 1), min(self._depth, context.remaining - 1)
         self._learns = row_budget > 1  # a plain step needs no successors, and reading them would be most of its time
         before = context.tokens[-2] if len(context.tokens) > 1 else None
-        tree, sure = ScoredTree(context.root), self._sure
+        tree, sure = ScoredTree(context.root), self._calibration.share
 
         def guesses(row: int) -> Guesses:
             above = tree.tokens[tree.parents[row]] if row else before
@@ -129,11 +130,6 @@ class DrawnSession:
         share = guess.mass / sum(odds)
         return [(one, odd * share) for one, odd in zip(tokens, odds, strict=True)]
 
-    @property
-    def _sure(self) -> float:
-        """Guesses that were right in this text, for one that was promised."""
-        return self._right / self._promised
-
     def observe(self, seen: Observation) -> None:
         assert seen.draft is not None
         assert seen.scores is not None
@@ -141,11 +137,10 @@ class DrawnSession:
         for row in range(1, len(self._tokens)):
             depth = right.get(self._parents[row])
             if depth is not None:
-                self._promised += self._chances[row]
-                if self._tokens[row] == seen.tokens[depth]:
-                    self._right += 1
-                    if depth + 1 < count:
-                        right[row] = depth + 1
+                hit = self._tokens[row] == seen.tokens[depth]
+                self._calibration.learn(self._chances[row], hit)
+                if hit and depth + 1 < count:
+                    right[row] = depth + 1
         if self._learns:
             self._learn(seen.draft, seen.path, len(seen.tokens), seen.scores)
 

@@ -69,7 +69,7 @@ class Bandit:
             hope = _GRACE
             if self._computes:
                 hope = max(own - prices.price(length, rows) for rows, own in enumerate(_HOPES, 2))
-            self._net = hope - prices.drafting(0.0, self._fixed_rows, length)
+            self._net = hope - prices.drafting(self._fixed_rows, length)
         if self._net > -_DEBT:
             return True
         # Those who decode together are woken together, and each of them then pays for the try.
@@ -78,10 +78,10 @@ class Bandit:
         self._net = 0.0  # a few disappointments, and it sleeps again
         return True
 
-    def judge(self, prices: Prices, length: int, *, net: float, seconds: float, cost: float) -> None:
-        """Take note of a step: tokens that its rows brought less their price, seconds of drafting, the draft's cost."""
+    def judge(self, prices: Prices, length: int, *, net: float, cost: float) -> None:
+        """Take note of a step: tokens that its rows brought less their price, and the draft's cost."""
         assert self._net is not None
-        net -= prices.drafting(seconds, self._fixed_rows, length, cost)
+        net -= prices.drafting(self._fixed_rows, length, cost)
         self._net = self._lasting * self._net + (1 - self._lasting) * net
         if self._net > 0.05:
             self._patience.paid()

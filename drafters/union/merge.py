@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
 
+from drafters.shared.calibration import Calibration
 from drafters.union.bandit import Bandit
 from drafters.union.parts import NO_ROWS, MergedPart, Tree, part_of
 from specdec.drafter import BatchedSession, Context, DeviceStep, Drafter, DrafterBase, Observation, ReadbackSession
@@ -81,19 +81,14 @@ class Record:
 
     def __init__(self, parts: Sequence[Drafter], memory: float) -> None:
         self.bandits = [Bandit(part, memory) for part in parts]
-        self._memory = memory
-        self._right = self._promised = _SURE
+        self._calibration = Calibration(_SURE, _SURE, memory)
+        self.learn = self._calibration.learn
 
     @property
     def sure(self) -> float:
         """Rows that were right, for one that was promised when they were taken: the best of many opinions promise more
         than they hold."""
-        return max(self._right / self._promised, _LEAST_SURE)
-
-    def learn(self, promised: float, right: int) -> None:
-        """Of the rows that were taken in a step, how many were expected to be right, and how many were."""
-        memory = self._memory
-        self._right, self._promised = memory * self._right + right, memory * self._promised + promised
+        return max(self._calibration.share, _LEAST_SURE)
 
 
 class Merged(DrafterBase):
@@ -146,20 +141,19 @@ class MergedSession(BatchedSession):
         self._promised = 0.0  # rows that were to be right of those that were taken for what they promised
 
     def passes(self, row_budget: int) -> Passes[Draft]:
-        context, prices, waited = self._context, self._prices, self._context.waited
+        context, prices = self._context, self._prices
         length = context.cache.length
         self._length, self._promised = length, 0.0
         row_budget = min(row_budget, self._most + 1)
         tree, cost, least = Tree(context.root), 0.0, 0.0
-        if (
-            self._planned is not None and row_budget > 1
-        ):  # no row is taken that is not worth what the cheapest one costs
+        if self._planned is not None and row_budget > 1:
+            # No row is taken that is not worth what the cheapest one costs.
             least = max(_FAINT, self._planned.least(length, row_budget) / self._record.sure)
         for part in self._parts:
             part.asked = row_budget > 1 and (prices is None or part.bandit.awake(prices, length))
             if not part.asked:
                 continue
-            left, began = row_budget - len(tree.needed), perf_counter() - waited.others
+            left = row_budget - len(tree.needed)
             part.draft = yield from proposing(part.session, left, part.name, context.target)
             if part.draft.entry is not None:
                 raise ConfigError(
@@ -167,7 +161,6 @@ class MergedSession(BatchedSession):
                     f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of {self._name}.parts"
                 )
             part.place(tree, least)
-            part.seconds = perf_counter() - waited.others - began
             cost += part.draft.cost
         self._needed = needed = tree.needed
         best = tree.best(row_budget - 1 - len(needed))
@@ -234,7 +227,7 @@ class MergedSession(BatchedSession):
         self, part: MergedPart, seen: Observation, readback: Sequence[int] | None, accepted: Sequence[int]
     ) -> None:
         """Judge a part that was asked by what became of its rows, and let it learn; ``accepted``: rows of the tree."""
-        began, rows, prices = perf_counter(), self._rows, self._prices
+        rows, prices = self._rows, self._prices
         part.judge(seen.tokens)
         if part.told and part.maps:
             kept = {row: number for number, row in enumerate(rows)}
@@ -247,9 +240,7 @@ class MergedSession(BatchedSession):
             if size > 1 and part.added:
                 mine = part.added.__contains__
                 net = sum(map(mine, accepted)) - prices.price(self._length, size, size - sum(map(mine, rows)))
-            part.bandit.judge(
-                prices, self._length, net=net, seconds=part.seconds + perf_counter() - began, cost=part.draft.cost
-            )
+            part.bandit.judge(prices, self._length, net=net, cost=part.draft.cost)
 
     def _show(self, part: MergedPart, seen: Observation, readback: Sequence[int] | None) -> None:
         """Have a part observe the step as it was, but of the taps its own, and its own answer."""

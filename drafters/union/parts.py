@@ -92,7 +92,6 @@ class MergedPart:
         "maps",
         "name",
         "rows",
-        "seconds",
         "session",
         "taps",
         "told",
@@ -109,7 +108,6 @@ class MergedPart:
         self.rows = [0]  # own row -> row of the tree; -1: left out
         self.kinds = [0]  # of its own rows; a row's kind is a number below _KINDS
         self.added = range(0)  # rows of the tree that no part before it proposed
-        self.seconds = 0.0
 
     def place(self, tree: Tree, least: float) -> None:
         """Put its rows into the tree, each with the chance that it is reached, but none of less than the ``least``.

@@ -39,7 +39,7 @@ def tune(
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw them, as PNG, SVG or PDF.")
     ] = None,
 ) -> None:
-    """Measure what a forward costs by its rows, and keep it: `auto` and --policy cost decide by it.
+    """Measure what a forward costs by its rows, and keep it: policies decide by it.
 
     Do it while the machine is quiet, once for every model, dtype, device and number of threads that is used.
     """

@@ -7,9 +7,7 @@ plain step. So a drafter goes on proposing as long as its accepted tokens outwei
 - ``off``: no policy; the drafter proposes what its options say.
 - ``acceptance``: an account per sequence, accepted tokens in, cost of rows out, by the curve: as it is now where that
   is followed (:mod:`specdec.costs.live_curve`), else as it was measured, and then the same calls take the same steps.
-- ``cost``: the number of rows with the most expected tokens per second, by the curve and by what steps really took of
-  late. Steps differ from run to run. Where the text depends on the rows proposed (``reject``, ``typical``), each
-  sequence goes by the measured curve alone, so that a text at a seed does not differ.
+- a path: the same, by the curve in that file.
 
 Where the curve is followed, :mod:`specdec.costs.fallback` has sequences rest under any policy, drafting's own time
 counted.
@@ -21,21 +19,17 @@ stays lossless under each of them.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
 from specdec.costs.curve import CostCurve
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.prices import ROW_SECONDS, Prices
-from specdec.errors import ConfigError, shown
+from specdec.errors import ConfigError, SpecdecWarning, shown
 from specdec.step.tree import Draft
 
-__all__ = ["AcceptancePolicy", "CostPolicy", "Patience", "RowPolicy", "check_policy"]
-
-_FIRST, _FALL = 0.4, 0.8  # chance of the first row before any was seen, enough to try; of a row, by the one before it
-_PRIOR_WEIGHT = 2.0
-_UNTRIED = 0.98  # memory of rows that were not proposed
-_TRY = 9  # rows of a try
+__all__ = ["AcceptancePolicy", "Patience", "RowPolicy", "check_policy"]
 
 _START, _MOST = 0.75, 3.0  # accepted tokens on the account: at first, and the most that a drafter can save up
 _TREE_ROWS = 1  # of them, for drafting and verifying any tree
@@ -53,11 +47,8 @@ class RowPolicy(Protocol):
     def row_budget(self, limit: int, length: int) -> int:
         """Rows to allow a drafter after ``length`` tokens, at most ``limit``; 1, the root alone, is a plain step."""
 
-    def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
-        """Take note of a step: what was verified after ``length`` tokens, the accepted rows, and what it took.
-
-        ``drafting`` seconds are among the ``seconds``.
-        """
+    def learn(self, draft: Draft, path: Sequence[int], length: int) -> None:
+        """Take note of a step: what was verified after ``length`` tokens, and the accepted rows."""
 
 
 class Patience:
@@ -94,7 +85,7 @@ class AcceptancePolicy:
     """
 
     def __init__(self, costs: CostCurve | LiveCosts, fixed_rows: int = 0) -> None:
-        self.prices = Prices(costs, clock=False)
+        self.prices = Prices(costs)
         self._fixed_seconds = ROW_SECONDS * (_TREE_ROWS + fixed_rows)
         self._left = _START
         self._patience = Patience(1, 32)
@@ -109,10 +100,10 @@ class AcceptancePolicy:
             self._left = least
         return min(limit, max(prices.rows(length, 1 + self._left - fixed, limit), 2))
 
-    def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
+    def learn(self, draft: Draft, path: Sequence[int], length: int) -> None:
         """As :meth:`RowPolicy.learn`; a drafter that had nothing to say, and ran no model for it, is not judged."""
         rows = len(draft)
-        self.prices.learn(rows, len(path), length, 0.0, 0.0)
+        self.prices.learn(rows, len(path), length)
         if rows == 1 and not draft.cost:
             return
         spent = self.prices.step(length, rows) - 1 + self._fixed(length) + draft.cost
@@ -125,79 +116,19 @@ class AcceptancePolicy:
         return self._fixed_seconds / self.prices.plain(length)
 
 
-class CostPolicy:
-    """The rows with the most expected tokens per second: their price against how often such rows were right of late.
-
-    With T the cost curve, r the tokens per second of late and g the chance that a row is accepted, n rows are worth
-    ``sum(g) - r * (T(n) - T(1))`` tokens more than a plain step; the n that maximises this is taken, none where
-    speculation loses. With a clock one serves all sequences of an engine; without one, one serves one sequence.
-
-    Args:
-        costs: the target's.
-        clock: go by what steps and drafting take.
-        fixed_rows: the drafter's ``fixed_cost_rows``, what drafting costs where no clock says it.
-        memory: weight of the past, from one step to the next.
-    """
-
-    def __init__(
-        self, costs: CostCurve | LiveCosts, *, clock: bool = True, fixed_rows: int = 0, memory: float = 0.95
-    ) -> None:
-        self.prices = Prices(costs, clock=clock, memory=memory)
-        self._memory, self._fixed_rows = memory, _TREE_ROWS + fixed_rows
-        self._hits: list[float] = []  # per row number: accepted, and seen
-        self._tries: list[float] = []
-        self._draft = 0.0  # tokens that drafting costs, per step that drafted
-        self._patience = Patience()
-        self._rests = False  # rows did not pay when last weighed, and are not weighed until the next try is due
-
-    def row_budget(self, limit: int, length: int) -> int:
-        """Rows to allow a drafter that fills its row budget in order of promise: 1 where a plain step is better."""
-        if limit < 2 or (self._rests and not self._patience.due()):
-            return min(limit, 1)
-        known = min(limit - 1, max(len(self._hits), 8))
-        count = self.prices.keep(self._gains(known), length, least=self._draft)
-        if count:
-            self._rests = False
-            self._patience.paid()
-            return count + 1 if count < known else limit
-        again, self._rests = self._rests, True
-        return min(limit, _TRY) if again else 1
-
-    def learn(self, draft: Draft, path: Sequence[int], length: int, drafting: float, seconds: float) -> None:
-        """As :meth:`RowPolicy.learn`."""
-        memory, rows = self._memory, len(draft)
-        self.prices.learn(rows, len(path), length, drafting, seconds)
-        if rows == 1:
-            return
-        took = self.prices.drafting(drafting, self._fixed_rows, length, draft.cost)
-        self._draft += (1 - memory) * (took - self._draft)
-        self._hits += [0.0] * (rows - len(self._hits))
-        self._tries += [0.0] * (rows - len(self._tries))
-        accepted = set(path)
-        for row in range(1, len(self._hits)):
-            past = memory if row < rows else _UNTRIED
-            self._hits[row] = past * self._hits[row] + (row in accepted)
-            self._tries[row] = past * self._tries[row] + (row < rows)
-
-    def _gains(self, most: int) -> list[float]:
-        """The chance of each of the rows 1 .. ``most``; what is not known of a row follows from the row before it."""
-        gains, gain = list[float](), _FIRST / _FALL
-        for row in range(1, most + 1):
-            hits, tries = (self._hits[row], self._tries[row]) if row < len(self._hits) else (0.0, 0.0)
-            gain = (hits + _PRIOR_WEIGHT * _FALL * gain) / (tries + _PRIOR_WEIGHT)
-            gains.append(gain)
-        return gains
-
-
 def check_policy(choice: str) -> str:
-    """The choice, if it may be one.
+    """The choice, if it may be one; ``cost``, which went by a clock before the curve did, is ``acceptance``.
 
     Raises:
-        ConfigError: neither acceptance, cost nor off, and no file.
+        ConfigError: neither acceptance nor off, and no file.
     """
-    if choice not in ("acceptance", "cost", "off") and not os.path.isfile(choice):
+    if choice == "cost":
+        message = "policy='cost' is 'acceptance' now, whose costs follow what forwards take; give that"
+        warnings.warn(message, SpecdecWarning, stacklevel=3)
+        return "acceptance"
+    if choice not in ("acceptance", "off") and not os.path.isfile(choice):
         raise ConfigError(
-            f"policy={shown(choice)} is unknown; choose acceptance, cost, off, or a cost file made by "
+            f"policy={shown(choice)} is unknown; choose acceptance, off, or a cost file made by "
             "`specdec tune --out FILE`"
         )
     return choice

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import sub
 from typing import NamedTuple
 
 from specdec.costs.curve import CostCurve, Reading
 from specdec.costs.live_curve import LiveCosts
 
-__all__ = ["ROW_SECONDS", "UNBATCHED", "BatchLoad", "Prices"]
+__all__ = ["ROW_SECONDS", "UNBATCHED", "BatchLoad", "Prices", "most_worth"]
 
 _BUCKET = 256  # tokens of context for which one reading of the curve serves
 _PRIOR_STEPS = 10.0  # plain steps that the first belief about tokens per step counts as
-_LEAST = 1e-3  # a step takes at least this many times a plain one, even by a clock that stands still
-_OUTLIER = 3.0  # a step that took longer than this many times what was due met another process, not a dearer forward
+_MEMORY = 0.95  # weight of the past, from one step to the next
 ROW_SECONDS = 1e-4  # one of a drafter's fixed_cost_rows
 
 
@@ -28,34 +29,40 @@ class BatchLoad(NamedTuple):
 UNBATCHED = BatchLoad(1, 0)
 
 
+def most_worth(gains: Sequence[float], prices: Sequence[float], least: float = 0.0) -> int:
+    """How many rows, best first, bring the most over what they cost; none where no number brings more than ``least``.
+
+    Args:
+        gains: each row's chance to be accepted, which is what it brings in tokens.
+        prices: of 0, 1, ... rows, in tokens.
+    """
+    nets = [*map(sub, accumulate(gains, initial=0.0), prices)]
+    best = max(nets)
+    return nets.index(best) if best > least else 0
+
+
 class Prices:
     """What rows cost, in tokens: the time that they add, and the tokens that such a time yields of late.
 
-    Times are in plain steps of the curve. Without a clock every step takes what the curve says.
-
-    In a crowd a plain step is a sequence's share of a forward with one row of each, and rows come on top of those that
-    the others bring; so rows and drafting are the dearer.
+    Times are in plain steps of the curve. In a batch a plain step is a sequence's share of a forward with one row of
+    each, and rows come on top of those that the others bring; so rows and drafting are the dearer.
 
     Args:
         costs: the target's.
-        clock: go by what steps take, too.
-        memory: weight of the past, from one step to the next.
 
     Attributes:
         batch_load: the sequences that share the next forward.
         rate: tokens per plain step's time of late, or those of plain steps where these are faster.
     """
 
-    def __init__(self, costs: CostCurve | LiveCosts, *, clock: bool, memory: float = 0.95) -> None:
+    def __init__(self, costs: CostCurve | LiveCosts) -> None:
         self._costs = costs
-        self._clock, self._memory = clock, memory
         self.batch_load = UNBATCHED
         # Where a curve was read last and beside whom, which one, for how many rows, and what it said.
         self._place: tuple[int, BatchLoad, CostCurve | None] = (-1, UNBATCHED, None)
         self._most, self._read, self._found = 0, Reading([], []), ([0.0], 0, 1.0)
         self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
-        self._taken = self._due = _PRIOR_STEPS  # outside of drafting; by the clock and by the curve
-        self.rate = self._step_rate = 1.0  # the latter in steps of the curve, which may take longer than that
+        self.rate = 1.0
 
     def _curve(self, length: int, most: int) -> tuple[list[float], int, float]:
         """Seconds of forwards after about ``length`` tokens, the others' rows in them, and those of a plain step.
@@ -88,19 +95,18 @@ class Prices:
     def least(self, length: int, most: int) -> float:
         """Tokens that the cheapest row costs, of ``most`` or of those behind; one worth less pays beside no others."""
         _, beside, plain = self._curve(length, most)
-        return self._step_rate * self._read.cheapest[beside + 1] / plain
+        return self.rate * self._read.cheapest[beside + 1] / plain
 
     def price(self, length: int, rows: int, base: int = 1) -> float:
         """Tokens that the extra time of a step of so many rows over one of ``base`` rows would have brought."""
         seconds, beside, plain = self._curve(length, max(rows, base))
-        return self._step_rate * (seconds[beside + rows] - seconds[beside + base]) / plain
+        return self.rate * (seconds[beside + rows] - seconds[beside + base]) / plain
 
-    def drafting(self, seconds: float, fixed_rows: int, length: int, cost: float = 0.0) -> float:
-        """Tokens that drafting for ``seconds`` costs; without a clock, by ``fixed_cost_rows`` and the draft's cost."""
-        if not (self._clock or fixed_rows or cost):
+    def drafting(self, fixed_rows: int, length: int, cost: float = 0.0) -> float:
+        """Tokens that drafting costs, by a drafter's ``fixed_cost_rows`` and the draft's cost."""
+        if not (fixed_rows or cost):
             return 0.0
-        plain = self.plain(length)
-        return self.rate * (seconds / plain if self._clock else ROW_SECONDS * fixed_rows / plain + cost)
+        return self.rate * (ROW_SECONDS * fixed_rows / self.plain(length) + cost)
 
     def keep(
         self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0, share: float = 1.0
@@ -111,27 +117,13 @@ class Prices:
         bring more than their price and ``least`` tokens.
         """
         seconds, beside, plain = self._curve(length, base + len(gains))
-        rate, first = self._step_rate / plain / share, beside + base
-        best, worth, total = 0, least / share, 0.0
-        for rows, gain in enumerate(gains, 1):
-            total += gain
-            net = total - rate * (seconds[first + rows] - seconds[first])
-            if net > worth:
-                best, worth = rows, net
-        return best
+        rate, first = self.rate / plain / share, beside + base
+        began = seconds[first]
+        prices = [rate * (taken - began) for taken in seconds[first : first + len(gains) + 1]]
+        return most_worth(gains, prices, least / share)
 
-    def learn(self, rows: int, tokens: int, length: int, drafting: float, seconds: float) -> None:
-        """Take note of a step of ``rows`` rows that yielded ``tokens``; see :meth:`RowPolicy.learn`."""
-        memory = self._memory
-        due = taken = spent = self.step(length, rows)
-        if self._clock:
-            plain = self.plain(length)
-            taken = min((seconds - drafting) / plain, _OUTLIER * due * max(self._taken / self._due, 1.0))
-            taken = max(taken, _LEAST)
-            spent = taken + drafting / plain
-            self._taken = memory * self._taken + taken
-            self._due = memory * self._due + due
-        self._tokens = memory * self._tokens + tokens
-        self._time = memory * self._time + spent
-        self.rate = max(self._tokens / self._time, self._due / self._taken)
-        self._step_rate = self.rate * self._taken / self._due
+    def learn(self, rows: int, tokens: int, length: int) -> None:
+        """Take note of a step of ``rows`` rows after ``length`` tokens that yielded ``tokens``."""
+        self._tokens = _MEMORY * self._tokens + tokens
+        self._time = _MEMORY * self._time + self.step(length, rows)
+        self.rate = max(self._tokens / self._time, 1.0)

@@ -78,9 +78,9 @@ class EngineOptions(ModelOptions):
 
     policy: str = _model_option(
         "acceptance",
-        "How many rows a drafter gets. acceptance: one that keeps failing rests; cost: only rows that pay on this "
-        "machine; FILE: by a file of `specdec tune`; off: as many as it asks for.",
-        metavar="acceptance|cost|FILE|off",
+        "How many rows a drafter gets. acceptance: as many as accepted tokens pay for; FILE: the same, by a file "
+        "of `specdec tune`; off: as many as it asks for.",
+        metavar="acceptance|FILE|off",
     )
     parallel: str = _model_option(
         "off",
@@ -93,7 +93,7 @@ class EngineOptions(ModelOptions):
         from specdec.costs.policy import check_policy
 
         ModelOptions.__post_init__(self)
-        check_policy(self.policy)
+        object.__setattr__(self, "policy", check_policy(self.policy))
         check_choice("parallel", self.parallel, PARALLEL)
 
 

@@ -18,7 +18,7 @@ from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.fallback import Fallback
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.measuring import cost_curve, describe, kept_curve, source_of
-from specdec.costs.policy import AcceptancePolicy, CostPolicy, RowPolicy, check_policy
+from specdec.costs.policy import AcceptancePolicy, RowPolicy, check_policy
 from specdec.drafting.registry import DrafterSpec, make_drafter, parse_drafter
 from specdec.engine.conversations import answer_end
 from specdec.engine.prediction import Prediction, prediction_ids
@@ -57,9 +57,8 @@ class Engine:
         max_rows: most rows of one step's tree; bounds the scratch slots of the cache.
         prefill_chunk: prompt tokens per forward; None takes 512, or the sliding window where that is smaller.
         policy: ``off`` lets the drafter propose what its options say; ``acceptance`` weighs accepted tokens against
-            what rows cost by the target's curve; ``cost`` goes by the clock as well, and a path is that of a cost file
-            to do so by. See :mod:`specdec.costs.policy`. A drafter that plans its rows goes by acceptance where it is
-            off.
+            what rows cost by the target's curve; a path is that of a cost file to do so by. See
+            :mod:`specdec.costs.policy`. A drafter that plans its rows goes by acceptance where it is off.
         costs: the target's curve, which is gone by as it is: the same calls take the same steps. Left out, it is read
             from the user's cache folder where it was kept, or measured here and now, for about a second, if policy or
             drafter want it; and where a row's numbers are the same whatever rows are beside it (native layers), it
@@ -93,12 +92,12 @@ class Engine:
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
         self.policy = check_policy(policy)
-        self._by_file = policy not in ("off", "acceptance", "cost")
+        self._by_file = self.policy not in ("off", "acceptance")
         self._progress = progress
-        self._weighs = self.drafter.proposes and (policy != "off" or self.drafter.plans_rows)
+        self._weighs = self.drafter.proposes and (self.policy != "off" or self.drafter.plans_rows)
         live: LiveCosts | None = None
         if costs is None and self._weighs:
-            costs = cost_curve(target, policy if self._by_file else None, progress=progress)
+            costs = cost_curve(target, self.policy if self._by_file else None, progress=progress)
             if target.batch_invariant and not isinstance(
                 target, ParallelTarget
             ):  # no text depends on the steps that it took
@@ -106,13 +105,6 @@ class Engine:
         self._follow(live)
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
-        by_clock = self._weighs and policy not in ("off", "acceptance")
-        if by_clock and isinstance(target, ParallelTarget):
-            raise ConfigError(
-                f"policy={policy!r} goes by the clock, which is another one on every rank; use acceptance or off"
-            )
-        self._by_clock = by_clock
-        self._cost_policy: CostPolicy | None = None
         self._predicting: Engine | None = None
         self._answer_end: tuple[Any, int | None] | None = None  # the chat template, and what it ends an answer with
 
@@ -127,18 +119,12 @@ class Engine:
     def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
         """What decides on the rows of a new sequence, if anything does.
 
-        ``steady``: by the curve as it was measured and by no clock, and for this sequence alone.
+        ``steady``: by the curve as it was measured.
         """
         if not self._weighs:
             return None
-        costs, fixed_rows = self.costs if self.live is None or steady else self.live, self.drafter.fixed_cost_rows
-        if not self._by_clock:
-            return AcceptancePolicy(costs, fixed_rows)
-        if steady:
-            return CostPolicy(costs, clock=False, fixed_rows=fixed_rows)
-        if self._cost_policy is None:
-            self._cost_policy = CostPolicy(costs)
-        return self._cost_policy
+        costs = self.costs if self.live is None or steady else self.live
+        return AcceptancePolicy(costs, self.drafter.fixed_cost_rows)
 
     @classmethod
     @checked
@@ -172,7 +158,7 @@ class Engine:
             TargetError: a model that specdec cannot drive exactly.
             ConfigError: unknown drafter or option.
         """
-        check_policy(policy)
+        policy = check_policy(policy)
         if isinstance(drafter, str | Mapping):
             parse_drafter(drafter)  # before a large model is loaded for nothing
         several = check_choice("parallel", parallel, PARALLEL) != "off"
@@ -226,8 +212,8 @@ class Engine:
 
         What rows cost is measured here, once, if this engine had no use for it and the new one has.
         """
-        policy = self.policy if policy is None else policy
-        other_file = policy != self.policy and policy not in ("off", "acceptance", "cost")
+        policy = self.policy if policy is None else check_policy(policy)
+        other_file = policy != self.policy and policy not in ("off", "acceptance")
         other = Engine(
             self.target,
             self.tokenizer,

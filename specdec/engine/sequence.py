@@ -63,7 +63,7 @@ class Setup(Protocol):
     def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
         """What decides on the rows of a new sequence, if anything does.
 
-        ``steady``: by the curve as it was measured and by no clock, and for this sequence alone.
+        ``steady``: by the curve as it was measured.
         """
 
 
@@ -327,11 +327,10 @@ class SequenceState:
         spent.other += committed - verified
         if self._policy is not None and scheduled.asked:
             self._policy.prices.batch_load = self._batch_load
-            took = scheduled.drafting + seconds + observed - began
             if self._drafter.plans_rows:  # it judges its rows itself
-                self._policy.prices.learn(rows, len(tokens), length, drafting, took)
+                self._policy.prices.learn(rows, len(tokens), length)
             else:
-                self._policy.learn(draft, path, length, drafting, took)
+                self._policy.learn(draft, path, length)
         return step
 
     def _trace(self, scheduled: ScheduledRows, accepted: Sequence[int], step: Step) -> StepTrace:

@@ -66,7 +66,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "drafter": Annotated[Any, Predicate(_is_drafter), "a name, {'name': ..., **options}, or a drafter"],
     "max_rows": Annotated[int, Ge(1), Le(MAX_ROWS), f"an integer from 1 to {MAX_ROWS}"],
     "prefill_chunk": Annotated[int, Ge(1), "an integer >= 1, or None"],
-    "policy": Annotated[str | os.PathLike[str], "off, acceptance, cost, or the path of a cost file"],
+    "policy": Annotated[str | os.PathLike[str], "off, acceptance, or the path of a cost file"],
     "costs": Annotated[Any, having("at", "steps"), "a CostCurve"],
     "progress": _Function,
     # Models

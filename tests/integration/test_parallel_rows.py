@@ -213,15 +213,6 @@ def test_early_exits_are_refused(tmp_path: Path) -> None:
         assert "first layers" in str(error)
 
 
-def test_clocks_are_refused() -> None:
-    def ask(engine: Engine) -> None:
-        engine.with_drafter("lookahead", policy="cost")
-
-    for error in Together("llama", 2).run("none", ask):
-        assert isinstance(error, ConfigError)
-        assert "clock" in str(error)
-
-
 def errors_of(found: Sequence[Any]) -> list[str]:
     assert all(isinstance(error, ParallelError) for error in found), found
     return [str(error) for error in found]

@@ -117,4 +117,4 @@ def test_the_command_line_prints_once() -> None:
         return str(done.stdout + done.stderr)
 
     assert run("--max-new-tokens", "8").count("lookahead: 8 tokens") == 1
-    assert run("--policy", "cost").count("error: policy='cost' goes by the clock") == 1
+    assert run("--drafter", "kangaroo").count("error: parallel='rows' splits whole forwards") == 1

@@ -82,7 +82,7 @@ class Texts(RuleBasedStateMachine):
 
     @initialize(
         data=st.data(),
-        policy=st.sampled_from(["off", "acceptance", "cost"]),
+        policy=st.sampled_from(["off", "acceptance"]),
         row=st.sampled_from([1e-9, 0.02, 0.1, 0.3]),
         max_rows=st.sampled_from([3, 16, 40]),
         chunk=st.sampled_from([None, 5]),
@@ -159,10 +159,9 @@ SHARING: dict[str, tuple[Any, str]] = {
     "a record of parts": ({"name": "auto", "parts": ["jacobi", "prompt_lookup"], "memory": 0.5}, "off"),
     "a record within another": (
         {"name": "union", "parts": [{"name": "auto", "parts": ["jacobi", "lookahead"]}]},
-        "cost",
+        "acceptance",
     ),
     "a table": ({"name": "token_recycling", "persistent": True, "from_prompt": False}, "off"),
-    "a policy": ("jacobi", "cost"),
     "an account by live costs": ("jacobi", "acceptance"),
 }
 

@@ -96,7 +96,7 @@ def test_forwards_of_any_size_take_something() -> None:
 
 def test_prices_follow() -> None:
     live = LiveCosts(curve_of())
-    prices, batch_load = Prices(live, clock=False), BatchLoad(4, 5)
+    prices, batch_load = Prices(live), BatchLoad(4, 5)
     for prices.batch_load in (UNBATCHED, batch_load):
         sequences, _ = prices.batch_load
         before = prices.price(100, 8)
@@ -184,16 +184,13 @@ class Told(LiveCosts):
 
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize(
-    ("drafter", "temperature", "policy"),
-    each_once(["auto", "jacobi", "token_recycling", "suffix_automaton"], [0.0, 0.8], ["acceptance", "cost"]),
+    ("drafter", "temperature"), each_once(["auto", "jacobi", "token_recycling", "suffix_automaton"], [0.0, 0.8])
 )
-def test_whatever_rows_are_said_to_cost_the_text_is_plain_decoding_s(
-    drafter: str, temperature: float, policy: str
-) -> None:
+def test_whatever_rows_are_said_to_cost_the_text_is_plain_decoding_s(drafter: str, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, seed=3)
     prompts = [[size % 11 for size in prompt_of(size)] for size in (3, 9, 5, 7, 4)]
     truth = [Engine(target()).generate(prompt, 60, sampling).token_ids for prompt in prompts]
-    engine = Engine(target(), None, drafter, policy=policy)
+    engine = Engine(target(), None, drafter, policy="acceptance")
     engine.live = Told()
     assert [engine.generate(prompt, 60, sampling).token_ids for prompt in prompts] == truth
     assert [one.token_ids for one in engine.generate_batch(prompts, 60, sampling, batch=3)] == truth

@@ -11,10 +11,11 @@ import pytest
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.measuring import describe
-from specdec.costs.policy import AcceptancePolicy, CostPolicy, Patience, check_policy
-from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
+from specdec.costs.policy import AcceptancePolicy, Patience, check_policy
+from specdec.costs.prices import UNBATCHED, BatchLoad, Prices, most_worth
 from specdec.drafting.registry import drafter_names
-from specdec.errors import ConfigError
+from specdec.engine.config import RunConfig
+from specdec.errors import ConfigError, SpecdecWarning
 from tests.fakes import Oracle
 from tests.models import greedy, prompt_of, settings_of, target_of
 from tests.tiers import matrix
@@ -36,7 +37,7 @@ def test_prices_are_the_curve_s_wherever_it_was_read_before() -> None:
         for batch_load in (UNBATCHED, BatchLoad(3, 7))
         for most in (40, 2)
     ]
-    prices = Prices(curve, clock=False)
+    prices = Prices(curve)
     for before in reads:
         for length, most, batch_load in reads:
             for place, rows, prices.batch_load in (before, (length, most, batch_load)):
@@ -65,7 +66,7 @@ def test_rows_that_cost_nothing_more_are_taken() -> None:
     """Where eight take less than six do, nobody stops at six, in a crowd as little as alone."""
     rows, times = [1, 4, 6, 8, 9, 64], [1.0, 1.3, 2.0, 1.6, 2.4, 24.0]
     curve = CostCurve(machine={}, rows=rows, lengths=[100], seconds=[times])
-    prices = Prices(curve, clock=False)
+    prices = Prices(curve)
     assert prices.keep([0.1] * 20, 100, base=1) == 7
     assert [prices.rows(100, steps, 20) for steps in (1.5, 1.7, 2.3)] == [4, 8, 8]
     prices.batch_load = BatchLoad(6, 5)
@@ -77,18 +78,22 @@ def test_rows_that_cost_nothing_more_are_taken() -> None:
 def test_the_cheapest_row_is_one_that_may_still_come() -> None:
     """Beside others' rows as well: what is behind them costs nothing any more."""
     curve = CostCurve(machine={}, rows=[1, 2, 3, 4, 64], lengths=[100], seconds=[[1.0, 2.0, 2.1, 3.1, 63.1]])
-    prices = Prices(curve, clock=False)
+    prices = Prices(curve)
     assert prices.least(100, 8) == pytest.approx(0.1)
     prices.batch_load = BatchLoad(2, 2)
     assert prices.least(100, 8) == pytest.approx(1.0)  # a plain step of two takes two, a sequence's share is one
 
 
-def policy_of(*, row: float, memory: float = 0.95) -> CostPolicy:
-    return CostPolicy(curve_of(row=row), memory=memory)
+def test_as_many_rows_as_bring_most_over_their_price() -> None:
+    """Dear rows are taken for those behind them, and none where all together bring too little, or no number."""
+    assert most_worth([0.9, 0.5, 0.3], [0.0, 0.4, 0.8, 1.2]) == 2
+    assert most_worth([0.1, 0.1, 0.9], [0.0, 0.3, 0.4, 0.5]) == 3
+    assert most_worth([0.9, 0.5], [0.0, 0.4, 0.8], least=0.6) == 0
+    assert most_worth([0.5], [0.0, 0.5]) == most_worth([], [0.0]) == most_worth([math.nan], [0.0, 0.1]) == 0
 
 
 def test_rows_are_kept_while_they_pay() -> None:
-    prices = policy_of(row=0.25).prices  # and a token takes a second, so far
+    prices = Prices(curve_of(row=0.25))  # and a token takes a second, so far
     assert prices.rate == pytest.approx(1.0)
     assert prices.keep([0.9, 0.5, 0.26, 0.24, 0.1], 0) == 3
     assert prices.keep([0.2, 0.2], 0) == 0
@@ -97,98 +102,21 @@ def test_rows_are_kept_while_they_pay() -> None:
 
 def test_a_dear_row_is_kept_for_those_behind_it() -> None:
     steps = CostCurve(machine={}, rows=[1, 2, 3, 4], lengths=[100], seconds=[[1.0, 1.5, 1.5, 1.5]])
-    assert CostPolicy(steps).prices.keep([0.3, 0.3, 0.3], 0) == 3
+    assert Prices(steps).keep([0.3, 0.3, 0.3], 0) == 3
 
 
 def test_rows_that_are_there_anyway_are_not_priced() -> None:
     steps = CostCurve(machine={}, rows=[1, 2, 8], lengths=[100], seconds=[[1.0, 1.5, 1.5]])
-    assert CostPolicy(steps).prices.keep([0.3], 0) == 0
-    assert CostPolicy(steps).prices.keep([0.3], 0, base=4) == 1
+    assert Prices(steps).keep([0.3], 0) == 0
+    assert Prices(steps).keep([0.3], 0, base=4) == 1
 
 
 def test_the_rate_makes_rows_dearer() -> None:
-    chain = Draft.chain(range(5))
-    for policy in (policy_of(row=0.25), AcceptancePolicy(curve_of(row=0.25))):
-        for _ in range(50):
-            policy.learn(chain, range(5), 0, 0.0, 2.0)  # 2.5 tokens a second, as the curve has it too
-        assert policy.prices.rate == pytest.approx(2.5, rel=0.1)
-        assert policy.prices.keep([0.9, 0.65, 0.55], 0) == 2
-
-
-def test_a_slow_step_or_a_slow_machine_changes_little() -> None:
-    policy = policy_of(row=0.25)
-    plain = Draft.chain([1])
-    for _ in range(100):
-        policy.learn(plain, [0], 0, 0.0, 2.0)  # all takes twice as long as measured
-    assert policy.prices.price(0, 2) == pytest.approx(0.25, rel=0.05)
-    policy.learn(plain, [0], 0, 0.0, 1000.0)
-    assert policy.prices.rate > 0.4
-
-
-def test_a_clock_that_stands_still_makes_nothing_free() -> None:
-    policy = policy_of(row=0.25)
-    for _ in range(20_000):
-        policy.prices.learn(1, 1, 0, 0.0, 0.0)
-    assert 0 < policy.prices.rate < float("inf")
-    assert policy.prices.price(0, 2) > 0
-
-
-def test_where_the_text_depends_on_rows_cost_goes_by_the_curve_alone() -> None:
-    """Each sequence by itself: neither what others took nor what its own steps took counts."""
-    engine = Engine(target_of("llama"), None, "jacobi", policy="cost", costs=curve_of(row=0.1))
-    shared = engine.row_policy()
-    assert shared is engine.row_policy()
-    found = []
-    for seconds in (0.1, 50.0):
-        policy = engine.row_policy(steady=True)
-        assert policy is not None
-        assert policy.row_budget(9, 0) > 1
-        for _ in range(20):
-            policy.learn(Draft.chain(range(3)), range(2), 0, seconds / 2, seconds)
-        found.append((policy.row_budget(9, 0), policy.prices.price(0, 9)))
-    assert found[0] == found[1]
-    tiny = CostPolicy(curve_of(row=0.1, plain=1e-4), clock=False, fixed_rows=4)
-    for _ in range(40):
-        tiny.learn(Draft.chain(range(3)), range(3), 0, 0.0, 0.0)
-    assert tiny.row_budget(9, 0) == 1, "drafting takes five plain steps, by what the drafter says"
-
-
-def test_what_steps_take_means_nothing_to_acceptance() -> None:
-    prices = []
-    for seconds in (0.1, 50.0):
-        policy = AcceptancePolicy(curve_of(row=0.25))
-        for _ in range(20):
-            policy.learn(Draft.chain(range(3)), range(2), 0, seconds / 2, seconds)
-        prices.append((policy.row_budget(9, 0), policy.prices.price(0, 9), policy.prices.drafting(seconds, 1, 0)))
-    assert prices[0] == prices[1]
-
-
-def test_a_drafter_that_is_always_right_gets_all_its_room() -> None:
-    policy = policy_of(row=0.1)
-    for _ in range(30):
-        row_budget = policy.row_budget(9, 0)
-        policy.learn(Draft.chain(range(row_budget)), range(row_budget), 0, 0.0, 1 + 0.1 * (row_budget - 1))
-    assert policy.row_budget(9, 0) == 9
-
-
-def test_a_drafter_that_is_never_right_is_seldom_asked() -> None:
-    policy = policy_of(row=0.1)
-    rooms = []
-    for _ in range(300):
-        rooms.append(policy.row_budget(9, 0))
-        policy.learn(Draft.chain(range(rooms[-1])), [0], 0, 0.0, 1 + 0.1 * (rooms[-1] - 1))
-    assert sum(row_budget > 1 for row_budget in rooms) < 20
-    assert sum(row_budget > 1 for row_budget in rooms[100:]) >= 2, "it is never asked again"
-
-
-def test_a_draft_that_takes_longer_than_it_saves_is_not_made() -> None:
-    policy = policy_of(row=0.0)
-    rooms = []
-    for _ in range(60):
-        rooms.append(policy.row_budget(4, 0))
-        drafted = rooms[-1] > 1
-        policy.learn(Draft.chain(range(rooms[-1])), [0, 1] if drafted else [0], 0, 3.0 * drafted, 1 + 3.0 * drafted)
-    assert sum(row_budget > 1 for row_budget in rooms[20:]) < 6
+    policy = AcceptancePolicy(curve_of(row=0.25))
+    for _ in range(50):
+        policy.learn(Draft.chain(range(5)), range(5), 0)  # 2.5 tokens a second, by the curve
+    assert policy.prices.rate == pytest.approx(2.5, rel=0.1)
+    assert policy.prices.keep([0.9, 0.65, 0.55], 0) == 2
 
 
 def test_patience_doubles() -> None:
@@ -200,7 +128,6 @@ def test_patience_doubles() -> None:
 
 
 def test_no_room_is_no_room() -> None:
-    assert policy_of(row=0.0).row_budget(1, 0) == 1
     assert AcceptancePolicy(curve_of(row=0.1)).row_budget(1, 0) == 1
 
 
@@ -210,7 +137,7 @@ def spend(policy: AcceptancePolicy, accepted: int, steps: int) -> list[int]:
     for _ in range(steps):
         rooms.append(policy.row_budget(9, 0))
         path = range(min(1 + accepted, rooms[-1]))
-        policy.learn(Draft.chain(range(rooms[-1])), path, 0, 0.0, 0.0)
+        policy.learn(Draft.chain(range(rooms[-1])), path, 0)
     return rooms
 
 
@@ -243,8 +170,8 @@ def test_fixed_costs_are_paid_for_in_time() -> None:
     tiny, large = curve_of(row=0.1, plain=0.001), curve_of(row=0.1)
     assert (AcceptancePolicy(tiny).row_budget(20, 0), AcceptancePolicy(tiny, 4).row_budget(20, 0)) == (7, 3)
     assert AcceptancePolicy(large, 4).row_budget(20, 0) == 8
-    assert AcceptancePolicy(tiny).prices.drafting(7.0, 4, 0) == pytest.approx(0.4)
-    assert CostPolicy(tiny).prices.drafting(7.0, 4, 0) == pytest.approx(7000)
+    assert Prices(tiny).drafting(4, 0) == pytest.approx(0.4)
+    assert Prices(tiny).drafting(4, 0, cost=0.5) == pytest.approx(0.9)
 
 
 def test_what_a_model_computed_for_a_draft_is_paid_for() -> None:
@@ -254,9 +181,8 @@ def test_what_a_model_computed_for_a_draft_is_paid_for() -> None:
         rooms = []
         for _ in range(4):
             rooms.append(policy.row_budget(9, 0))
-            policy.learn(
-                Draft(tokens, range(-1, len(tokens) - 1), cost=0.5 if rooms[-1] > 1 else 0.0), [0], 0, 0.0, 0.0
-            )
+            cost = 0.5 if rooms[-1] > 1 else 0.0
+            policy.learn(Draft(tokens, range(-1, len(tokens) - 1), cost=cost), [0], 0)
         assert rooms == [9, 9, 2, 1]
 
 
@@ -268,20 +194,21 @@ def test_silence_costs_nothing() -> None:
     policy = AcceptancePolicy(curve_of(row=0.1))
     for _ in range(50):
         assert policy.row_budget(8, 0) == 8
-        policy.learn(Draft.chain([1]), [0], 0, 0.0, 0.0)
+        policy.learn(Draft.chain([1]), [0], 0)
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
-def test_acceptance_changes_no_token_and_needs_no_clock(drafter: str, tmp_path: Path) -> None:
-    """Twice the same rows, step by step."""
+@pytest.mark.parametrize(("drafter", "temperature"), matrix(drafter_names(), [0.0, 0.8]))
+def test_acceptance_changes_no_token_and_needs_no_clock(drafter: str, temperature: float, tmp_path: Path) -> None:
+    """Twice the same rows, step by step, be they nearly free or dear."""
     target = target_of("llama")
-    sampling = SamplingParams(temperature=0.8, acceptance="match", seed=3)
+    sampling = SamplingParams(temperature=temperature, acceptance="match" if temperature else "auto", seed=3)
     plain = Engine(target).generate(PROMPT, 40, sampling).token_ids
     for settings in settings_of(drafter, target, tmp_path):
-        engine = Engine(target, max_rows=24, policy="acceptance", costs=curve_of(row=0.1, plain=0.001))
-        first, second = (engine.with_drafter(settings).generate(PROMPT, 40, sampling) for _ in range(2))
-        assert first.token_ids == second.token_ids == plain, settings
-        assert first.stats.rows == second.stats.rows
+        for row in (0.001, 0.1):
+            engine = Engine(target, max_rows=24, policy="acceptance", costs=curve_of(row=row, plain=0.001))
+            first, second = (engine.with_drafter(settings).generate(PROMPT, 40, sampling) for _ in range(2))
+            assert first.token_ids == second.token_ids == plain, settings
+            assert first.stats.rows == second.stats.rows
 
 
 class Eager(DrafterBase):
@@ -305,30 +232,18 @@ class EagerSession:
         pass
 
 
-@pytest.mark.parametrize("choice", ["acceptance", "cost"])
-def test_the_engine_leaves_a_losing_drafter_alone_and_lets_a_winning_one_be(choice: str) -> None:
+def test_the_engine_leaves_a_losing_drafter_alone_and_lets_a_winning_one_be() -> None:
     target = target_of("llama")
     truth = greedy("llama", PROMPT, 60)
-    lost = Engine(target, None, Eager(), policy=choice, costs=curve_of(row=0.5)).generate(PROMPT, 60)
+    lost = Engine(target, None, Eager(), policy="acceptance", costs=curve_of(row=0.5)).generate(PROMPT, 60)
     assert lost.token_ids == truth
     assert lost.stats.rows_per_step < 4
     free = Engine(target, None, Eager()).generate(PROMPT, 60)
     assert free.stats.rows_per_step > 15
     oracle = Oracle([*PROMPT, *truth], target.vocab_size, steady=True)
-    won = Engine(target, None, oracle, policy=choice, costs=curve_of(row=0.001)).generate(PROMPT, 60)
+    won = Engine(target, None, oracle, policy="acceptance", costs=curve_of(row=0.001)).generate(PROMPT, 60)
     assert won.token_ids == truth
     assert won.stats.tokens_per_step > 4
-
-
-@pytest.mark.parametrize(("drafter", "temperature"), matrix(drafter_names(), [0.0, 0.8]))
-def test_no_token_changes_by_the_clock(drafter: str, temperature: float, tmp_path: Path) -> None:
-    target = target_of("llama")
-    sampling = SamplingParams(temperature=temperature, acceptance="match" if temperature else "auto", seed=3)
-    plain = Engine(target).generate(PROMPT, 40, sampling).token_ids
-    for settings in settings_of(drafter, target, tmp_path):
-        for row in (0.001, 0.2):  # rows are nearly free, or dear
-            engine = Engine(target, None, settings, max_rows=24, policy="cost", costs=curve_of(row=row))
-            assert engine.generate(PROMPT, 40, sampling).token_ids == plain, settings
 
 
 @pytest.fixture
@@ -346,7 +261,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_the_curve_is_read_when_the_engine_is_made_and_only_where_rows_are_weighed(kept: list[object]) -> None:
     target = target_of("llama")
-    for drafter, policy in (("none", "acceptance"), ("none", "cost"), ("lookahead", "off")):
+    for drafter, policy in (("none", "acceptance"), ("lookahead", "off")):
         engine = Engine(target, None, drafter, policy=policy)
         engine.generate(PROMPT, 3)
         assert engine.row_policy() is None
@@ -356,24 +271,35 @@ def test_the_curve_is_read_when_the_engine_is_made_and_only_where_rows_are_weigh
     assert kept == [None]
     assert isinstance(engine.row_policy(), AcceptancePolicy)
     assert engine.row_policy() is not engine.row_policy(), "one sequence's account is another's"
-    other = engine.with_drafter("lookahead", policy="cost")
+    other = engine.with_drafter("lookahead")
     other.generate(PROMPT, 3)
-    assert isinstance(other.row_policy(), CostPolicy)
-    assert other.row_policy() is other.row_policy()
     assert other.with_drafter("auto", policy="off").row_policy() is not None, "it cannot choose rows without prices"
     assert kept == [None], "what is known is not read again"
     assert isinstance(Engine(target, None, "auto").row_policy(), AcceptancePolicy)
     assert kept == [None, None]
 
 
-def test_a_cost_file_is_a_policy_by_the_clock(kept: list[object], tmp_path: Path) -> None:
+def test_a_cost_file_is_a_policy(kept: list[object], tmp_path: Path) -> None:
     curve_of(row=0.1).save(tmp_path / "mine.json")
     engine = Engine(target_of("llama"), None, "jacobi", policy="acceptance")
     by_file = engine.with_drafter("jacobi", policy=str(tmp_path / "mine.json"))
     assert kept == [None, str(tmp_path / "mine.json")]
-    assert isinstance(by_file.row_policy(), CostPolicy)
+    assert isinstance(by_file.row_policy(), AcceptancePolicy)
     by_file.with_drafter("lookahead")
     assert len(kept) == 2
+
+
+def test_cost_is_acceptance(kept: list[object]) -> None:
+    """A name of before; what it went by the clock for the curve follows now."""
+    with pytest.warns(SpecdecWarning, match=r"policy='cost' is 'acceptance' now"):
+        engine = Engine(target_of("llama"), None, "jacobi", policy="cost")
+    with pytest.warns(SpecdecWarning, match=r"policy='cost' is 'acceptance' now"):
+        other = engine.with_drafter("lookahead", policy="cost")
+    with pytest.warns(SpecdecWarning, match=r"policy='cost' is 'acceptance' now"):
+        config = RunConfig(policy="cost")
+    assert engine.policy == other.policy == config.policy == "acceptance"
+    assert kept == [None]
+    assert isinstance(other.row_policy(), AcceptancePolicy)
 
 
 def test_progress_is_shown_while_the_curve_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -390,6 +316,6 @@ def test_progress_is_shown_while_the_curve_is_measured(monkeypatch: pytest.Monke
 
 
 def test_unknown_choices_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"policy='cots' is unknown; choose acceptance, cost, off, or a cost file"):
+    with pytest.raises(ConfigError, match=r"policy='cots' is unknown; choose acceptance, off, or a cost file"):
         Engine(target_of("llama"), policy="cots")
     assert check_policy("off") == "off"

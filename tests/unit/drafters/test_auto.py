@@ -27,7 +27,9 @@ from tests.unit.drafters.test_union import Fixed
 PROMPT = prompt_of(9)
 
 
-def engine_of(*parts: Any, row: float = 0.001, learns: bool = False, policy: str = "cost", **options: object) -> Engine:
+def engine_of(
+    *parts: Any, row: float = 0.001, learns: bool = False, policy: str = "acceptance", **options: object
+) -> Engine:
     """An engine whose rows cost ``row`` plain steps each; parts without taps are asked from the first step on."""
     for part in parts:
         part.needs_observe = learns
@@ -47,7 +49,7 @@ def oracle(new: int, **options: object) -> Oracle:
 def test_every_part_at_once_changes_no_token(family: str) -> None:
     """With rows that cost nothing all parts stay awake and all of their rows are verified."""
     target = target_of(family, attention="split", execution="auto")
-    engine = Engine(target, None, "auto", max_rows=40, policy="cost", costs=curve_of(row=1e-9))
+    engine = Engine(target, None, "auto", max_rows=40, policy="acceptance", costs=curve_of(row=1e-9))
     for size in (1, 9, 40):
         prompt = prompt_of(size)
         out = engine.generate(prompt, 50)
@@ -58,10 +60,9 @@ def test_every_part_at_once_changes_no_token(family: str) -> None:
     assert engine.generate(PROMPT, 30, sampled).token_ids == plain
 
 
-@pytest.mark.parametrize("policy", ["acceptance", "cost"])
-def test_the_right_part_is_found_and_the_wrong_one_sleeps(policy: str) -> None:
+def test_the_right_part_is_found_and_the_wrong_one_sleeps() -> None:
     wrong = Fixed([1, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5])
-    engine = engine_of(wrong, oracle(120), row=0.1, memory=0.8, policy=policy)
+    engine = engine_of(wrong, oracle(120), row=0.1, memory=0.8)
     out = engine.generate(PROMPT, 120)
     assert out.token_ids == greedy("llama", PROMPT, 120)
     assert out.stats.tokens_per_step > 3
@@ -70,7 +71,7 @@ def test_the_right_part_is_found_and_the_wrong_one_sleeps(policy: str) -> None:
     assert max(late) <= 8, "rows that are always wrong are still verified"
 
 
-@pytest.mark.parametrize("policy", ["acceptance", "cost", "off"])
+@pytest.mark.parametrize("policy", ["acceptance", "off"])
 def test_nothing_is_proposed_where_nothing_pays(policy: str) -> None:
     wrong = Fixed([1, 2, 3], [0, 0, 0])
     out = engine_of(wrong, row=0.5, policy=policy).generate(PROMPT, 100)
@@ -99,7 +100,7 @@ def test_rows_that_are_cheap_but_for_the_first_are_weighed_together() -> None:
 def test_rows_that_held_less_than_they_promised_are_trusted_less() -> None:
     part = Fixed([5], [0])
     part.needs_observe = False
-    engine = Engine(target_of("llama"), None, Auto(AutoConfig(), [part]), policy="cost", costs=jump_of(0.1))
+    engine = Engine(target_of("llama"), None, Auto(AutoConfig(), [part]), policy="acceptance", costs=jump_of(0.1))
     auto: Any = engine.drafter
     assert engine.generate(PROMPT, 2).stats.rows[0] == 2
     record = auto.record
@@ -139,12 +140,12 @@ def test_a_drafter_that_knows_its_chances_is_believed() -> None:
 def test_a_part_with_a_model_is_judged_by_many_steps(computes: bool) -> None:
     """It brings 1.8 tokens in every sixteenth step and costs a tenth of one in each: together it pays."""
     part = Fixed(taps=[1] if computes else ())
-    bandit, prices = Bandit(part, 0.96), Prices(roofline("cpu"), clock=False)
+    bandit, prices = Bandit(part, 0.96), Prices(roofline("cpu"))
     awake = 0
     for step in range(400):
         if bandit.awake(prices, 10):
             awake += 1
-            bandit.judge(prices, 10, net=1.8 * (step % 16 == 15), seconds=0.0, cost=0.1)
+            bandit.judge(prices, 10, net=1.8 * (step % 16 == 15), cost=0.1)
     assert (awake == 400) == computes
 
 
@@ -152,14 +153,14 @@ def test_a_crowd_tries_what_does_not_pay_in_no_more_steps_than_one_alone() -> No
     """All of them are asked at once then, before the first is judged."""
     asked = dict[int, int]()
     for sequences in (1, 8):
-        bandit, prices = Bandit(Fixed(), 0.96), Prices(roofline("cpu"), clock=False)
+        bandit, prices = Bandit(Fixed(), 0.96), Prices(roofline("cpu"))
         prices.batch_load = BatchLoad(sequences, sequences - 1)
         steps = 0
         for _ in range(2000):
             trying = [bandit.awake(prices, 10) for _ in range(sequences)]
             steps += any(trying)
             for _ in filter(None, trying):
-                bandit.judge(prices, 10, net=0.0, seconds=0.0, cost=0.1)
+                bandit.judge(prices, 10, net=0.0, cost=0.1)
         asked[sequences] = steps
     assert asked[8] <= asked[1] < 400
 
@@ -187,7 +188,7 @@ def test_rows_that_cannot_pay_are_left_out_before_they_are_merged() -> None:
         rows = (1, 2, 4, 8, 16, 32)
         each = [chooser.choice([0.1, 0.2, 0.4]) * (after - before) for before, after in pairwise(rows)]
         curve = CostCurve(machine={}, rows=rows, lengths=(8,), seconds=[[*accumulate(each, initial=1.0)]])
-        prices, drafters, taken = Prices(curve, clock=False), [Fixed(), Fixed()], list[set[tuple[int, ...]]]()
+        prices, drafters, taken = Prices(curve), [Fixed(), Fixed()], list[set[tuple[int, ...]]]()
         bandits = [Bandit(drafter, 0.9) for drafter in drafters]
         for bandit, depth in product(bandits, range(1, 9)):
             for _ in range(chooser.randrange(20)):
@@ -209,7 +210,7 @@ def test_rows_that_cannot_pay_are_left_out_before_they_are_merged() -> None:
 
 
 def test_a_part_whose_drafting_costs_more_than_is_hoped_for_sleeps_from_the_start_on() -> None:
-    drafter, prices = Fixed(), Prices(curve_of(row=0.001), clock=False)
+    drafter, prices = Fixed(), Prices(curve_of(row=0.001))
     awake = dict[float, list[bool]]()
     for rows in (0, 0.05, 0.07):  # of a plain step; 0.05 tokens are hoped for, and 0.01 may be lost
         drafter.fixed_cost_rows = round(rows * prices.plain(0) / 1e-4)

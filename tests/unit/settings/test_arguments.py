@@ -263,7 +263,7 @@ ENGINE: list[tuple[dict[str, Any], str]] = [
     ({"prefill_chunk": 1.5}, "prefill_chunk is 1.5"),
     ({"prefill_chunk": "512"}, "prefill_chunk is '512'"),
     ({"prefill_chunk": -1}, "prefill_chunk is -1"),
-    ({"policy": None}, "policy is None, of type NoneType; it must be off, acceptance, cost, or the path"),
+    ({"policy": None}, "policy is None, of type NoneType; it must be off, acceptance, or the path"),
     ({"policy": 3}, "policy is 3"),
     ({"policy": True}, "policy is True"),
     ({"policy": "/"}, "policy='/' is unknown"),
