@@ -18,6 +18,7 @@ from drafters.rest.datastore import build_datastore
 from drafters.shared.fingerprint import fingerprint, known_tokenizer
 from specdec.models.transformers_target import TransformersTarget
 from specdec.target import Target
+from tests import heads
 
 WINDOW = 8
 VOCAB = 32
@@ -254,6 +255,27 @@ def _draft_model(target: Target, tmp: Path) -> list[Options]:
     ]
 
 
+def _eagle(target: Target, tmp: Path) -> list[Options]:
+    """Random heads of every kind: trees, a chain, all depths at once; the target's embedding and head, or their own."""
+    size, vocab = target.hidden_size, target.vocab_size
+    made: list[Options] = []
+    for number, ((config, tensors), options) in enumerate(
+        (
+            (heads.eagle3(size, vocab, draft=vocab // 2 + 1, norms="each", norm_output=True), {"min_chance": 0.0}),
+            (heads.eagle1(size, vocab), {"tokens": 4, "rows": 9, "min_chance": 0.01}),
+            (heads.peagle(size, vocab), {"branch": 3, "min_chance": 0.0}),
+            (
+                heads.eagle3(size, vocab, embedding=True, bias=True, norm_before_residual=True),
+                {"branch": 1, "tokens": 3, "min_chance": 0.0},
+            ),
+            (heads.eagle3(size, vocab, norms="whole"), {}),
+        )
+    ):
+        folder = heads.write(tmp / f"eagle-{number}", config, tensors)
+        made.append({"head": str(folder), **options})
+    return made
+
+
 class Numerals:
     """A tokenizer for texts such as ``"3 1 4"``."""
 
@@ -315,6 +337,7 @@ def _auto(target: Target, tmp: Path) -> list[Options]:
 DRAFTER_OPTIONS: dict[str, Callable[[Target, Path], Sequence[Options]]] = {
     "auto": _auto,
     "draft_model": _draft_model,
+    "eagle": _eagle,
     "jacobi": lambda target, tmp: [{"guesses": 1}, {"guesses": 7}],
     "kangaroo": _kangaroo,
     "lookahead": lambda target, tmp: [

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.engine.config import RunConfig, WeightsOptions, resolve
-from specdec.errors import ConfigError, check_choice
+from specdec.errors import ConfigError, check_choice, shown
 from specdec.settings.files import check_place, refuse_existing
 from specdec.settings.options import Given, with_options
 from specdec.settings.parsing import check_positive
@@ -25,6 +25,7 @@ __all__ = ["convert", "distill_data", "show_sample", "train", "tree_search"]
 
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 TRAINABLE = ("kangaroo", "medusa")
+CONVERTED = ("kangaroo", "eagle")
 
 
 @with_options(WeightsOptions, file="configs/train/kangaroo.yaml", setting="loop.lr=3e-4")
@@ -45,19 +46,33 @@ def train(
 
 
 def convert(
-    drafter: str = typer.Argument(help="kangaroo"),
-    source: Path = typer.Argument(help="Folder of the official checkpoint."),
+    drafter: str = typer.Argument(help=", ".join(CONVERTED)),
+    source: Path = typer.Argument(help="Folder of the published checkpoint."),
     out: Path = typer.Option(..., help="Folder to write."),
-    exit_layer: int = typer.Option(..., help="Layers below the adapter; the authors use 2 for 7B models, 3 for 13B."),
+    exit_layer: int | None = typer.Option(
+        None, help="Kangaroo's layers below the adapter; the authors use 2 for 7B models, 3 for 13B."
+    ),
     model: str | None = typer.Option(None, help="Its target; checked, and remembered in the result."),
 ) -> None:
-    """Convert a published drafter checkpoint to safetensors."""
-    check_choice("drafter to convert", drafter, ["kangaroo"])
+    """Convert a published drafter checkpoint to one clean folder of safetensors."""
+    check_choice("drafter to convert", drafter, CONVERTED)
     from specdec.models.transformers_target import TransformersTarget
+
+    check_place(out, "the weights", folder=True)
+    if (drafter == "kangaroo") != (exit_layer is not None):
+        raise ConfigError(
+            f"exit_layer is {shown(exit_layer)}; kangaroo needs it, as the file does not hold it, and {drafter} "
+            f"{'has it in no other place' if drafter == 'kangaroo' else 'has none'}"
+        )
+    target = None if model is None else TransformersTarget.from_pretrained(model)
+    if exit_layer is None:
+        from drafters.heads.loading import convert as convert_head
+
+        head = convert_head(source, out, drafter, target)
+        typer.echo(f"wrote {out}: {sum(p.numel() for p in head.parameters()):,} parameters, {head.config.kind}")
+        return
     from training.convert import convert as convert_kangaroo
 
-    check_place(out, "the adapter", folder=True)
-    target = None if model is None else TransformersTarget.from_pretrained(model)
     adapter = convert_kangaroo(source, out, exit_layer=exit_layer, target=target)
     typer.echo(f"wrote {out}: {sum(p.numel() for p in adapter.parameters()):,} parameters, exit layer {exit_layer}")
 

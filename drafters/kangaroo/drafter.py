@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,6 +131,21 @@ class Kangaroo(DrafterBase):
             )
         check_adapter(adapter.config, target, check_target=config.check_target)
         return cls(config, adapter.to(target.head_device, target.dtype).requires_grad_(False).eval(), target)
+
+    @classmethod
+    def describe_weights(cls, folder: Path) -> list[str]:
+        """What a folder holds, for ``specdec drafters --check``.
+
+        Raises:
+            CheckpointError: no adapter, or a broken one.
+        """
+        own = Adapter.from_pretrained(folder).config
+        sizes = f"width {own.hidden_size}, vocabulary {own.vocab_size}"
+        return [
+            f"a Kangaroo adapter, variant {own.variant}, behind layer {own.exit_layer}",
+            f"for {own.target or 'a model'}: {sizes}",
+            f"use it with --drafter {cls.name} --set {cls.name}.adapter={folder}",
+        ]
 
     def start(self, context: Context) -> KangarooSession:
         return KangarooSession(self, context)

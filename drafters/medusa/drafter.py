@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -100,6 +101,21 @@ class Medusa(DrafterBase):
         heads = MedusaHeads.from_pretrained(weights_folder(config.heads, target, "medusa.heads"))
         check_fit(heads.config, target, cls.name, check_target=config.check_target)
         return cls(config, heads.to(target.head_device, target.dtype), target)
+
+    @classmethod
+    def describe_weights(cls, folder: Path) -> list[str]:
+        """What a folder holds, for ``specdec drafters --check``.
+
+        Raises:
+            CheckpointError: no heads, or broken ones.
+        """
+        own = MedusaHeads.from_pretrained(folder).config
+        sizes = f"width {own.hidden_size}, vocabulary {own.vocab_size}"
+        return [
+            f"{own.heads} Medusa heads of {own.layers} blocks",
+            f"for {own.target or 'a model'}: {sizes}",
+            f"use them with --drafter {cls.name} --set {cls.name}.heads={folder}",
+        ]
 
     def start(self, context: Context) -> MedusaSession:
         return MedusaSession(self, context)

@@ -87,7 +87,8 @@ class OwnCache:
 
     def defer(self, hidden: torch.Tensor, rows: Sequence[int] | None = None) -> None:
         """Keep hidden states [T, D] of text that the cache lacks, all of them or some rows, until ``catch_up``."""
-        self._deferred += [hidden[row : row + 1] for row in (range(len(hidden)) if rows is None else rows)]
+        parts = [hidden] if rows is None else [hidden[row : row + 1] for row in rows]
+        self._deferred += parts
 
     def catch_up(self, *newest: torch.Tensor) -> torch.Tensor:
         """[T, D] the hidden states that were deferred, which are deferred no longer, and behind them the newest."""

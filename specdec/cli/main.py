@@ -260,10 +260,17 @@ def _standard_input() -> bytes:
 
 def drafters(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+    check: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Say what trained weights these are, for which model.")
+    ] = None,
 ) -> None:
     """List the registered drafters with their options; set one with --set DRAFTER.OPTION=VALUE."""
-    from specdec.drafting.registry import drafter_names, drafter_type
+    from specdec.drafting.registry import describe_weights, drafter_names, drafter_type
 
+    if check is not None:
+        name, lines = describe_weights(check)
+        typer.echo(json.dumps({"drafter": name, "about": lines}, indent=2) if as_json else "\n".join(lines))
+        return
     drafters: list[dict[str, Any]] = []
     for name in drafter_names():
         try:

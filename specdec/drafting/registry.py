@@ -1,23 +1,33 @@
 """Registry: drafters by name, from the entry points of whatever is installed.
 
 A package adds a drafter by declaring ``name = "module:Class"`` under the entry point group ``specdec.drafters``; the
-class needs a ``name``, a ``Config`` dataclass and ``build(config, target)``. Nothing is imported until it is asked for.
+class needs a ``name``, a ``Config`` dataclass and ``build(config, target)``; one with weights may have a classmethod
+``describe_weights(folder)``, which gives lines about what is there. Nothing is imported until it is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from specdec.drafter import Drafter
-from specdec.errors import ConfigError, check_choice, shown
+from specdec.errors import CheckpointError, ConfigError, check_choice, shown
 from specdec.settings.arguments import checked
 from specdec.settings.parsing import parse
 from specdec.settings.validation import fitting
 from specdec.target import FINAL, Target
 
-__all__ = ["GROUP", "DrafterSpec", "drafter_names", "drafter_type", "make_drafter", "parse_drafter"]
+__all__ = [
+    "GROUP",
+    "DrafterSpec",
+    "describe_weights",
+    "drafter_names",
+    "drafter_type",
+    "make_drafter",
+    "parse_drafter",
+]
 
 GROUP = "specdec.drafters"
 
@@ -67,6 +77,23 @@ def parse_drafter(spec: str | Mapping[str, Any]) -> tuple[Any, Any]:
         raise ConfigError(f"drafter {shown(spec)} has no name; choose one of {', '.join(drafter_names())}")
     kind = drafter_type(name)
     return kind, parse(kind.Config, options, where=name)
+
+
+def describe_weights(folder: Path) -> tuple[str, list[str]]:
+    """The drafter that reads the weights in a folder, and what it says of them, line by line.
+
+    Raises:
+        CheckpointError: no drafter reads them; the message has each one's reason.
+    """
+    reasons = list[str]()
+    for name in drafter_names():
+        describe = getattr(drafter_type(name), "describe_weights", None)
+        if describe is not None:
+            try:
+                return name, describe(folder)
+            except CheckpointError as error:
+                reasons.append(f"{name}: {error}")
+    raise CheckpointError(f"no drafter reads {str(folder)!r}: {'; '.join(reasons)}")
 
 
 @checked

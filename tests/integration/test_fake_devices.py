@@ -20,6 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from transformers import MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor
 
+from drafters.heads import eagle
+from drafters.heads.loading import load_head
+from drafters.heads.weights import HeadWeights
 from drafters.kangaroo.adapter import Adapter
 from drafters.medusa.heads import MedusaHeads
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
@@ -324,8 +327,13 @@ def test_every_drafter(
             loaded[options["adapter"]] = Adapter.from_pretrained(options["adapter"])
         elif "heads" in options:
             loaded[options["heads"]] = MedusaHeads.from_pretrained(options["heads"])
+        elif "head" in options:
+            head = load_head(Path(options["head"]), drafter, models.target_of(family))
+            loaded[options["head"]] = head.to(torch.float32)
+    monkeypatch.setattr(eagle, "load_head", lambda folder, *_, **__: loaded[str(folder)])
     for kind in (Adapter, MedusaHeads):
         monkeypatch.setattr(kind, "from_pretrained", lambda folder: loaded[str(folder)])
+    for kind in (Adapter, MedusaHeads, HeadWeights):
         monkeypatch.setattr(kind, "to", lambda self, device, dtype: move(self, device, dtype) or self)
     request.getfixturevalue("fake")
     target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=devices)

@@ -30,7 +30,7 @@ from tests.tiers import each_once, matrix
 PROMPT, NEW = prompt_of(7), 28
 SAMPLING = SamplingParams(temperature=0.8, seed=5)
 WIDE = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
-UNBATCHED = ("kangaroo", "none")  # runs layers by itself; has nothing to split
+UNBATCHED = ("eagle", "kangaroo", "none")  # reads layers of all rows; runs layers by itself; has nothing to split
 
 _LOADING = threading.Lock()  # while a model is loaded, the default dtype of all threads is another
 Ask = Callable[[Engine], Any]
@@ -211,6 +211,23 @@ def test_early_exits_are_refused(tmp_path: Path) -> None:
     for error in Together("llama", 2).run(settings, lambda engine: engine.generate(PROMPT, NEW)):
         assert isinstance(error, ConfigError)
         assert "first layers" in str(error)
+
+
+def test_hidden_states_of_all_rows_are_refused(tmp_path: Path) -> None:
+    for settings in settings_of("eagle", target_of("llama"), tmp_path)[:2]:
+        for error in errors_at_build(settings):
+            assert isinstance(error, ConfigError)
+            assert "hidden states of all rows" in str(error)
+
+
+def errors_at_build(settings: Any) -> list[Any]:
+    """What each of two ranks raises where such a drafter is made."""
+
+    def work(ranks: ThreadRanks) -> Any:
+        target = ShardedTarget(new_model("llama"), owned=True, execution="transformers", ranks=ranks)
+        make_drafter(settings, target)
+
+    return run_ranks(2, work)
 
 
 def errors_of(found: Sequence[Any]) -> list[str]:

@@ -1,0 +1,171 @@
+"""An EAGLE head at work: rows of an embedding and the hidden state before it, of one sequence or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from drafters.heads.layers import LayerStep, Linear, embedding_of, normed, product, rotary_of, specs_of
+from drafters.heads.weights import Chain
+from specdec.runners.attention import attend, attend_all
+from specdec.runners.linear import linear_kernel
+from specdec.step.batched_rows import rows_of
+from specdec.step.block import Block, Rows
+from specdec.target import Target
+
+__all__ = ["ChainStep", "Guess", "Nodes"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nodes:
+    """What a sequence brings: the next rows of its text, or of the tree behind it.
+
+    Attributes:
+        block: T tokens in the head's own cache, each of which goes with the hidden state of the position before it.
+        features: [T', taps x D] hidden states of the target, for the first T' rows.
+        states: [T - T', W] what the head itself gave, for the others.
+        asked: the last rows, which want an answer.
+    """
+
+    block: Block
+    features: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    asked: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guess:
+    """The answer: ``logits`` [N, d] of what is behind the rows that were asked, and the ``states`` [N, W] to go on."""
+
+    logits: torch.Tensor
+    states: torch.Tensor
+
+
+class ChainStep:
+    """The weights of a head, laid out for drafting.
+
+    Args:
+        head: as it was read; it is not needed any more.
+        target_head: the target's head, over the draft vocabulary if there is one; used unless the head has its own.
+        target: whose embedding is used, unless the head has its own.
+
+    Attributes:
+        config: the head's.
+        mask_state: [1, W] what stands for a hidden state behind the first depth, of heads that draft all at once.
+        weights: how many a pass reads.
+    """
+
+    def __init__(self, head: Chain, target_head: Linear, target: Target) -> None:
+        self.config = config = head.config
+        like = next(head.layers.parameters())
+        self.device, self.dtype = like.device, like.dtype
+        self._embed = embedding_of(head, target)
+        self._head = linear_kernel(head.lm_head.weight.detach()) if config.own_head else target_head
+        self._fc = product(head.fc) if config.kind == "eagle" or config.fused else None
+        layers: list[Any] = [*head.layers]
+        self._layers = [LayerStep(layer, config) for layer in layers]
+        self._norms = [
+            (
+                layer.input_layernorm.weight.detach() if hasattr(layer, "input_layernorm") else None,
+                layer.post_attention_layernorm.weight.detach(),
+            )
+            for layer in layers
+        ]
+        first = layers[0]
+        self._hidden_norm = first.hidden_norm.weight.detach() if config.wide else None
+        self._last_norm = None if config.kind == "eagle" else head.norm.weight.detach()
+        norms: Any = [] if config.norm_inputs == "none" else head.fc_norm if config.norm_inputs == "each" else None
+        norms = [head.input_norm] if norms is None else norms
+        self._input_norms = [norm.weight.detach() for norm in norms]
+        self._rotary = rotary_of(config, self.device)
+        self.specs = specs_of(config, self.device, self.dtype)
+        mask = head.mask_hidden.detach()[None] if config.kind == "peagle" else None
+        self.mask_state = None if mask is None else self.fused(mask)
+        size = (config.draft_vocab or config.vocab_size) * config.width
+        self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
+
+    def fused(self, features: torch.Tensor) -> torch.Tensor:
+        """[T, W] of the target's hidden states [T, taps x D], side by side."""
+        features = features.to(self.device, self.dtype)
+        if self._input_norms:
+            parts = features.chunk(len(self._input_norms), -1)
+            pairs = zip(parts, self._input_norms, strict=True)
+            features = torch.cat([normed(part, weight, self.config.norm_eps) for part, weight in pairs], -1)
+        return features if self.config.kind == "eagle" or self._fc is None else self._fc(features)
+
+    def embedded(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[N, W] of tokens."""
+        return self._embed(tokens).to(self.device, self.dtype)
+
+    @torch.no_grad()
+    def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
+        """What follows the last rows that each sequence brought; keys and values of all rows are stored."""
+        features = [one.features for one in brought if one.features is not None]
+        fused = iter(torch.split(self.fused(torch.cat(features)), [*map(len, features)]) if features else ())
+        parts = list[torch.Tensor]()
+        for one in brought:
+            if one.features is not None:
+                parts.append(next(fused))
+            if one.states is not None:
+                parts.append(one.states)
+        states = torch.cat(parts)
+        rows = rows_of([one.block for one in brought])
+        hidden = self._run(rows, self.embedded(rows.ids), states, [one.asked for one in brought])
+        last = hidden if self._last_norm is None else normed(hidden, self._last_norm, self.config.norm_eps)
+        logits, onward = self._head(last), last if self.config.norm_output else hidden
+        sizes = [one.asked for one in brought]
+        return [Guess(*part) for part in zip(torch.split(logits, sizes), torch.split(onward, sizes), strict=True)]
+
+    def _run(self, rows: Rows, embedded: torch.Tensor, states: torch.Tensor, asked: Sequence[int]) -> torch.Tensor:
+        """[N, W] of the rows that are asked, the last ones of each part, before the last norm."""
+        eps, (cos, _, signed_sin) = self.config.norm_eps, self._rotary.look_up(rows, embedded)
+        angles, ends = (cos, signed_sin), accumulate(part.rows for part, _, _ in rows.parts)
+        wanted = [row for end, count in zip(ends, asked, strict=True) for row in range(end - count, end)]
+        residual = states
+        if self.config.kind == "eagle":
+            assert self._fc is not None
+            residual = self._fc(torch.cat((embedded, states), -1))
+        for place, (layer, (input_norm, after)) in enumerate(zip(self._layers, self._norms, strict=True)):
+            inputs = residual
+            if not place and self._hidden_norm is not None:
+                assert input_norm is not None
+                hidden = normed(residual, self._hidden_norm, eps)
+                residual = hidden if self.config.norm_before_residual else residual
+                inputs = torch.cat((normed(embedded, input_norm, eps), hidden), -1)
+            elif input_norm is not None:
+                inputs = normed(residual, input_norm, eps)
+            rows.store(*layer.keys_values(inputs, angles), place)
+            if place == len(self._layers) - 1 and len(wanted) < rows.rows:
+                found, residual = self._last(rows, layer, place, inputs, angles, asked), residual[wanted]
+            else:
+                found = attend(layer.queries(inputs, angles), rows, place, self.config.head_dim**-0.5)
+            residual = residual + layer.attended(found)
+            residual = residual + layer.mlp(normed(residual, after, eps))
+        return residual
+
+    def _last(
+        self,
+        rows: Rows,
+        layer: LayerStep,
+        place: int,
+        inputs: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        asked: Sequence[int],
+    ) -> torch.Tensor:
+        """[1, Hq, N, d] what the asked rows find in the last layer, which no other row has to pass."""
+        found = []
+        for (block, first, last), count in zip(rows.parts, asked, strict=True):
+            sees_all = count == 1 and block.parents is None and self.config.window(place) is None
+            part = slice(last - 1 if sees_all else first, last)
+            queries = layer.queries(inputs[part], [angle[part] for angle in angles])
+            if sees_all:
+                end = block.length + block.first + block.rows
+                keys, values = (store[place].narrow(2, 0, end) for store in (block.cache.keys, block.cache.values))
+                found.append(attend_all(queries, keys, values))
+            else:
+                found.append(attend(queries, block, place, self.config.head_dim**-0.5)[:, :, -count:])
+        return torch.cat(found, 2)

@@ -1,0 +1,200 @@
+"""What a head is: sizes and switches, read off its tensors and its ``config.json``, kept with converted weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from drafters.shared.weights import WeightsConfig
+from specdec.errors import ConfigError, shown
+from specdec.settings.validation import AtLeast1, check_fields
+from specdec.target import FINAL
+
+__all__ = ["BlockConfig", "ChainConfig", "HeadConfig", "aux_layers"]
+
+AtLeast0 = Annotated[int, Ge(0), "an integer >= 0"]
+Layers = Annotated[int, Ge(1), Lt(257), "an integer from 1 to 256"]
+_MOST = 1024  # tokens of a block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig(WeightsConfig):
+    """What all heads have.
+
+    Attributes:
+        hidden_size, vocab_size, target: see :class:`drafters.shared.weights.WeightsConfig`.
+        width: of the head's own hidden states.
+        layers: decoder layers.
+        heads, key_heads, head_dim: of their attention.
+        intermediate_size: inner width of their MLPs.
+        taps: hidden layers of the target that are read, by the layers before them: 0 is the embedding's output, and
+            ``FINAL`` (-1) the last norm's. Empty: :func:`aux_layers` of the target.
+        norm_eps: of the RMS norms.
+        activation: of the MLPs, by its name in transformers.
+        rope: ``rope_parameters`` as transformers 5 writes them.
+        positions: ``max_position_embeddings``, which some kinds of rotary positions ask for.
+        windows: of each layer's attention; 0 is none. Empty: no layer has one.
+        draft_vocab: d, tokens that it proposes among; 0 is all of them.
+        attention_bias, output_bias, mlp_bias, fc_bias: whether these linears have biases.
+        qk_norm: RMS norms of queries and keys, head by head.
+        own_embedding, own_head: it has its own, else the target's are used.
+        depth: tokens that it was published to draft; 0 is not known.
+        target_layers: layers of the model that it was trained for; 0 is not known.
+        target_name: that model's name, for the record.
+    """
+
+    width: AtLeast1
+    layers: Layers
+    heads: AtLeast1
+    key_heads: AtLeast1
+    head_dim: AtLeast1
+    intermediate_size: AtLeast1
+    taps: list[int] = field(default_factory=list)
+    norm_eps: Annotated[float, Gt(0), Lt(1), "a number > 0 and < 1"] = 1e-6
+    activation: str = "silu"
+    rope: dict[str, Any] = field(default_factory=dict)
+    positions: AtLeast1 = 4096
+    windows: list[int] = field(default_factory=list)
+    draft_vocab: AtLeast0 = 0
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    qk_norm: bool = False
+    own_embedding: bool = False
+    own_head: bool = False
+    depth: AtLeast0 = 0
+    target_layers: AtLeast0 = 0
+    target_name: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "head.")
+        if self.heads % self.key_heads:
+            raise ConfigError(f"head.key_heads is {shown(self.key_heads)}; it must divide {shown(self.heads)} heads")
+        if self.head_dim % 2:
+            raise ConfigError(f"head.head_dim is {shown(self.head_dim)}; rotary positions need an even one")
+        if self.draft_vocab > self.vocab_size:
+            raise ConfigError(
+                f"head.draft_vocab is {shown(self.draft_vocab)}; it must be in [0, {shown(self.vocab_size)}]"
+            )
+        if self.windows and (len(self.windows) != self.layers or min(self.windows) < 0):
+            raise ConfigError(f"head.windows is {shown(self.windows)}; one size >= 0 for each of {self.layers} layers")
+        if any(tap < FINAL for tap in self.taps) or len(set(self.taps)) < len(self.taps):
+            raise ConfigError(f"head.taps is {shown(self.taps)}; it takes layers of the target, each once")
+        if self.width != self.hidden_size and not self.own_embedding:
+            raise ConfigError(
+                f"the head is {shown(self.width)} wide and its target {shown(self.hidden_size)}, so that it needs "
+                f"embed_tokens.weight, [{shown(self.vocab_size)}, {shown(self.width)}], of its own"
+            )
+        if self.width != self.hidden_size and not self.own_head:
+            raise ConfigError(
+                f"the head is {shown(self.width)} wide and its target {shown(self.hidden_size)}, so that it needs "
+                f"lm_head.weight, [{shown(self.draft_vocab or self.vocab_size)}, {shown(self.width)}], of its own"
+            )
+
+    @property
+    def wide(self) -> bool:
+        """Whether the first layer's queries, keys and values read embedding and hidden state side by side."""
+        return False
+
+    def window(self, layer: int) -> int | None:
+        """Of a layer's attention; None where it sees everything."""
+        return (self.windows[layer] or None) if self.windows else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainConfig(HeadConfig):
+    """EAGLE: layers that run once for each token they draft, on an embedding and the hidden state before it.
+
+    Attributes:
+        kind: ``eagle`` (EAGLE-1 and 2: the target's last hidden state, after its norm, and its head); ``eagle3`` (some
+            hidden states of the target, a norm and mostly a head of its own); ``peagle`` (as that, all depths in one
+            pass).
+        fused: hidden states pass ``fc``; else the one that is tapped is read as it is.
+        norm_inputs: what is normed before ``fc``: ``none``; ``whole``, all hidden states side by side (``input_norm``);
+            ``each``, one by one (``fc_norm``).
+        norm_before_residual: the residual stream starts with the normed hidden state.
+        norm_output: the next token reads the hidden state after the last norm, not before it.
+        mask_token: of ``peagle``, embedded where no token is known.
+    """
+
+    kind: Literal["eagle", "eagle3", "peagle"]
+    fused: bool = True
+    norm_inputs: Literal["none", "whole", "each"] = "none"
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    mask_token: AtLeast0 = 0
+
+    @property
+    def wide(self) -> bool:
+        return self.kind != "eagle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig(HeadConfig):
+    """DFlash: layers that run once for a block of masks behind the last token, which see each other and the context.
+
+    Attributes:
+        kind: ``dflash``; ``dflash2``, with convolutions around each layer's parts and a selector among candidates;
+            ``dspark``, with a bias by the token before, and a head that tells the chance of acceptance.
+        block_size: B, rows of a block, the last token among them.
+        mask_token: embedded in the others.
+        from_anchor: a row proposes the token behind it, the last token's row too, which makes B tokens; else each mask
+            proposes its own token, B - 1 of them.
+        window_causal: a layer with a window sees no later rows of the block.
+        window_from_anchor: all rows see as far back as the last token does, else each as far as its own place allows.
+        final_normed: the hidden state after all layers is the one that passed the last norm.
+        markov: how the bias by the token before is made.
+        markov_rank: its rank; 0 without one.
+        confidence: what the head of acceptance reads: ``hidden`` states, or the embedding of the bias too (``markov``).
+        conv_kernel, conv_group: taps of the convolutions, and channels that share a kernel; 0 without.
+        selector_rank, selector_top: of the selector, and candidates that it reorders; 0 without.
+    """
+
+    kind: Literal["dflash", "dflash2", "dspark"]
+    block_size: AtLeast1
+    mask_token: AtLeast0
+    from_anchor: bool = False
+    window_causal: bool = False
+    window_from_anchor: bool = False
+    final_normed: bool = False
+    markov: Literal["none", "vanilla", "gated", "rnn"] = "none"
+    markov_rank: AtLeast0 = 0
+    confidence: Literal["none", "hidden", "markov"] = "none"
+    conv_kernel: AtLeast0 = 0
+    conv_group: AtLeast0 = 0
+    selector_rank: AtLeast0 = 0
+    selector_top: AtLeast0 = 0
+
+    def __post_init__(self) -> None:
+        HeadConfig.__post_init__(self)
+        if not 2 - self.from_anchor <= self.block_size <= _MOST:
+            raise ConfigError(f"head.block_size is {shown(self.block_size)}; it must be in [2, {_MOST}]")
+        if self.mask_token >= self.vocab_size:
+            raise ConfigError(
+                f"head.mask_token is {shown(self.mask_token)}; it must be a token, in [0, {shown(self.vocab_size)})"
+            )
+        if not self.taps:
+            raise ConfigError("head.taps is empty; a block's config names the target's layers (target_layer_ids)")
+        if (self.markov == "none") != (self.markov_rank == 0) or (self.confidence == "markov" and not self.markov_rank):
+            raise ConfigError(
+                f"head.markov is {self.markov!r}, markov_rank {shown(self.markov_rank)} and confidence "
+                f"{self.confidence!r}; without a rank there is no such bias"
+            )
+        if self.conv_kernel and (self.conv_kernel > self.block_size or self.width % max(self.conv_group, 1)):
+            raise ConfigError(
+                f"head.conv_kernel is {shown(self.conv_kernel)} and conv_group {shown(self.conv_group)}; the first is "
+                f"at most the block's {self.block_size} rows, and the second divides the width of {self.width}"
+            )
+
+    @property
+    def drafted(self) -> int:
+        """Tokens of a block."""
+        return self.block_size - (not self.from_anchor)
+
+
+def aux_layers(layers: int) -> list[int]:
+    """The hidden layers that EAGLE-3 reads of a target of so many layers, where nothing else is said."""
+    return sorted({2, layers // 2, max(layers - 3, 0)})

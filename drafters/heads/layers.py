@@ -1,0 +1,129 @@
+"""A head's layers at work: a few rows of each sequence, with keys and values kept in slots as a target's are.
+
+Weights lie as the fastest kernel of this machine reads them, see :mod:`specdec.runners.linear`; keys and values are one
+product, and so are gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from drafters.heads.config import HeadConfig
+from drafters.heads.weights import HeadWeights, Layer
+from specdec.errors import CheckpointError, first_line, shown
+from specdec.runners.linear import LinearKernel, linear_kernel
+from specdec.runners.rotary import Rotary, rotate
+from specdec.step.cache import LayerSpec
+from specdec.target import Target
+
+__all__ = ["LayerStep", "embedding_of", "normed", "product", "rotary_of", "specs_of"]
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+def product(*parts: nn.Linear) -> LinearKernel:
+    """One product for linears of one input."""
+    biases = [part.bias for part in parts if part.bias is not None]
+    bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+    return linear_kernel(torch.cat([part.weight.detach() for part in parts]), bias)
+
+
+def normed(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[..., D] states by their root mean square, in float32 where they are of half precision, as the authors do."""
+    if hidden.dtype in (torch.bfloat16, torch.float16):
+        return weight * F.rms_norm(hidden.float(), weight.shape, None, eps).to(hidden.dtype)
+    return F.rms_norm(hidden, weight.shape, weight, eps)
+
+
+class LayerStep:
+    """One layer.
+
+    Args:
+        layer: its weights, which are not needed any more.
+        config: the head's.
+    """
+
+    def __init__(self, layer: Layer, config: HeadConfig) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._config = config
+        self._q, self._kv = product(attention.q_proj), product(attention.k_proj, attention.v_proj)
+        self._out = product(attention.o_proj)
+        self._gate_up, self._down = product(mlp.gate_proj, mlp.up_proj), product(mlp.down_proj)
+        self._head_norms = (
+            (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if config.qk_norm else None
+        )
+        self._activation = ACT2FN[config.activation]
+
+    def queries(self, inputs: torch.Tensor, angles: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[1, Hq, T, d] of ``inputs`` [T, ...], turned to their positions; ``angles``: [T, d] cosines, signed sines."""
+        heads = self._split(self._q(inputs))
+        return rotate(self._head_normed(heads, 0), *angles)[None]
+
+    def keys_values(self, inputs: torch.Tensor, angles: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, turned, and values, [1, Hk, T, d] each."""
+        keys, values = self._split(self._kv(inputs)).chunk(2)
+        return rotate(self._head_normed(keys, 1), *angles)[None], values[None]
+
+    def attended(self, found: torch.Tensor) -> torch.Tensor:
+        """[T, D] of what the heads found, [1, Hq, T, d]."""
+        return self._out(found[0].transpose(0, 1).flatten(1))
+
+    def mlp(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[T, D] of normed states."""
+        gate, up = self._gate_up(inputs).chunk(2, -1)
+        return self._down(self._activation(gate) * up)
+
+    def _split(self, states: torch.Tensor) -> torch.Tensor:
+        """[T, heads x d] to [heads, T, d]."""
+        return states.view(len(states), -1, self._config.head_dim).transpose(0, 1)
+
+    def _head_normed(self, heads: torch.Tensor, which: int) -> torch.Tensor:
+        if self._head_norms is None:
+            return heads
+        return normed(heads, self._head_norms[which], self._config.norm_eps)
+
+
+def rotary_of(config: HeadConfig, device: torch.device) -> Rotary:
+    """The rotary positions of a head.
+
+    Raises:
+        CheckpointError: of a kind that transformers does not know.
+    """
+    try:
+        like = LlamaConfig(
+            hidden_size=config.heads * config.head_dim,
+            num_attention_heads=config.heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.positions,
+            rope_parameters=dict(config.rope) or None,
+        )
+        return Rotary(LlamaRotaryEmbedding(like).to(device), like)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the head's rotary positions, {shown(config.rope)}, are of no kind that transformers knows "
+            f"({first_line(error)}); they stand as rope_theta, rope_scaling or rope_parameters in its config.json"
+        ) from error
+
+
+def specs_of(config: HeadConfig, device: torch.device, dtype: torch.dtype, *, windows: bool = True) -> list[LayerSpec]:
+    """What each layer caches; ``windows`` False: all of it, whatever a layer sees."""
+    size = config.head_dim
+    return [
+        LayerSpec(config.key_heads, size, size, config.window(layer) if windows else None, device, dtype)
+        for layer in range(config.layers)
+    ]
+
+
+def embedding_of(head: HeadWeights, target: Target) -> Callable[[Sequence[int]], torch.Tensor]:
+    """[N, D] of tokens [N]: the head's own embedding, else the target's."""
+    if not head.config.own_embedding:
+        return target.embed
+    weight = head.embed_tokens.weight.detach()
+    return lambda tokens: weight[torch.tensor([*tokens], device=weight.device)]

@@ -1,0 +1,415 @@
+"""A folder as its tensors and its config say it: the format that it has, our names, sizes and switches.
+
+A config that counts layers or heads may be another model's, so names are first brought to ours, then sizes and switches
+follow from shapes, and what the config says of them has to agree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.heads.config import BlockConfig, ChainConfig, HeadConfig
+from drafters.heads.formats import FORMATS, SAVED, SPECULATORS, Format
+from drafters.heads.weights import FORMAT
+from drafters.shared.weights import load_tensors, read_config
+from specdec.errors import ConfigError, check_choice, shown
+from specdec.settings.parsing import parse
+from specdec.target import FINAL
+
+__all__ = ["Found", "find"]
+
+Names = Mapping[str, torch.Tensor]
+_TAPS = 3  # of EAGLE-3, where nothing else is said
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder holds: the format, our config, and the tensors by our names."""
+
+    format: Format
+    config: HeadConfig
+    tensors: dict[str, torch.Tensor]
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder; to be called while ``reading``."""
+    paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not paths:
+        raise ConfigError("it holds neither *.safetensors nor pytorch_model.bin")
+    found: dict[str, torch.Tensor] = {}
+    for path in paths:
+        found |= load_tensors(path)
+    return found
+
+
+def find(folder: Path, *, vocab_size: int = 0) -> Found:
+    """Read a folder of whatever format; to be called while ``reading``.
+
+    Args:
+        folder: with ``config.json`` and the tensors.
+        vocab_size: the target's, for heads whose files do not say it; 0 is not known.
+
+    Raises:
+        ConfigError: no format that is known, a tensor or a value that is missing, or shapes that contradict each other.
+    """
+    values, tensors = read_config(folder), read_tensors(folder)
+    if values.get("format") == FORMAT:
+        return _converted(values, tensors)
+    own = _format_of(values, tensors)
+    tensors = _renamed(tensors, own)
+    sizes = _Sizes(values, tensors, own, vocab_size)
+    config = _block(sizes) if own.drafter == "dflash" else _chain(sizes)
+    return Found(own, config, sizes.tensors)
+
+
+def _converted(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Found:
+    fields = {name: value for name, value in values.items() if name != "format"}
+    kind = check_choice("kind of head", str(fields.get("kind")), FORMATS)
+    shape = BlockConfig if FORMATS[kind].drafter == "dflash" else ChainConfig
+    config: HeadConfig = parse(shape, fields, where="head")
+    return Found(FORMATS[kind], config, tensors)
+
+
+def _format_of(values: Mapping[str, Any], tensors: Names) -> Format:
+    """The layout, by what a speculators' config says, else by tensors that only one of them has."""
+    if (told := values.get("speculators_model_type")) is not None:
+        return SPECULATORS[check_choice("speculators_model_type", str(told), SPECULATORS)]
+    names = {_plain(name) for name in tensors}
+    if any(name.startswith("markov_head.") for name in names):
+        return FORMATS["dspark"]
+    if any(name.startswith("candidate_selector.") for name in names):
+        return FORMATS["dflash2"]
+    if names & {"hidden_norm.weight", "encoder.fc.weight", "context_norm.weight"}:
+        return FORMATS["dflash"]
+    if "mask_hidden" in names:
+        return FORMATS["peagle"]
+    if names & {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}:
+        return FORMATS["eagle3"]
+    if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
+        return FORMATS["eagle"]
+    raise ConfigError(
+        f"its tensors ({', '.join(sorted(names)[:4])}, ...) are of no head that is known: {', '.join(FORMATS)}, or a "
+        f"config with speculators_model_type {', '.join(SPECULATORS)}"
+    )
+
+
+def _plain(name: str) -> str:
+    """A name without what training loops put before it."""
+    return re.sub(SAVED[0], SAVED[1], name) if re.fullmatch(SAVED[0], name) else name
+
+
+def _renamed(tensors: Names, own: Format) -> dict[str, torch.Tensor]:
+    renamed: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = name
+        for pattern, ours in own.renames:
+            if re.fullmatch(pattern, plain):
+                plain = re.sub(pattern, ours, plain)
+        if any(re.fullmatch(pattern, plain) for pattern in own.ignored):
+            continue
+        if plain in renamed:
+            raise ConfigError(f"it holds {plain!r} twice, once as {name!r}")
+        renamed[plain] = tensor
+    return renamed
+
+
+class _Sizes:
+    """What tensors and config of one head say, each asked by our name for it."""
+
+    def __init__(
+        self, values: Mapping[str, Any], tensors: dict[str, torch.Tensor], own: Format, target_vocab: int
+    ) -> None:
+        self.own, self.tensors, self._values = own, tensors, values
+        self._inner: Mapping[str, Any] = values.get(own.inner, {}) if own.inner else values
+        if not isinstance(self._inner, Mapping):
+            raise ConfigError(f"{own.inner} in its config is {shown(self._inner)}; it must be a section")
+        self._target_vocab = target_vocab
+
+    def told(self, name: str, default: Any = None) -> Any:
+        """What the config says of one of our fields, under its own name for it."""
+        for place in self.own.values.get(name, ()):
+            found: Any = self._values
+            for part in place.split("."):
+                found = found.get(part) if isinstance(found, Mapping) else None
+            if found is not None:
+                return found
+        return self.own.defaults.get(name, default)
+
+    def layer(self, name: str, default: Any = None) -> Any:
+        """What the config of the layers says."""
+        found = self._inner.get(name)
+        return default if found is None else found
+
+    def shape(self, name: str, dims: int = 2) -> tuple[int, ...]:
+        """Of a tensor that has to be there."""
+        if name not in self.tensors:
+            raise ConfigError(f"tensor {name!r} is missing, which a head of format {self.own.name} has")
+        shape = tuple(self.tensors[name].shape)
+        if len(shape) != dims or 0 in shape:
+            raise ConfigError(f"tensor {name!r} is {list(shape)}; it must have {dims} dimensions, none of them 0")
+        return shape
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def common(self) -> dict[str, Any]:
+        """The fields of every head."""
+        width, query_in = self._width()
+        layers = len({found[1] for name in self.tensors if (found := re.match(r"layers\.(\d+)\.", name))})
+        vocabulary = self._vocabulary(width)
+        return {
+            "kind": self.own.kind,
+            "hidden_size": self._hidden_size(width),
+            "width": width,
+            "layers": layers,
+            **self._attention(query_in),
+            "intermediate_size": self.shape("layers.0.mlp.gate_proj.weight")[0],
+            "norm_eps": float(self.layer("rms_norm_eps", 1e-6)),
+            "activation": _activation(self.layer("hidden_act", self.layer("hidden_activation", "silu"))),
+            "rope": _rope(self._inner),
+            "positions": self.layer("max_position_embeddings", 4096),
+            "windows": self._windows(layers),
+            **vocabulary,
+            "attention_bias": self.has("layers.0.self_attn.q_proj.bias"),
+            "output_bias": self.has("layers.0.self_attn.o_proj.bias"),
+            "mlp_bias": self.has("layers.0.mlp.gate_proj.bias"),
+            "fc_bias": self.has("fc.bias"),
+            "qk_norm": self.has("layers.0.self_attn.q_norm.weight"),
+            "depth": self._depth(),
+            "target_layers": self.told("target_layers", 0),
+            "target_name": str(self.told("target_name", "")),
+        }
+
+    def _width(self) -> tuple[int, int]:
+        """Of the hidden states, and of what the first layer's queries read."""
+        width = self.shape("layers.0.self_attn.o_proj.weight")[0]
+        inputs = self.shape("layers.0.self_attn.q_proj.weight")[1]
+        wanted = 2 * width if self.own.kind in ("eagle3", "peagle") else width
+        if inputs != wanted:
+            raise ConfigError(
+                f"tensor 'layers.0.self_attn.q_proj.weight' reads {inputs} values; a head of format {self.own.name} "
+                f"that is {width} wide has {wanted} there"
+            )
+        return width, inputs
+
+    def _hidden_size(self, width: int) -> int:
+        """The target's width."""
+        if (told := self.told("hidden_size")) is not None:
+            return int(told)
+        if self.own.kind == "eagle" or not self.has("fc.weight"):
+            return width
+        inputs, taps = self.shape("fc.weight")[1], len(_taps(self)) or _TAPS
+        if inputs % taps:
+            raise ConfigError(
+                f"tensor 'fc.weight' reads {inputs} values, which are no {taps} hidden states of the target: its "
+                "config names other layers than it was trained with, or lacks target_hidden_size"
+            )
+        return inputs // taps
+
+    def _attention(self, inputs: int) -> dict[str, int]:
+        """Heads and their width; a config may leave the width out, and the tensors have to agree."""
+        q, k = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
+        outputs, keys = self.shape(q)[0], self.shape(k)[0]
+        if self.has("layers.0.self_attn.q_norm.weight"):
+            size = self.shape("layers.0.self_attn.q_norm.weight", 1)[0]
+        else:
+            heads = self.layer("num_attention_heads")
+            if type(heads) is not int or heads < 1 or (outputs % heads and not self.layer("head_dim")):
+                raise ConfigError(
+                    f"num_attention_heads in its config is {shown(heads)}; it must divide {outputs} outputs of {q!r}"
+                )
+            size = self.layer("head_dim") or outputs // heads
+        if type(size) is not int or size < 1 or outputs % size or keys % size:
+            raise ConfigError(
+                f"tensors {q!r} and {k!r} have {outputs} and {keys} outputs, which are no heads of {shown(size)} each; "
+                "head_dim or num_attention_heads in its config is of another model"
+            )
+        for name, found in (("num_attention_heads", outputs // size), ("num_key_value_heads", keys // size)):
+            if (told := self.layer(name)) not in (None, found):
+                raise ConfigError(
+                    f"{name} in its config is {shown(told)}, and the tensors have {found} of {size} each ({q!r}, {k!r})"
+                )
+        return {"heads": outputs // size, "key_heads": keys // size, "head_dim": size}
+
+    def _windows(self, layers: int) -> list[int]:
+        kinds, window = self.layer("layer_types"), self.layer("sliding_window")
+        if not isinstance(kinds, list) or window is None:
+            return []
+        kinds = (kinds * layers)[:layers] if kinds else []
+        windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
+        return windows if any(windows) else []
+
+    def _depth(self) -> int:
+        """Tokens that it was published to draft, where that is told."""
+        told = self.told("depth")
+        methods = (self._values.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        found = told if told is not None else methods[0].get("speculative_tokens", 0)
+        return found if type(found) is int and found > 0 else 0
+
+    def _vocabulary(self, width: int) -> dict[str, Any]:
+        """Of target and draft; the tensors' rows are brought into the order of the tokens."""
+        own_embedding, own_head = self.has("embed_tokens.weight"), self.has("lm_head.weight")
+        sizes = {
+            "embed_tokens.weight": self.shape("embed_tokens.weight")[0] if own_embedding else 0,
+            "t2d": self.shape("t2d", 1)[0] if self.has("t2d") else 0,
+        }
+        known = [(name, size) for name, size in sizes.items() if size]
+        vocab = known[0][1] if known else self.layer("vocab_size", self._target_vocab)
+        if known and any(size != vocab for _, size in known):
+            raise ConfigError(f"tensors {sizes} are of vocabularies of different sizes")
+        draft = self._draft_vocabulary(vocab, own_head)
+        if self.own.kind == "eagle" and own_head:  # it has none by itself, and what lies there is the target's
+            del self.tensors["lm_head.weight"]
+            own_head = False
+        return {"vocab_size": vocab, "draft_vocab": draft, "own_embedding": own_embedding, "own_head": own_head}
+
+    def _draft_vocabulary(self, vocab: int, own_head: bool) -> int:
+        """Read ``d2t``, an offset for each draft token, and ``t2d``, which tokens are drafted, where they are there."""
+        offsets, drafted = self.tensors.pop("d2t", None), self.tensors.pop("t2d", None)
+        rows = self.shape("lm_head.weight")[0] if own_head else 0
+        if offsets is None:
+            if own_head and rows != vocab:
+                raise ConfigError(
+                    f"tensor 'd2t' is missing: 'lm_head.weight' has {rows} rows and the vocabulary {vocab} tokens, so "
+                    "it must say which token each row is"
+                )
+            return 0
+        if own_head and len(offsets) != rows:
+            raise ConfigError(f"tensor 'd2t' has {len(offsets)} entries, and 'lm_head.weight' {rows} rows")
+        tokens = _tokens_of(offsets, drafted)
+        distinct = len({*tokens.tolist()})
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocab or distinct < len(tokens):
+            raise ConfigError(
+                f"tensor 'd2t' leads to tokens in [{int(tokens.min())}, {int(tokens.max())}], {distinct} of "
+                f"{len(tokens)} distinct; they must be distinct, and in [0, {vocab})"
+            )
+        order = tokens.argsort()
+        if len(tokens) == vocab:  # all of them, so that the rows' order is all that it says
+            vocabulary = 0
+        else:
+            self.tensors["draft_tokens"], vocabulary = tokens[order], len(tokens)
+        for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+            if name in self.tensors:
+                self.tensors[name] = self.tensors[name][order]
+        return vocabulary
+
+
+def _tokens_of(offsets: torch.Tensor, drafted: torch.Tensor | None) -> torch.Tensor:
+    """[d] int64 the token of each row: its number plus its offset; where ``t2d`` says so, the entries are tokens."""
+    if offsets.ndim != 1 or offsets.is_floating_point() or not len(offsets):
+        raise ConfigError(f"tensor 'd2t' is {offsets.dtype} of shape {list(offsets.shape)}; it holds whole numbers")
+    offsets = offsets.long()
+    tokens = offsets + torch.arange(len(offsets))
+    if drafted is None or (known := drafted.bool().nonzero()[:, 0]).numel() == 0:
+        return tokens
+    for found in (tokens, offsets):
+        if torch.equal(found.sort().values, known):
+            return found
+    raise ConfigError(
+        f"tensors 'd2t' and 't2d' contradict each other: the first names {len(tokens)} tokens, and the second other "
+        f"ones, {len(known)} of them; the file is broken"
+    )
+
+
+def _activation(name: Any) -> str:
+    from transformers.activations import ACT2FN
+
+    return check_choice("hidden_act of the head", str(name), ACT2FN)
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions as transformers 5 writes them, from those of 4 too."""
+    found = values.get("rope_parameters")
+    if isinstance(found, Mapping) and isinstance(found.get("sliding_attention"), Mapping):
+        found = found["sliding_attention"]  # one for all layers of a head
+    rope = dict(found if isinstance(found, Mapping) else values.get("rope_scaling") or {})
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
+    return rope
+
+
+def _taps(sizes: _Sizes) -> list[int]:
+    told = sizes.told("taps") or []
+    if not isinstance(told, list) or any(type(layer) is not int for layer in told):
+        raise ConfigError(f"{sizes.own.values['taps'][0]} in its config is {shown(told)}; it must be a list of layers")
+    return [layer + sizes.own.layer_shift for layer in told]
+
+
+def _chain(sizes: _Sizes) -> ChainConfig:
+    fields = sizes.common()
+    if sizes.own.kind == "eagle":
+        width = fields["width"]
+        if (shape := sizes.shape("fc.weight")) != (width, 2 * width):
+            raise ConfigError(f"tensor 'fc.weight' is {list(shape)}, expected {[width, 2 * width]}")
+        return ChainConfig(**fields, taps=[FINAL])
+    fused = sizes.has("fc.weight")
+    if not fused and sizes.told("fused", True):
+        raise ConfigError("tensor 'fc.weight' is missing, which joins the target's hidden states")
+    norms = "whole" if sizes.has("input_norm.weight") else "each" if sizes.has("fc_norm.0.weight") else "none"
+    return ChainConfig(
+        **fields,
+        taps=_taps(sizes) if fused else [FINAL],
+        fused=fused,
+        norm_inputs=norms,  # type: ignore[arg-type]
+        norm_before_residual=bool(sizes.told("norm_before_residual", False)),
+        norm_output=bool(sizes.told("norm_output", False)),
+        mask_token=_mask(sizes) if sizes.own.kind == "peagle" else 0,
+    )
+
+
+def _mask(sizes: _Sizes) -> int:
+    if (token := sizes.told("mask_token")) is None:
+        raise ConfigError(
+            f"its config has no {' or '.join(sizes.own.values['mask_token'])}, the token that stands for unknown ones"
+        )
+    return int(token)
+
+
+def _block(sizes: _Sizes) -> BlockConfig:
+    fields, taps = sizes.common(), _taps(sizes)
+    if type(size := sizes.told("block_size")) is not int:
+        raise ConfigError(f"block_size in its config is {shown(size)}; it must be the rows of a block")
+    rank = sizes.shape("markov_head.markov_w1.weight")[1] if sizes.has("markov_head.markov_w1.weight") else 0
+    markov = "gated" if sizes.has("markov_head.gate_proj.weight") else "vanilla"
+    markov = "rnn" if sizes.has("markov_head.joint_proj.weight") else markov
+    confidence = "none"
+    if sizes.has("confidence_head.proj.weight"):
+        inputs = sizes.shape("confidence_head.proj.weight")[1]
+        confidence = "hidden" if inputs == fields["width"] else "markov"
+    conv = "layers.0.attention_conv.base_kernel"
+    kernel = sizes.shape(conv, 3)[1] if sizes.has(conv) else 0
+    selector = "candidate_selector.predecessor_codebook"
+    return BlockConfig(
+        **fields,
+        taps=taps,
+        block_size=size,
+        mask_token=_mask(sizes),
+        from_anchor=bool(sizes.told("from_anchor", False)),
+        window_causal=not sizes.told("sees_later", True),
+        window_from_anchor=bool(sizes.own.inner),
+        final_normed=not sizes.own.inner,
+        markov=(sizes.told("markov", markov) if rank else "none"),
+        markov_rank=rank,
+        confidence=confidence,  # type: ignore[arg-type]
+        conv_kernel=kernel,
+        conv_group=_conv_group(sizes, fields["width"], kernel) if kernel else 0,
+        selector_rank=sizes.shape(selector)[1] if sizes.has(selector) else 0,
+        selector_top=sizes.told("selector_top", 16) if sizes.has(selector) else 0,
+    )
+
+
+def _conv_group(sizes: _Sizes, width: int, kernel: int) -> int:
+    """Channels that share a kernel, by how many kernels the projection makes."""
+    name = "layers.0.attention_conv.kernel_projection.weight"
+    groups, left = divmod(sizes.shape(name)[0], 2 * kernel)
+    if left or not groups or width % groups:
+        raise ConfigError(f"tensor {name!r} makes {sizes.shape(name)[0]} values; expected 2 x {kernel} each group")
+    return width // groups
