@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all sanitize lint clean
+.PHONY: help demo serve test test-all sanitize lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -14,6 +14,9 @@ help: ## List the targets
 demo: $(INSTALLED) ## Watch a conversation with a real model, decoded by several drafters side by side
 	@$(BIN)/specdec pull smollm2 || echo "(so the demo has to do with the embedded model)" >&2
 	$(BIN)/specdec demo $(ARGS)
+
+serve: $(INSTALLED) ## Serve the embedded model, as OpenAI's API, on http://127.0.0.1:8000 (ARGS="--model smollm2")
+	$(BIN)/specdec serve $(ARGS)
 
 test: $(INSTALLED) ## Run the quick tests, one worker per core (ARGS="-k name" narrows them)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow" $(ARGS)

@@ -173,6 +173,11 @@ class SequenceState:
         return text
 
     @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of the tokens so far; empty if they were not asked for."""
+        return self._logprobs
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the target's cache."""
         return self._cache.nbytes

@@ -1,0 +1,258 @@
+"""Answers: OpenAI's JSON of chats and completions, whole or in pieces, with figures of speculation beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from secrets import token_hex
+from time import time
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from specdec.results import Statistics, TokenLogprobs
+from specdec.serve.calls import CallReader, Delta
+from specdec.serve.choices import Choice
+from specdec.serve.fields import ChatRequest
+from specdec.serve.plan import Plan
+
+__all__ = ["Answer", "Json", "acceptance_of", "to_json"]
+
+Json = dict[str, Any]
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+
+
+class Answer:
+    """The answer of one HTTP request, as it comes.
+
+    Args:
+        plan: what is answered.
+        model: its name, as the client knows it.
+        tokenizer: for texts and tokens.
+        max_rows: most rows of a step.
+        marks_calls: whether the chat template has calls marked in the text.
+    """
+
+    def __init__(self, plan: Plan, model: str, tokenizer: Any, max_rows: int, *, marks_calls: bool = False) -> None:
+        self._plan, self._tokenizer, self._max_rows = plan, tokenizer, max_rows
+        self.chat = isinstance(plan.fields, ChatRequest)
+        kind = "chat.completion" if self.chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{token_hex(12)}",
+            "object": kind,
+            "created": int(time()),
+            "model": model,
+        }
+        marked = marks_calls and plan.forced is None and bool(plan.fields.tools if self.chat else None)  # type: ignore[union-attr]
+        self.choices = [
+            Choice(place, tokenizer, plan.prompts[place // plan.n], plan.stops) for place in range(len(plan.requests))
+        ]
+        self._readers = [CallReader(plan.forced, marked) for _ in self.choices]
+        self._offsets = [0 for _ in self.choices]
+
+    @property
+    def done(self) -> bool:
+        """Whether all choices ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    # Pieces of a stream.
+
+    def opening(self) -> list[Json]:
+        """What a stream begins with: of a chat, who speaks."""
+        if not self.chat:
+            return []
+        return [
+            self._chunk([self._piece(choice, {"role": "assistant", "content": ""}, None, None)])
+            for choice in self.choices
+        ]
+
+    def pieces(self, choice: Choice, new_logprobs: Sequence[TokenLogprobs], always: bool = False) -> list[Json]:
+        """What new tokens of a choice are in a stream; ``always``: a piece even if there is nothing to say."""
+        text, ended = choice.new_text(), choice.finish_reason is not None
+        logprobs = self._logprobs(choice, new_logprobs) if self._plan.logprobs is not None else None
+        if not self.chat:
+            if not (text or ended or new_logprobs or always):
+                return []
+            return [self._chunk([self._piece(choice, text, choice.finish_reason, logprobs)])]
+        deltas = self._readers[choice.index].read(text, ended)
+        if not deltas and (new_logprobs or always):
+            deltas = [{"content": ""}]
+        found = [self._piece(choice, delta, None, None) for delta in deltas]
+        if found and logprobs is not None:
+            found[0]["logprobs"] = logprobs
+        if ended:
+            found.append(self._piece(choice, {}, self._reason(choice), None))
+        return [self._chunk([piece]) for piece in found]
+
+    def closing(self) -> Json:
+        """The last piece, where usage was asked for."""
+        return {**self._chunk([]), **self._figures()}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
+        return {**head, "choices": choices}
+
+    def _piece(self, choice: Choice, said: Any, reason: str | None, logprobs: Any) -> Json:
+        return {
+            "index": choice.index,
+            "delta" if self.chat else "text": said,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+
+    # The whole.
+
+    def whole(self) -> Json:
+        """The answer, all choices having ended."""
+        return {**self._head, "choices": [self._choice(choice) for choice in self.choices], **self._figures()}
+
+    def _choice(self, choice: Choice) -> Json:
+        logprobs = self._logprobs(choice, choice.logprobs) if self._plan.logprobs is not None else None
+        if not self.chat:
+            return self._piece(choice, choice.text, choice.finish_reason, logprobs)
+        message = _message(self._readers[choice.index].read(choice.text, True))
+        reason = self._reason(choice)
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _reason(self, choice: Choice) -> str | None:
+        calls = self._readers[choice.index].count > 0
+        return (
+            "tool_calls" if calls and choice.finish_reason == "stop" and not self._plan.forced else choice.finish_reason
+        )
+
+    # Logarithms of probabilities.
+
+    def _logprobs(self, choice: Choice, found: Sequence[TokenLogprobs]) -> Json:
+        if self.chat:
+            return {"content": [self._with_top(one) for one in found]}
+        texts = [self._token(one.token_id) for one in found]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[choice.index])
+            self._offsets[choice.index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.logprob for one in found],
+            "top_logprobs": [{self._token(token): value for token, value in one.top} for one in found],
+            "text_offset": offsets,
+        }
+
+    def _with_top(self, one: TokenLogprobs) -> Json:
+        top = [self._named(token, value) for token, value in one.top]
+        return {**self._named(one.token_id, one.logprob), "top_logprobs": top}
+
+    def _named(self, token: int, value: float) -> Json:
+        # Minus infinity is no JSON; OpenAI writes -9999 for what is as unlikely.
+        return {"token": self._token(token), "logprob": max(value, -9999.0), "bytes": self._bytes(token)}
+
+    def _token(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token])
+        return text
+
+    def _bytes(self, token: int) -> list[int]:
+        """A token's bytes, which may be a part of a character's."""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        text = self._token(token)
+        if "\N{REPLACEMENT CHARACTER}" in text and piece:
+            if byte := _BYTE.fullmatch(piece):
+                return [int(byte[1], 16)]
+            if all(character in _BYTES for character in piece):
+                return [_BYTES[character] for character in piece]
+        return list(text.encode())
+
+    # Figures.
+
+    def _figures(self) -> Json:
+        plan, stats = self._plan, [choice.stats for choice in self.choices if choice.stats is not None]
+        prompt = sum(map(len, plan.prompts))
+        new = sum(len(choice.tokens) for choice in self.choices)
+        cached = sum(one.reused_tokens for one in stats[:: plan.n])
+        accepted = sum(getattr(one, "accepted_prediction_tokens", 0) for one in stats)
+        rejected = sum(getattr(one, "rejected_prediction_tokens", 0) for one in stats)
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": new,
+                "total_tokens": prompt + new,
+                "prompt_tokens_details": {"cached_tokens": cached},
+                "completion_tokens_details": {
+                    "accepted_prediction_tokens": accepted,
+                    "rejected_prediction_tokens": rejected,
+                    "reasoning_tokens": 0,
+                },
+            },
+            "metrics": {
+                "speculative_decoding": acceptance_of(stats, self._max_rows, per_step=plan.speculation.per_step)
+            },
+            "timings": _timings(stats),
+        }
+
+
+def acceptance_of(stats: Sequence[Statistics], max_rows: int, *, per_step: bool = False) -> Json:
+    """vLLM's block of a request: what became of the drafts, the bonus token counted in the mean alone.
+
+    A draft is a step that verified more than the root. ``per_step``: list each draft's accepted and drafted tokens.
+    """
+    pairs = [
+        (length - 1, rows - 1)
+        for one in stats
+        for length, rows in zip(one.acceptance_lengths, one.rows, strict=True)
+        if rows > 1
+    ]
+    accepted, drafted = sum(one for one, _ in pairs), sum(rows for _, rows in pairs)
+    found: Json = {
+        "mean_acceptance_length": 1 + accepted / len(pairs) if pairs else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": {str(count): many for count, many in sorted(Counter(one for one, _ in pairs).items())},
+        "num_spec_steps": len(pairs),
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": max_rows - 1,
+    }
+    if per_step:
+        found["per_step_accepted"] = [one for one, _ in pairs]
+        found["per_step_drafted"] = [rows for _, rows in pairs]
+    return found
+
+
+def _timings(stats: Sequence[Statistics]) -> Json:
+    """llama-server's block; seconds are those of the request's own rows, what others take beside them left out."""
+    cached = sum(one.reused_tokens for one in stats)
+    prompt = sum(one.prompt_tokens for one in stats) - cached
+    new = sum(one.new_tokens for one in stats)
+    prompt_ms = 1000 * sum(one.seconds.prefill for one in stats)
+    new_ms = 1000 * sum(one.seconds.decode for one in stats)
+    drafted = acceptance_of(stats, 0)
+    return {
+        "cache_n": cached,
+        "prompt_n": prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt if prompt else 0.0,
+        "prompt_per_second": 1000 * prompt / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": new,
+        "predicted_ms": new_ms,
+        "predicted_per_token_ms": new_ms / new if new else 0.0,
+        "predicted_per_second": 1000 * new / new_ms if new_ms else 0.0,
+        "draft_n": drafted["num_draft_tokens"],
+        "draft_n_accepted": drafted["num_accepted_draft_tokens"],
+    }
+
+
+def _message(deltas: Sequence[Delta]) -> Json:
+    """The message that pieces make."""
+    said = [delta["content"] for delta in deltas if "content" in delta]
+    calls: list[Json] = []
+    for delta in deltas:
+        for call in delta.get("tool_calls", ()):
+            calls.append({name: value for name, value in call.items() if name != "index"})
+    message: Json = {"role": "assistant", "content": "".join(said) if said or not calls else None}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

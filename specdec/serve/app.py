@@ -1,0 +1,162 @@
+"""The application: what is served where, for one engine. It runs under uvicorn, and as a Ray Serve deployment."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from specdec.serve.endpoints import Endpoint, GenerationEndpoint
+from specdec.serve.errors import ApiError
+from specdec.serve.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+from specdec.serve.guard import Guard
+from specdec.serve.plan import Plan
+from specdec.serve.service import Service
+from specdec.version import __version__
+
+__all__ = ["make_app"]
+
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI application of a service, whose threads it starts and ends."""
+    config = service.config
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.thread.start()
+        yield
+        await service.close()
+
+    middleware = [Middleware(Guard, key=config.key, origins=config.allow_origin, max_body_bytes=config.max_body_bytes)]
+    if config.allow_origin:
+        cors = Middleware(CORSMiddleware, allow_origins=config.allow_origin, allow_methods=["*"], allow_headers=["*"])
+        middleware.insert(0, cors)
+    return Starlette(
+        routes=_routes(service),
+        middleware=middleware,
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _no_such_path, ApiError: _told, Exception: _failed},
+    )
+
+
+def _routes(service: Service) -> list[Route]:
+    def chat(body: bytes) -> Plan:
+        fields = read(ChatRequest, body)
+        service.check_model(fields.model)
+        return service.planner.chat(fields)
+
+    def completion(body: bytes) -> Plan:
+        fields = read(CompletionRequest, body)
+        service.check_model(fields.model)
+        return service.planner.completion(fields)
+
+    async def tokenize(body: bytes) -> dict[str, Any]:
+        return await service.apart(_tokenize, service, body)
+
+    async def detokenize(body: bytes) -> dict[str, Any]:
+        return await service.apart(_detokenize, service, body)
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return JSONResponse(_model(service))
+
+    async def health(request: Request) -> Response:
+        service.check_ready()
+        return JSONResponse({"status": "ok"})
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics(request: Request) -> Response:
+        service.gauge()
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    routes = [
+        Route("/v1/chat/completions", GenerationEndpoint(service, chat), methods=["POST"]),
+        Route("/v1/completions", GenerationEndpoint(service, completion), methods=["POST"]),
+        Route("/tokenize", Endpoint(service, tokenize), methods=["POST"]),
+        Route("/detokenize", Endpoint(service, detokenize), methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/health", health),
+        Route("/version", version),
+        Route("/metrics", metrics),
+    ]
+    page = files("specdec.serve") / "page.html"
+    if page.is_file():
+        html = page.read_text("utf-8")
+
+        async def show(request: Request) -> Response:
+            return HTMLResponse(html, headers={"Content-Security-Policy": _PAGE_POLICY})
+
+        routes.append(Route("/", show))
+    return routes
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "specdec",
+        "max_model_len": service.engine.target.context_length,
+        "specdec": {
+            "drafters": list(service.drafters),
+            "default_drafter": service.engine.drafter.name,
+            "max_rows": service.engine.max_rows,
+        },
+    }
+
+
+def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
+    fields = read(TokenizeRequest, body)
+    service.check_model(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise ApiError("a prompt, or messages, are to be tokenized; give one of them", param="prompt")
+    if fields.prompt is not None:
+        tokens = service.encoder.prompt(fields.prompt)
+    else:
+        tokens = service.encoder.chat(fields.messages or [], fields.tools)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.target.context_length}
+
+
+def _detokenize(service: Service, body: bytes) -> dict[str, Any]:
+    fields = read(DetokenizeRequest, body)
+    service.check_model(fields.model)
+    return {"prompt": service.encoder.text(fields.tokens)}
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path} is not served here"
+    told = ApiError(f"{what}; see docs/serving.md for what is", status=error.status_code, code="not_found")
+    return JSONResponse(told.body, told.status, error.headers)
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    from specdec.serve.errors import told_to_client
+
+    told = told_to_client(error)
+    return JSONResponse(told.body, told.status)

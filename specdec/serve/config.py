@@ -1,0 +1,121 @@
+"""The options of a server, checked; without torch and the extra's packages, so that a command's help is quick."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le, Lt
+
+from specdec.engine.config import EngineOptions
+from specdec.errors import ConfigError, check_choice, shown
+from specdec.settings.options import option
+from specdec.settings.validation import AtLeast1, check_fields
+
+__all__ = ["API_KEY", "ServeConfig", "is_loopback"]
+
+API_KEY = "SPECDEC_API_KEY"
+"""The environment's variable that may hold the key."""
+
+_PANEL = "Server"
+_Port = Annotated[int, Ge(0), Le(65535), "a port, an integer from 0 to 65535, where 0 takes a free one"]
+_Seconds = Annotated[float, Ge(0), Lt(math.inf), "a number of seconds >= 0"]
+_Count = Annotated[int, Ge(0), "an integer >= 0"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(EngineOptions):
+    """What a server is started with.
+
+    Raises:
+        ConfigError: a value that cannot be, or a host that others reach, and no key.
+    """
+
+    drafter: str | dict[str, Any] = option("auto", "Who drafts; see `specdec drafters`.", metavar="NAME")
+    drafters: list[str] = option(
+        list,
+        "Drafters that a request may name, beside its own and none (default those that need nothing trained).",
+        metavar="A,B,C",
+        commas=True,
+    )
+    host: str = option("127.0.0.1", "Address to listen on; any but the machine's own needs a key.", panel=_PANEL)
+    port: _Port = option(8000, "Port to listen on; 0 takes a free one.", panel=_PANEL)
+    served_model_name: str | None = option(
+        None, "The model's name for clients (default what --model says).", panel=_PANEL
+    )
+    max_num_seqs: AtLeast1 = option(8, "Most sequences at once; further ones wait in line.", panel=_PANEL)
+    max_queue: _Count = option(128, "Most sequences in line; for more the answer is 429.", panel=_PANEL)
+    cache_bytes: AtLeast1 | None = option(None, "Most bytes of all caches together (default no bound).", panel=_PANEL)
+    request_timeout: _Seconds = option(600.0, "Seconds that a request may take; 0 is no limit.", panel=_PANEL)
+    grace: _Seconds = option(30.0, "Seconds that running requests get to end after SIGTERM.", panel=_PANEL)
+    generation_config: str = option(
+        "openai",
+        "Whose defaults of temperature and the rest: OpenAI's, or the checkpoint's.",
+        metavar="openai|model",
+        panel=_PANEL,
+    )
+    api_key: str | None = option(
+        None, f"The key that clients send; better by a file, or {API_KEY}.", metavar="KEY", panel=_PANEL
+    )
+    api_key_file: str | None = option(None, "A file that holds the key.", metavar="FILE", panel=_PANEL)
+    allow_origin: list[str] = option(
+        list, "A web page's origin that may call the server; repeatable (CORS).", panel=_PANEL
+    )
+    max_body_bytes: AtLeast1 = option(8 << 20, "Most bytes of a request's body.", panel=_PANEL)
+    log_prompts: bool = option(False, "Write prompts and answers to the log.", panel=_PANEL)
+
+    def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
+        check_fields(self)
+        check_choice("generation_config", self.generation_config, ("openai", "model"))
+        for origin in self.allow_origin:
+            if origin != "*" and "://" not in origin:
+                raise ConfigError(
+                    f"allow_origin holds {shown(origin)}; give an origin such as https://example.org, or * for any"
+                )
+        if self.parallel != "off":
+            raise ConfigError(f"parallel is {self.parallel!r}, and a server decodes by one process; leave it out")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ConfigError("api_key and api_key_file were given; give one of them")
+        if not is_loopback(self.host) and self.key is None:
+            raise ConfigError(
+                f"host is {shown(self.host)}, which others reach, and there is no key: give --api-key-file FILE, or "
+                f"set {API_KEY}, or listen on 127.0.0.1"
+            )
+
+    @property
+    def key(self) -> str | None:
+        """The key that clients have to send; None where they need none.
+
+        Raises:
+            ConfigError: a file that cannot be read, or a key that is empty, or no visible ASCII.
+        """
+        key, source = self.api_key, "api_key"
+        if self.api_key_file is not None:
+            source = f"the key file {shown(self.api_key_file)}"
+            try:
+                key = Path(self.api_key_file).read_text("utf-8").strip()
+            except (OSError, UnicodeError) as error:
+                raise ConfigError(f"cannot read {source}: {error}; give another") from error
+        elif key is None:
+            key, source = os.environ.get(API_KEY), API_KEY
+        if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+            raise ConfigError(f"{source} holds no key; it must be visible ASCII characters, without spaces")
+        return key
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients."""
+        return self.served_model_name or self.model
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine reach a host."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

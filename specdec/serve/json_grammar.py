@@ -1,0 +1,79 @@
+"""JSON by a schema: xgrammar's matchers as a :class:`specdec.sampling.grammar.Grammar`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import xgrammar
+
+from specdec.errors import first_line
+from specdec.serve.errors import ApiError
+
+__all__ = ["Grammars", "JsonGrammar"]
+
+_KEPT = 64  # grammars, latest first
+
+
+class Grammars:
+    """Compiles schemas for a tokenizer, and keeps the latest; to be used by one thread at a time."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Collection[int]) -> None:
+        described = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(end_tokens) or None
+        )
+        self._compiler = xgrammar.GrammarCompiler(described, max_threads=1)
+        self._compiled = lru_cache(_KEPT)(self._compile)
+
+    def any_object(self) -> JsonGrammar:
+        """Any JSON object."""
+        return self.of({"type": "object"})
+
+    def of(self, schema: Mapping[str, Any], param: str = "response_format") -> JsonGrammar:
+        """What a JSON schema allows, without spaces between its parts.
+
+        Raises:
+            ApiError: the schema cannot be followed.
+        """
+        try:
+            return JsonGrammar(self._compiled(json.dumps(schema)))
+        except Exception as error:  # code of others: it raises RuntimeError, and more
+            raise ApiError(
+                f"{param} has a JSON schema that cannot be followed: {first_line(error)}; change the schema",
+                param=param,
+                code="invalid_json_schema",
+            ) from error
+
+    def _compile(self, schema: str) -> xgrammar.CompiledGrammar:
+        return self._compiler.compile_json_schema(schema, any_whitespace=False)
+
+
+class JsonGrammar:
+    """A compiled schema."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
+        self._compiled = compiled
+
+    def start(self, prompt: Sequence[int]) -> JsonState:
+        return JsonState(xgrammar.GrammarMatcher(self._compiled))
+
+
+class JsonState:
+    """A text so far."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self._matcher = matcher
+
+    def advance(self, token: int) -> JsonState | None:
+        other = self._matcher.fork()
+        return JsonState(other) if other.accept_token(token) else None
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        allowed = xgrammar.allocate_token_bitmask(1, scores.shape[-1])
+        self._matcher.fill_next_token_bitmask(allowed)
+        masked = scores.to(torch.float32, copy=True)
+        xgrammar.apply_token_bitmask_inplace(masked, allowed)
+        return masked

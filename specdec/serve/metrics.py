@@ -1,0 +1,140 @@
+"""Figures for Prometheus: vLLM's names for what vLLM has too, and our own for rows, drafters and resting steps.
+
+Counts are kept as plain numbers by the engine's thread and read when they are asked for; a histogram is told of each
+request, and of the time between a sequence's steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specdec.engine.scheduler import Event, Scheduler
+from specdec.results import Statistics
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+
+
+class Metrics(Collector):
+    """What a server did.
+
+    Args:
+        model: its name, a label of every figure.
+        batch: most sequences at once.
+        cache_bytes: most bytes of caches, or None.
+    """
+
+    def __init__(self, model: str, batch: int, cache_bytes: int | None = None) -> None:
+        self._model, self._batch, self._cache_bytes = model, batch, cache_bytes
+        self.running = self.waiting = self.cached_bytes = 0
+        self.seconds_each = 0.0
+        self._counts: Counter[str] = Counter()
+        self._per_position: Counter[int] = Counter()
+        self._steps: Counter[str] = Counter()
+        self._ends: Counter[str] = Counter()
+        self._registry = CollectorRegistry()
+        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self._each = self._histogram(
+            "request_time_per_output_token_seconds", "A request's mean time from token to token.", _TOKEN_SECONDS
+        )
+        self._output = self._histogram("time_per_output_token_seconds", "The same.", _TOKEN_SECONDS)
+        self._between = self._histogram("inter_token_latency_seconds", "From step to step.", _TOKEN_SECONDS)
+        self._all = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
+        self._registry.register(self)
+
+    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
+        made = Histogram(f"vllm:{name}", about, ["model_name"], registry=self._registry, buckets=buckets)
+        return made.labels(self._model)
+
+    def stepped(self, events: list[Event], scheduler: Scheduler) -> None:
+        """Count what a step of the scheduler brought; in the engine's thread."""
+        counts = self._counts
+        for event in events:
+            step = event.step
+            if step is None:
+                continue
+            counts["tokens"] += len(step.tokens)
+            counts["rows"] += step.rows
+            self._steps[step.drafter] += 1
+            if step.rows > 1:
+                counts["drafts"] += 1
+                counts["drafted"] += step.rows - 1
+                counts["accepted"] += step.accepted
+                self._per_position.update(range(step.accepted))
+            elif step.drafter != "none":
+                counts["resting"] += 1
+        self.cached_bytes = scheduler.cache_bytes
+
+    def between(self, seconds: float) -> None:
+        """Tell of the time from one step of an answer to the next."""
+        self._between.observe(seconds)
+
+    def ended(self, reason: str) -> None:
+        """Count an answer by why it ended: OpenAI's finish reason, ``abort`` or ``error``."""
+        self._ends[reason] += 1
+
+    def finished(self, stats: Statistics, first: float, whole: float) -> None:
+        """Tell of an answer that is done: seconds from arrival to its first token, and to its last."""
+        self._counts["prompt"] += stats.prompt_tokens
+        self._counts["reused"] += stats.reused_tokens
+        self.seconds_each += (whole - self.seconds_each) / 8  # of the latest ones, about
+        self._first.observe(first)
+        self._all.observe(whole)
+        if stats.new_tokens > 1:
+            for histogram in (self._each, self._output):
+                histogram.observe((whole - first) / (stats.new_tokens - 1))
+
+    def collect(self) -> Iterable[Metric]:
+        """The counts as they stand."""
+        counts = self._counts
+        yield self._gauge("vllm:num_requests_running", "Sequences that are decoded.", self.running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", self.waiting)
+        if self._cache_bytes is not None:
+            share = self.cached_bytes / self._cache_bytes
+            yield self._gauge("vllm:kv_cache_usage_perc", "Share of cache bytes in use; 1 is all.", share)
+        yield self._gauge("specdec:cache_bytes", "Bytes of the caches of what is decoded.", self.cached_bytes)
+        for name, key, about in (
+            ("vllm:prompt_tokens", "prompt", "Tokens of prompts."),
+            ("vllm:generation_tokens", "tokens", "New tokens."),
+            ("vllm:prefix_cache_queries", "prompt", "Tokens of prompts that were looked up."),
+            ("vllm:prefix_cache_hits", "reused", "Those of them that were known."),
+            ("vllm:spec_decode_num_drafts", "drafts", "Steps with a draft."),
+            ("vllm:spec_decode_num_draft_tokens", "drafted", "Tokens of drafts."),
+            ("vllm:spec_decode_num_accepted_tokens", "accepted", "Those of them that were accepted."),
+            ("specdec:rows", "rows", "Rows of steps."),
+            ("specdec:resting_steps", "resting", "Steps in which a drafter proposed nothing."),
+        ):
+            yield self._counter(name, about, counts[key])
+        places = {str(place): self._per_position[place] for place in range(len(self._per_position))}
+        about = "Accepted tokens, by place in the draft."
+        yield self._counter("vllm:spec_decode_num_accepted_tokens_per_pos", about, places, "position")
+        yield self._counter("vllm:request_success", "Answers by their end.", dict(self._ends), "finished_reason")
+        yield self._counter("specdec:steps", "Steps of sequences, by drafter.", dict(self._steps), "drafter")
+        steps = sum(self._steps.values())
+        share = counts["resting"] / steps if steps else 0.0
+        yield self._gauge("specdec:resting_share", "Share of steps in which a drafter proposed nothing.", share)
+
+    def _gauge(self, name: str, about: str, value: float) -> Metric:
+        found = GaugeMetricFamily(name, about, labels=["model_name"])
+        found.add_metric([self._model], value)
+        return found
+
+    def _counter(self, name: str, about: str, values: float | dict[str, int], label: str | None = None) -> Metric:
+        found = CounterMetricFamily(name, about, labels=["model_name", *([label] if label else [])])
+        if isinstance(values, dict):
+            for key, value in values.items():
+                found.add_metric([self._model, key], value)
+        else:
+            found.add_metric([self._model], values)
+        return found
+
+    def text(self) -> bytes:
+        """All figures, in Prometheus' text format."""
+        return generate_latest(self._registry)

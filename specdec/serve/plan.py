@@ -1,0 +1,196 @@
+"""Plans: what an HTTP request asks for, as requests for the scheduler, checked before anything is decoded."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specdec.engine.conversations import answer_end
+from specdec.engine.engine import Engine
+from specdec.engine.requests import Request
+from specdec.engine.text_stream import stop_strings
+from specdec.errors import shown
+from specdec.serve.errors import ApiError
+from specdec.serve.fields import ChatRequest, CompletionRequest, Generating, NamedTool, ResponseFormat, Speculation
+from specdec.serve.json_grammar import Grammars, JsonGrammar
+from specdec.serve.processors import Penalties, bias_of
+from specdec.serve.prompts import Encoder, plain_text
+from specdec.settings.sampling_params import SamplingParams
+
+__all__ = ["Plan", "Planner"]
+
+_COMPLETION_TOKENS = 16  # OpenAI's default, where a chat has the rest of the context
+_EVERY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # OpenAI's defaults
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be decoded and answered.
+
+    Attributes:
+        fields: the request's.
+        prompts: token ids, one list for each prompt.
+        requests: for the scheduler, n for each prompt.
+        stops: stop strings.
+        forced: the function that the answer calls, ``""`` where it chooses one; None where it need not call any.
+    """
+
+    fields: ChatRequest | CompletionRequest
+    prompts: list[list[int]]
+    requests: list[Request]
+    stops: list[str]
+    speculation: Speculation
+    forced: str | None = None
+
+    @property
+    def n(self) -> int:
+        """Answers for each prompt."""
+        return self.fields.n or 1
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told beside each token; None where nothing is."""
+        if isinstance(self.fields, ChatRequest):
+            return (self.fields.top_logprobs or 0) if self.fields.logprobs else None
+        return self.fields.logprobs
+
+
+class Planner:
+    """Makes plans; to be used by one thread at a time.
+
+    Args:
+        engine: that decodes.
+        encoder: makes its prompts.
+        grammars: compiles schemas.
+        defaults: of temperature, top_p, top_k, min_p and repetition_penalty, where they are not OpenAI's.
+        check_speculation: raises ApiError for a drafter or rows that the server does not allow.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        encoder: Encoder,
+        grammars: Callable[[], Grammars],
+        defaults: dict[str, Any],
+        check_speculation: Callable[[Speculation], dict[str, Any]],
+    ) -> None:
+        self._engine, self._encoder, self._grammars = engine, encoder, grammars
+        self._defaults = {**_EVERY, **defaults}
+        self._check_speculation = check_speculation
+        self._chat_end = answer_end(engine.tokenizer)
+
+    def chat(self, fields: ChatRequest) -> Plan:
+        """The plan of a chat.
+
+        Raises:
+            ApiError, ConfigError, PromptError: a field that cannot be followed.
+        """
+        if fields.top_logprobs and not fields.logprobs:
+            raise ApiError("top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
+        choice = fields.tool_choice
+        tools = None if choice == "none" else fields.tools
+        if not fields.tools and (choice == "required" or isinstance(choice, NamedTool)):
+            raise ApiError("tool_choice asks for a call, and there are no tools; give tools", param="tool_choice")
+        prompt = self._encoder.chat(fields.messages, tools)
+        budget = fields.max_completion_tokens or fields.max_tokens
+        forced, grammar = self._forced(fields)
+        room = self._engine.target.context_length - len(prompt)
+        return self._plan(fields, [prompt], budget or room, chat=True, forced=forced, grammar=grammar)
+
+    def completion(self, fields: CompletionRequest) -> Plan:
+        """The plan of a completion, as :meth:`chat`."""
+        prompts = [self._encoder.prompt(prompt) for prompt in _prompts(fields.prompt)]
+        return self._plan(fields, prompts, fields.max_tokens or _COMPLETION_TOKENS)
+
+    def _plan(
+        self,
+        fields: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        budget: int,
+        *,
+        chat: bool = False,
+        forced: str | None = None,
+        grammar: JsonGrammar | None = None,
+    ) -> Plan:
+        stops = stop_strings(fields.stop or ())
+        ends = {*(fields.stop_token_ids or ())}
+        if chat and self._chat_end is not None and not fields.ignore_eos:
+            ends.add(self._chat_end)  # or the answer would go on behind its end
+        speculation = fields.speculation or Speculation.model_validate({})
+        options: dict[str, Any] = {"stop": stops, "stop_token_ids": ends, **self._check_speculation(speculation)}
+        if fields.ignore_eos:
+            options["eos_ids"] = frozenset()
+        if fields.prediction is not None:
+            text = plain_text(fields.prediction.content, "prediction.content", between="") or None
+            options["prediction"] = None if text is None else self._encoder.prediction(text)
+        grammar = grammar or self._grammar(fields.response_format)
+        sampling = self._sampling(fields)
+        bias = bias_of(fields.logit_bias, self._engine.target.vocab_size) if fields.logit_bias else None
+        plan = Plan(fields, prompts, [], stops, speculation, forced)
+        options["logprobs"] = plan.logprobs
+        for prompt in prompts:
+            chain: list[Any] = [bias] if bias is not None else []
+            if fields.presence_penalty or fields.frequency_penalty:
+                chain.append(Penalties(len(prompt), fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0))
+            chain += [grammar] if grammar is not None else []
+            for number in range(plan.n):
+                own = replace(sampling, seed=sampling.seed + number)
+                plan.requests.append(Request(prompt, budget, own, logits_processor=chain, **options))
+        return plan
+
+    def _sampling(self, fields: Generating) -> SamplingParams:
+        values = {name: getattr(fields, name) for name in _EVERY}
+        values = {name: self._defaults[name] if value is None else value for name, value in values.items()}
+        values["top_k"] = max(0, values["top_k"])
+        seed = secrets.randbits(32) if fields.seed is None else fields.seed
+        return SamplingParams(**values, seed=seed)
+
+    def _grammar(self, form: ResponseFormat | None) -> JsonGrammar | None:
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return self._grammars().any_object()
+        if form.json_schema is None:
+            raise ApiError(
+                "response_format is of type 'json_schema' and has no json_schema; give its name and schema",
+                param="response_format.json_schema",
+                code="missing_required_parameter",
+            )
+        return self._grammars().of(form.json_schema.schema_)
+
+    def _forced(self, fields: ChatRequest) -> tuple[str | None, JsonGrammar | None]:
+        """The call that the answer has to be, and the grammar that has it be one."""
+        choice, tools = fields.tool_choice, fields.tools or []
+        if choice == "required":
+            calls = [
+                {
+                    "type": "object",
+                    "properties": {
+                        "name": {"const": tool.function.name},
+                        "arguments": tool.function.parameters or {"type": "object"},
+                    },
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+                for tool in tools
+            ]
+            return "", self._grammars().of(calls[0] if len(calls) == 1 else {"anyOf": calls}, "tools")
+        if not isinstance(choice, NamedTool):
+            return None, None
+        name = choice.function.name
+        for tool in tools:
+            if tool.function.name == name:
+                return name, self._grammars().of(tool.function.parameters or {"type": "object"}, "tools")
+        known = ", ".join(tool.function.name for tool in tools)
+        raise ApiError(f"tool_choice names {shown(name)}, and the tools are {known}; name one", param="tool_choice")
+
+
+def _prompts(prompt: str | Sequence[Any]) -> list[Any]:
+    """The prompts of a completion, each a text or token ids."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise ApiError("prompt is an empty list; give at least one prompt", param="prompt")
+    return list(prompt)

@@ -1,0 +1,165 @@
+"""Messages, texts and tokens of requests as the token ids of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, meta
+
+from specdec.engine.conversations import writes_chats
+from specdec.engine.engine import Engine
+from specdec.engine.prediction import prediction_ids
+from specdec.engine.prompt import token_ids
+from specdec.errors import first_line, shown
+from specdec.serve.errors import ApiError
+from specdec.serve.fields import Message, TextPart, Tool
+
+__all__ = ["Encoder", "plain_text"]
+
+
+class Encoder:
+    """Makes prompts for an engine; to be used by one thread at a time, as tokenizers are.
+
+    Args:
+        engine: whose vocabulary and context they are for.
+        tokenizer: one that no other thread encodes with.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self.knows_tools = _names_tools(getattr(tokenizer, "chat_template", None))
+
+    def prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a text, or of token ids.
+
+        Raises:
+            ApiError: longer than the context.
+            PromptError: empty, or tokens outside the vocabulary.
+        """
+        return self._fitting(token_ids(prompt, self._tokenizer), "prompt")
+
+    def prediction(self, text: str) -> list[int]:
+        """Token ids of a text that the answer is expected to be."""
+        return prediction_ids(text, self._tokenizer, self._engine.target.vocab_size)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included.
+
+        Raises:
+            ApiError: a token outside the vocabulary.
+        """
+        size = self._engine.target.vocab_size
+        if unknown := [token for token in tokens if token >= size]:
+            raise ApiError(
+                f"token {shown(unknown[0])} is outside the vocabulary [0, {size}); send tokens of this model",
+                param="tokens",
+            )
+        text: str = self._tokenizer.decode(list(tokens))
+        return text
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+        """Token ids of messages, as the chat template writes them, up to where the answer begins.
+
+        Raises:
+            ApiError: there is no chat template, or none that knows tools; a message that it does not take; longer than
+                the context.
+        """
+        if not writes_chats(self._tokenizer):
+            raise ApiError(
+                f"{self._engine.target.name} has no chat template, so messages cannot become a prompt; send a prompt "
+                "to /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        plain = [_plain(message, place) for place, message in enumerate(messages)]
+        options: dict[str, Any] = {}
+        if tools:
+            if not self.knows_tools:
+                raise ApiError(
+                    f"the chat template of {self._engine.target.name} has no place for tools; leave tools out, or "
+                    "describe them in a message",
+                    param="tools",
+                    code="unsupported_parameter",
+                )
+            options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                plain, add_generation_prompt=True, return_dict=True, **options
+            )
+        except Exception as error:  # a template is code of others: it may raise anything
+            raise ApiError(
+                f"the chat template of {self._engine.target.name} refuses these messages: {first_line(error)}; change "
+                "them",
+                param="messages",
+            ) from error
+        return self._fitting(list(encoded["input_ids"]), "messages")
+
+    def _fitting(self, tokens: list[int], param: str) -> list[int]:
+        context = self._engine.target.context_length
+        if len(tokens) >= context:
+            raise ApiError(
+                f"{param} has {len(tokens)} tokens, and the model's context holds {context} with at least one new "
+                f"token; send at most {context - 1}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return self._engine.encode(tokens)
+
+
+def plain_text(content: str | Sequence[TextPart] | None, param: str, between: str = "\n") -> str | None:
+    """A content as one text: its parts with ``between`` between them, a message's each on lines of its own.
+
+    Raises:
+        ApiError: a part that is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    for place, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise ApiError(
+                f"{param}.{place} is a part of type {shown(part.type)}; this server takes parts of type 'text', with "
+                "a text",
+                param=f"{param}.{place}",
+                code="unsupported_content",
+            )
+    return between.join(part.text or "" for part in content)
+
+
+def _plain(message: Message, place: int) -> dict[str, Any]:
+    """A message as chat templates expect it: text for content, and the arguments of calls as objects."""
+    where = f"messages.{place}"
+    content = plain_text(message.content, f"{where}.content")
+    if content is None and not message.tool_calls:
+        raise ApiError(f"{where} has no content; give a text", param=f"{where}.content")
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if message.tool_calls:
+        plain["content"] = content or ""
+        plain["tool_calls"] = [_call(call) for call in message.tool_calls]
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    return plain
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        except ValueError:
+            return call  # what a model wrote: the template shows it as it is
+    return call
+
+
+@lru_cache(4)
+def _names_tools(template: str | None) -> bool:
+    """Whether a chat template reads ``tools``."""
+    if not isinstance(template, str):
+        return False
+    try:
+        return "tools" in meta.find_undeclared_variables(Environment().parse(template))
+    except Exception:  # transformers' own tags, say
+        return "tools" in template

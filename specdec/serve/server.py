@@ -1,0 +1,143 @@
+"""Serving by uvicorn: the socket first, then the model, then requests, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from specdec.engine.engine import Engine
+from specdec.errors import ConfigError, shown
+from specdec.serve.app import make_app
+from specdec.serve.config import ServeConfig
+from specdec.serve.errors import ApiError
+from specdec.serve.guard import HEADER_BYTES
+from specdec.serve.service import Service
+
+__all__ = ["Server", "address_of", "bound_socket", "serve"]
+
+_LAST_SECONDS = 5  # for what is told of the end of the grace period to go out
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server for one service.
+
+    A first signal has it take no new requests and end once those that run have; after the grace period they end with an
+    error. A second one ends it at once.
+
+    Args:
+        service: what is served.
+        on_ready: called once requests are taken.
+
+    Attributes:
+        service: what is served.
+    """
+
+    def __init__(self, service: Service, on_ready: Callable[[], None] = lambda: None) -> None:
+        grace = service.config.grace
+        config = uvicorn.Config(
+            make_app(service),
+            http="h11",  # whose headers are bounded
+            h11_max_incomplete_event_size=HEADER_BYTES,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(grace) + _LAST_SECONDS,
+        )
+        super().__init__(config)
+        self.service, self._on_ready = service, on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end, or end at once where that was begun."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self.service.draining = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.draining = True
+        late = asyncio.get_running_loop().call_later(self.service.config.grace, self._abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
+
+    def _abort(self) -> None:
+        self.service.thread.abort(
+            ApiError(
+                "the server shut down before this request was done; send it to another, or later",
+                status=503,
+                kind="server_error",
+                code="shutting_down",
+            )
+        )
+
+
+def serve(load: Callable[[], Engine], config: ServeConfig, on_ready: Callable[[str], None]) -> None:
+    """Serve the engine that ``load`` makes until a signal ends it; ``on_ready`` is told the address.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    with bound_socket(config.host, config.port) as listening:  # before a model is loaded for nothing
+        address = address_of(listening)
+        _log_to_stderr()
+        server = Server(Service(load(), config), lambda: on_ready(address))
+        try:
+            server.run(sockets=[listening])
+        except OSError as error:  # another program was quicker to listen there
+            raise _cannot_listen(config.host, config.port, error) from error
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address.
+
+    Raises:
+        ConfigError: no such address, or one that is in use or not allowed.
+    """
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(
+            f"host {shown(host)} is no address of this machine: {error.strerror}; give another"
+        ) from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(place)
+    except OSError as error:
+        bound.close()
+        raise _cannot_listen(host, port, error) from error
+    return bound
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {host}, port {port}: {error.strerror}; give another --port (0 takes a free one), or --host"
+    )
+
+
+def address_of(bound: socket.socket) -> str:
+    """Its URL."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _log_to_stderr() -> None:
+    logger = logging.getLogger("specdec.serve")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,185 @@
+"""Service: one engine with all that answering needs beside it: its thread, prompts, grammars, figures and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from time import time
+from typing import Any, TypeVar
+
+from specdec.drafter import Drafter
+from specdec.drafting.registry import drafter_names, make_drafter
+from specdec.engine.engine import Engine
+from specdec.engine.scheduler import Scheduler
+from specdec.errors import shown, unknown
+from specdec.serve.calls import MARKS
+from specdec.serve.config import ServeConfig
+from specdec.serve.engine_thread import EngineThread, Inbox, Submitted
+from specdec.serve.errors import ApiError
+from specdec.serve.fields import Speculation
+from specdec.serve.json_grammar import Grammars
+from specdec.serve.metrics import Metrics
+from specdec.serve.plan import Plan, Planner
+from specdec.serve.prompts import Encoder
+
+__all__ = ["Service"]
+
+T = TypeVar("T")
+
+
+class Service:
+    """Answers requests with an engine.
+
+    Args:
+        engine: with a tokenizer.
+        config: names, limits and defaults; the engine was made by its other options.
+
+    Attributes:
+        drafters: those that a request may name, made; None stands for the engine's own.
+        draining: whether the server is to end, and takes no new requests.
+    """
+
+    def __init__(self, engine: Engine, config: ServeConfig) -> None:
+        self.engine, self.config = engine, config
+        self.name, self.created = config.name, int(time())
+        self.draining = False
+        self.metrics = Metrics(self.name, config.max_num_seqs, config.cache_bytes)
+        self.thread = EngineThread(self._scheduler, self.metrics.stepped)
+        # Tokenizers are to be used by one thread at a time; the engine's own stays with those that decode.
+        self._tokenizer = copy.deepcopy(engine.tokenizer)
+        self.encoder = Encoder(engine, self._tokenizer)
+        self.planner = Planner(
+            engine, self.encoder, lambda: self._grammars, _defaults(engine, config), self._speculation
+        )
+        self.drafters = _drafters(engine, config)
+        self._planning = ThreadPoolExecutor(1, thread_name_prefix="specdec-plan")
+        template = getattr(engine.tokenizer, "chat_template", None)
+        self.marks_calls = isinstance(template, str) and MARKS[0] in template
+
+    def _scheduler(self) -> Scheduler:
+        return Scheduler(self.engine, batch=self.config.max_num_seqs, cache_bytes=self.config.cache_bytes)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self._tokenizer, self.engine.target.vocab_size, self.engine.target.eos_ids)
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are taken."""
+        return self.thread.alive and not self.draining
+
+    async def apart(self, call: Callable[..., T], *arguments: Any) -> T:
+        """What a call that tokenizes or compiles returns; the event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._planning, call, *arguments)
+
+    def check_ready(self) -> None:
+        """Raises ApiError where no new requests are taken."""
+        if not self.ready:
+            why = "is shutting down" if self.draining else "has no engine that runs"
+            raise ApiError(
+                f"the server {why}; send the request to another, or later",
+                status=503,
+                kind="server_error",
+                code="unavailable",
+                headers={"Retry-After": "5"},
+            )
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for a model that is not served here; a request need not name one."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                f"there is no model {shown(name)} here; this server has {self.name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def submit(self, plan: Plan, inbox: Inbox) -> list[Submitted]:
+        """Have the requests of a plan decoded.
+
+        Raises:
+            ApiError: the line is full, or the server is to end.
+        """
+        self.check_ready()
+        wanted, held = len(plan.requests), len(self.thread.unfinished)
+        most = self.config.max_num_seqs + self.config.max_queue
+        if wanted > most:
+            raise ApiError(
+                f"the request wants {wanted} answers, and the server takes {most} at once; ask for fewer", param="n"
+            )
+        if held + wanted > most:
+            raise ApiError(
+                f"{held} sequences run or wait, and the server takes {most}; send the request again in a moment",
+                status=429,
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": str(self._seconds_to_wait(wanted))},
+            )
+        return [self.thread.submit(request, inbox, index) for index, request in enumerate(plan.requests)]
+
+    def _seconds_to_wait(self, wanted: int) -> int:
+        """Until about so many sequences have ended, by what the latest took."""
+        return min(60, max(1, math.ceil(self.metrics.seconds_each * wanted / self.config.max_num_seqs)))
+
+    def _speculation(self, asked: Speculation) -> dict[str, Any]:
+        """Options of a request for how it is drafted; raises ApiError for what the server does not allow."""
+        options: dict[str, Any] = {"max_rows": asked.max_rows}
+        if asked.max_rows is not None and asked.max_rows > self.engine.max_rows:
+            raise ApiError(
+                f"speculation.max_rows is {asked.max_rows}, and the server's is {self.engine.max_rows}; ask for at "
+                "most as many",
+                param="speculation.max_rows",
+                code="invalid_value",
+            )
+        if asked.drafter is not None:
+            if asked.drafter not in self.drafters:
+                raise ApiError(
+                    unknown("drafter", asked.drafter, self.drafters),
+                    param="speculation.drafter",
+                    code="invalid_value",
+                )
+            options["drafter"] = self.drafters[asked.drafter]
+        return options
+
+    def gauge(self) -> None:
+        """Note how many sequences run and wait."""
+        held = len(self.thread.unfinished)
+        self.metrics.running = min(held, self.config.max_num_seqs)
+        self.metrics.waiting = held - self.metrics.running
+
+    async def close(self) -> None:
+        """End the threads."""
+        await self.thread.close()
+        self._planning.shutdown(wait=False, cancel_futures=True)
+
+
+_UNTRAINED = ("auto", "jacobi", "lookahead", "prompt_lookup", "suffix_automaton", "token_recycling")
+
+
+def _drafters(engine: Engine, config: ServeConfig) -> dict[str, Drafter | None]:
+    """The drafters that a request may name, by name; they are made here, and not in a step.
+
+    Raises:
+        ConfigError: one that is unknown, or needs options.
+    """
+    own = engine.drafter.name
+    names = ["none", *(config.drafters or [name for name in _UNTRAINED if name in drafter_names()])]
+    return {name: None if name == own else make_drafter(name, engine.target) for name in dict.fromkeys([*names, own])}
+
+
+def _defaults(engine: Engine, config: ServeConfig) -> dict[str, Any]:
+    """The checkpoint's sampling, where it was asked for."""
+    if config.generation_config == "openai":
+        return {}
+    found: Any = getattr(getattr(engine.target, "model", None), "generation_config", None)
+    if found is None:
+        return {}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    values = {name: getattr(found, name, None) for name in names}
+    if not found.do_sample:
+        values["temperature"] = 0.0
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,32 @@
+"""One server for many tests: the embedded model, whose chat template also knows tools."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+
+from specdec import Engine
+from tests.serving import Running, serving
+
+TOOLS = (
+    "{% if tools %}{{ '# Tools: <tool_call>' }}"
+    "{% for tool in tools %}{{ tool.function.name }} {% endfor %}{{ '\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def served_engine(tiny_engine: Engine) -> Engine:
+    """An engine that drafts, whose tokenizer writes tools."""
+    tokenizer = copy.deepcopy(tiny_engine.tokenizer)
+    tokenizer.chat_template = TOOLS + tokenizer.chat_template
+    engine = tiny_engine.with_drafter("prompt_lookup")
+    engine.tokenizer = tokenizer
+    return engine
+
+
+@pytest.fixture(scope="session")
+def running(served_engine: Engine) -> Iterator[Running]:
+    with serving(served_engine, max_num_seqs=4, max_queue=1000) as server:
+        yield server
