@@ -1,13 +1,12 @@
-"""GGUF: models in llama.cpp's files, which transformers dequantises, and the tokenizers that such files describe.
+"""GGUF: models in llama.cpp's files, and the tokenizers that such files describe.
 
-In memory such a model is as large as one from safetensors: two bytes a parameter in bfloat16, four in float32, however
-few bits the file has. Rounding to bfloat16 is far finer than the quantisation that came before it.
+Where native layers run a model, its quantised blocks stay what they are (:mod:`specdec.models.gguf_blocks`).
+Otherwise transformers dequantises them, and the model is as large as one from safetensors: two bytes a parameter in
+bfloat16, four in float32. Rounding to bfloat16 is far finer than the quantisation that came before it.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,18 +15,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.gguf.dequant import GGML_NAME
-from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
 from specdec.errors import CheckpointError, ConfigError, first_line, pip_line
+from specdec.models.gguf_blocks import config_of, why_dequantised
+from specdec.models.gguf_table import TensorTable
 from specdec.models.gguf_tokenizer import TokenizerSettings, read_tokenizer
 
 __all__ = ["GgufFile", "is_gguf", "require_gguf"]
 
-_PLAIN = (0, 1, 30)  # ggml's numbers of float32, float16 and bfloat16
+_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers
 
 
 def is_gguf(place: str | Path) -> bool:
@@ -43,18 +41,35 @@ def require_gguf() -> None:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file that is whole: its metadata by llama.cpp's keys, and the names of its tensors.
-
-    Attributes:
-        dtype: of the weights, bfloat16 where they are quantised.
-        table: of a file with blocks that transformers does not dequantise; see :meth:`opened`.
-    """
+    """A file that is whole: its settings, and where its tensors are."""
 
     path: Path
-    metadata: Mapping[str, Any]
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    table: _Table | None = None
+    table: TensorTable
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """By llama.cpp's keys; of lists of words their length."""
+        return self.table.metadata
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(entry.name for entry in self.table.entries)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, bfloat16 where they are quantised."""
+        types = {entry.type for entry in self.table.entries}
+        if not types <= _PLAIN.keys():
+            return torch.bfloat16
+        return next(_PLAIN[kind] for kind in (30, 1, 0) if kind in types)
+
+    def config(self) -> Any:
+        """As transformers makes it of the file."""
+        return config_of(self.metadata, self.names)
+
+    def why_dequantised(self, dtype: str | torch.dtype, device: Any) -> str | None:
+        """Why its blocks are not read as they lie, or None where they are."""
+        return why_dequantised(self.table, getattr(torch, dtype) if isinstance(dtype, str) else dtype, device)
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
@@ -67,24 +82,13 @@ class GgufFile:
         require_gguf()
         remedy = "it is broken or was not fetched whole; get it again"
         try:
-            metadata, names = read_gguf_metadata(str(path))
-            table = None
-            try:
-                header = GgufHeader.from_file(str(path))
-            except ValueError:
-                table = _Table(path)
-                if not table.strange:
-                    raise
-                needed, dtype = table.end, torch.bfloat16
-            else:
-                needed = header.data_start + max(one.offset + one.nbytes for one in header.tensors)
-                dtype = header.dtype or torch.bfloat16
+            table = TensorTable(path)
         except Exception as error:  # the reader goes by the lengths in the file, and a broken one may raise anything
             why = first_line(error).rstrip(".")
             raise CheckpointError(f"cannot read {str(path)!r} as GGUF: {why}; {remedy}") from error
-        if (size := path.stat().st_size) < needed:
-            raise CheckpointError(f"{str(path)!r} ends after {size} of {needed} bytes; {remedy}")
-        return cls(path, metadata, names, dtype, table)
+        if (size := path.stat().st_size) < table.end:
+            raise CheckpointError(f"{str(path)!r} ends after {size} of {table.end} bytes; {remedy}")
+        return cls(path, table)
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
@@ -95,7 +99,7 @@ class GgufFile:
             CheckpointError: blocks that the package gguf cannot dequantise either.
             OSError: no room for the copy.
         """
-        if self.table is None:
+        if not self.table.strange:
             yield self.path
             return
         with TemporaryDirectory(prefix="specdec-") as folder:
@@ -124,59 +128,3 @@ class GgufFile:
             CheckpointError: there is none in it, or none that can be read faithfully.
         """
         return read_tokenizer(self.path)
-
-
-class _Table:
-    """Where a file's tensors are, those too whose blocks only the package gguf dequantises."""
-
-    def __init__(self, path: Path) -> None:
-        import gguf
-        from transformers.integrations.gguf.reader import _read_metadata, _read_tensor_table  # GGUFReader takes 5 s
-
-        self.blob = np.memmap(path, mode="r", dtype=np.uint8)
-        metadata, count, self.start = _read_metadata(self.blob, str(path))
-        self.entries, end = _read_tensor_table(self.blob, count, self.start)
-        self._alignment = metadata.get("general.alignment", 32)
-        self.data = end + self.missing(end)
-        self.sizes = []  # bytes of each tensor
-        for _, shape, kind, _ in self.entries:
-            values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-            self.sizes.append(math.prod(shape) // values * size)
-        self.end = self.data + max(at + size for (*_, at), size in zip(self.entries, self.sizes, strict=True))
-        self.strange = {kind for _, _, kind, _ in self.entries} - {*GGML_NAME, *_PLAIN}
-
-    def missing(self, size: int) -> int:
-        """Bytes to the next place where something may begin."""
-        return -size % int(self._alignment)
-
-    def widen(self, copy: Path) -> None:
-        """Write the file again, with the strange tensors in float32.
-
-        Raises:
-            CheckpointError: blocks that the package gguf cannot dequantise either.
-        """
-        import gguf
-
-        table, offset = bytearray(), 0
-        for (name, shape, kind, _), size in zip(self.entries, self.sizes, strict=True):
-            strange = kind in self.strange
-            table += struct.pack("<Q", len(name.encode())) + name.encode()
-            table += struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 0 if strange else kind, offset)
-            offset += 4 * math.prod(shape) if strange else size
-            offset += self.missing(offset)
-        with copy.open("wb") as file:
-            file.write(self.blob[: self.start].data)
-            file.write(table)
-            for (_, _, kind, at), size in zip(self.entries, self.sizes, strict=True):
-                file.write(bytes(self.missing(file.tell())))
-                values = self.blob[self.data + at : self.data + at + size]
-                if kind in self.strange:
-                    blocks = gguf.GGMLQuantizationType(kind)
-                    try:
-                        values = gguf.quants.dequantize(values, blocks)
-                    except NotImplementedError as error:
-                        raise CheckpointError(
-                            f"{copy.name} holds blocks of {blocks.name}, which cannot be dequantised here; give "
-                            "another quantisation, or the model's folder of safetensors"
-                        ) from error
-                file.write(values.astype(np.float32).data if kind in self.strange else values.data)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import TargetError
+from specdec.runners.linear import PackedLinear, TiedEmbedding
 from specdec.runners.rotary import rope_depends_on_length, rope_kinds
 from specdec.settings.validation import fitting
 
@@ -21,6 +22,7 @@ __all__ = [
     "refuse_unfit",
     "unused_generation_options",
     "weight_of",
+    "weights_in",
 ]
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -112,6 +114,8 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     Raises:
         TargetError: it has none.
     """
+    if isinstance(module, PackedLinear | TiedEmbedding):
+        return module.store.outline
     weight = next(chain(module.parameters(), module.buffers()), None)
     if weight is None:
         raise TargetError(
@@ -119,6 +123,14 @@ def weight_of(module: nn.Module) -> torch.Tensor:
             "cannot see on which device it computes"
         )
     return weight
+
+
+def weights_in(root: nn.Module) -> int:
+    """How many numbers a module's weights are, in blocks or not; one that is shared counts once."""
+    packed = [module for module in root.modules() if isinstance(module, PackedLinear | TiedEmbedding)]
+    stores = {id(module.store): module.store for module in packed}
+    sizes = (store.outputs * (store.inputs + (store.bias is not None)) for store in stores.values())
+    return sum(sizes) + sum(weight.numel() for weight in root.parameters())
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -20,12 +20,13 @@ from transformers.utils.quantization_config import GgufConfig
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
 from specdec.models.catalog import named_models
 from specdec.models.gguf import GgufFile, is_gguf
+from specdec.models.gguf_blocks import described, model_in_blocks
 from specdec.models.inspection import refuse_unfit
 from specdec.runners.rotary import rope_kinds
 from specdec.settings.files import read_object
 from specdec.settings.validation import fitting
 
-__all__ = ["check_place", "embedded_model", "load_model", "model_source"]
+__all__ = ["check_place", "embedded_model", "load_model", "load_weights", "model_source"]
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")  # that accelerate makes of a machine's devices
 _SIZE = Annotated[int, Ge(1), Lt(1 << 31), "an integer from 1 to 2147483647"]
@@ -81,7 +82,12 @@ def check_place(device: Any, device_map: Any) -> None:
             ) from error
 
 
-def load_model(
+def load_model(path: str | Path, **options: Any) -> PreTrainedModel:
+    """The model alone that :func:`load_weights` loads."""
+    return load_weights(path, **options)[0]
+
+
+def load_weights(
     path: str | Path,
     *,
     dtype: str | torch.dtype,
@@ -89,10 +95,13 @@ def load_model(
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
     split: bool = False,
-) -> PreTrainedModel:
-    """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's, dequantised.
+    in_blocks: bool = False,
+) -> tuple[PreTrainedModel, str | None]:
+    """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's; and of the
+    latter how its weights are held.
 
-    ``split``: over the processes of torch.distributed, each weight by the model's own plan.
+    ``split``: over the processes of torch.distributed, each weight by the model's own plan. ``in_blocks``: a GGUF
+    file's quantised blocks stay what they are, where native layers run them; otherwise they are dequantised.
 
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
@@ -106,6 +115,13 @@ def load_model(
         dtype = gguf.dtype if dtype == "auto" else dtype
     elif isinstance(place, Path):
         _check_folder(place)
+    why = None
+    if gguf is not None:
+        why = "another way to run its layers was asked for"
+        if in_blocks and device_map is None and not split:
+            why = gguf.why_dequantised(dtype, device)
+        if why is None:
+            return _in_blocks(gguf, dtype, str(path))
     dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
     try:
         with ExitStack() as opened:
@@ -153,7 +169,29 @@ def load_model(
         )
     if device is not None and device_map is None:
         model.to(device)  # type: ignore[arg-type]  # in place
-    return model
+    return model, None if gguf is None or why is None else f"dequantised: {why}"
+
+
+def _in_blocks(gguf: GgufFile, dtype: str | torch.dtype, path: str) -> tuple[PreTrainedModel, str]:
+    """A GGUF file's model whose quantised blocks stay what they are, and what these are."""
+    try:
+        config = gguf.config()
+        refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+        _check_sizes(config.to_dict(), path)
+        _refuse_scaled(gguf, config)
+        model = model_in_blocks(gguf.table, config, _dtype_of(dtype))
+    except SpecdecError:
+        raise
+    except Exception as error:  # files of others, read by code of others: they raise anything
+        raise CheckpointError(
+            f"cannot load a causal language model from {path!r}: {told(error)}; get the GGUF file again"
+        ) from error
+    gguf.settle(model)
+    return model, described(model)
+
+
+def _dtype_of(dtype: str | torch.dtype) -> Any:
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _check_folder(folder: Path) -> None:

@@ -27,16 +27,25 @@ from specdec.costs.machine import Threads, processor
 from specdec.costs.measuring import describe, kept_curve, measure, new_curve, stored_at
 from specdec.errors import ConfigError, SpecdecError, TargetError, check_choice, first_line
 from specdec.models.around_layers import LOOP, Whole
-from specdec.models.inspection import context_length_of, decoder_parts, device_of, eos_ids_of, refuse_unfit, weight_of
-from specdec.models.loading import check_place, load_model
+from specdec.models.inspection import (
+    context_length_of,
+    decoder_parts,
+    device_of,
+    eos_ids_of,
+    refuse_unfit,
+    weight_of,
+    weights_in,
+)
+from specdec.models.loading import check_place, load_weights
 from specdec.models.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.models.self_check import PROBE, ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, tokens_for
 from specdec.native.library import compiler, library, products
 from specdec.runners import EXECUTIONS
 from specdec.runners.attention import ATTENTION, check_backend, check_runs, describe_backend, layer_attention
+from specdec.runners.block_weight import BlockWeight
 from specdec.runners.boundary_ops import Joints, read_joints
 from specdec.runners.choice import TIMED_ROWS, RunnerMaker, choose_runner
-from specdec.runners.known_layers import why_special
+from specdec.runners.known_layers import in_blocks, why_special
 from specdec.runners.linear import DenseLinear, HeadOf, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
 from specdec.runners.replicas import Evaluated, Replicas
 from specdec.runners.runner import LayerRunner
@@ -111,7 +120,8 @@ class TransformersTarget:
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if embedding is None or head is None:
             raise TargetError(f"{self.name} has no embedding and head of its own; load a ...ForCausalLM")
-        if any(isinstance(module, PackedLinear | TiedEmbedding) for module in model.modules()):
+        packed_modules = [module for module in model.modules() if isinstance(module, PackedLinear | TiedEmbedding)]
+        if not all(isinstance(module.store, BlockWeight) for module in packed_modules):
             raise TargetError(
                 f"the weights of this {self.name} were laid out anew by the target that owns it; share that target "
                 "(Engine(target, ...), custom_generate's target=), or make another one of its plain_model()"
@@ -122,9 +132,9 @@ class TransformersTarget:
         self.eos_ids = eos_ids_of(model)
         self.device, self.dtype = device_of(embedding), weight_of(embedding).dtype
         self.head_device = device_of(head)
-        self.layer_weights = sum(weight.numel() for weight in self.layers.parameters())
-        self._parameters = sum(weight.numel() for weight in model.parameters())
+        self.layer_weights, self._parameters = weights_in(self.layers), weights_in(model)
         self._plain: weakref.ref[PreTrainedModel] | None = None
+        self._weights: str | None = None
         self.options: dict[str, Any] = {"attention": attention}
         tokens = tokens_for(len(weight_of(embedding)))
         expected = own_logits(model, self, tokens)
@@ -183,8 +193,17 @@ class TransformersTarget:
         check_choice("execution", execution, EXECUTIONS)
         check_backend(attention)
         check_place(device, device_map)
-        model = load_model(path, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
-        return cls(model, execution=execution, attention=attention, owned=True, progress=progress)
+        model, weights = load_weights(
+            path,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            in_blocks=execution in ("auto", "native") and attention == "auto",
+        )
+        target = cls(model, execution=execution, attention=attention, owned=True, progress=progress)
+        target._weights = weights
+        return target
 
     @property
     def batch_invariant(self) -> bool:
@@ -267,6 +286,8 @@ class TransformersTarget:
         if not plain:  # what it does to its logits only its own module knows
             every = slice(None) if tokens is None else tokens
             return lambda hidden: self.head(hidden.to(self.dtype))[..., every]
+        if tokens is None and dtype is None and in_blocks(head):
+            return HeadOf(head.store, self.joints)
         weight = head.weight.detach()
         weight = weight if tokens is None else weight[tokens.to(self.head_device)]
         kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
@@ -310,8 +331,11 @@ class TransformersTarget:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters, sorted by transformers' names; repacked and offloaded ones are brought in turn."""
         sources: dict[str, Any] = dict(self.model.named_parameters())
-        tied = any(isinstance(module, TiedEmbedding) for module in self.model.modules())
-        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        tied = any(
+            isinstance(module, TiedEmbedding) and module.store is getattr(head, "store", None)
+            for module in self.model.modules()
+        )
         for name, module in self.model.named_modules():
             # A head that shares its weight with the embedding goes by the embedding's name, as in transformers.
             kinds = ("bias",) if tied and module is head else ("weight", "bias")
@@ -338,6 +362,7 @@ class TransformersTarget:
                 "vocabulary": self.vocab_size,
                 "context": self.context_length,
                 "parameters": self._parameters,
+                "weights": self._weights,
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": str(self.device),
                 "between its parts": str(self.joints) or None,
@@ -431,6 +456,8 @@ class TransformersTarget:
         )
         parts = self.model.get_input_embeddings(), maker.norm, self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         runner.embed, runner.norm, runner.head = (Evaluated(part, dtype=torch.float32) for part in parts)
+        if isinstance(parts[0], TiedEmbedding):  # which has no parameters to be cast
+            runner.embed = Evaluated(parts[0].in_float32())
         return self._using(runner)
 
     @contextmanager

@@ -9,6 +9,13 @@ int specdec_pairs(void) {
 #endif
 }
 
+/* The name of a kind of weights, or NULL where there are no more. */
+const char *specdec_kind(int n) {
+#define KIND_NAME(kind) #kind,
+    static const char *const names[] = {KINDS(KIND_NAME)};
+    return n >= 0 && n < (int)(sizeof names / sizeof *names) ? names[n] : NULL;
+}
+
 /* Whether it reads coded weights. */
 int specdec_codes(void) { return READS_CODES; }
 

@@ -103,7 +103,7 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     }
     if (attends_in_tiles(m)) release_tiles();
     meet(team);
-    if (!reads_pairs(&l->out)) return;
+    if (!reads_rounded(&l->out)) return;
     SHARED(row, all->rows) ready(&l->out, mixed + row * mixed_stride);
     meet(team);
 }

@@ -45,6 +45,10 @@ INLINE void copy_row(const Product *p, int64_t number, void *y, const int kind, 
 /* y [inputs], in bfloat16 or float32, gets a row of a weight. */
 static void look_up_row(const Product *p, int64_t number, void *y, int half) {
     const int64_t panel = number / PANEL;
+    if (in_blocks(p)) {
+        look_up_blocks(p, number, y, half);
+        return;
+    }
 #define COPY(kind) half ? copy_row(p, number, y, kind, 1) : copy_row(p, number, y, kind, 0)
     if (p->kind == FULL) copy_row(p, number, y, FULL, 0);
     else if (p->kind == HALF) COPY(HALF);

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError, SpecdecWarning
-from specdec.native.types import FUNCTIONS
+from specdec.native.types import FUNCTIONS, Kind
 from specdec.settings.files import cache_folder, digest_of, held
 
 __all__ = ["compiler", "digest_of_library", "install", "library", "products", "source"]
@@ -239,6 +239,10 @@ def _load(path: Path) -> Any:
             loaded.specdec_chances,
         ):
             allocating.errcheck = _check_done
+        loaded.specdec_panel_bytes.restype = ctypes.c_int64
+        loaded.specdec_kind.restype = ctypes.c_char_p
+        if [loaded.specdec_kind(n) for n in range(len(Kind) + 1)] != [*(kind.name.encode() for kind in Kind), None]:
+            raise OSError(f"{str(path)!r} is of another version: its kinds of weights are others")
     except AttributeError as error:
         raise OSError(f"{str(path)!r} is no such library: {error}") from error
     return loaded

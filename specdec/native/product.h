@@ -1,14 +1,11 @@
 /* A whole product by a team, norms and rotations. */
 
-static void store(void *to, int64_t at, const float *from, int64_t count, int half) {
-    if (!half) memcpy((float *)to + at, from, count * sizeof(float));
-    else narrow_all(from, (uint16_t *)to + at, count);
-}
-
-/* A row that a product reads, once it is there: in bfloat16, of pairs. */
+/* A row that a product reads, once it is there: in bfloat16, of pairs, or in integers. */
 INLINE int reads_pairs(const Product *p) { return paired(p->kind) && !(HAS_TILES && p->tiles); }
+INLINE int reads_rounded(const Product *p) { return reads_pairs(p) || p->kind == QUANTISED; }
 INLINE void ready(const Product *p, float *x) {
     if (reads_pairs(p)) narrow_all(x, x, p->inputs);
+    if (p->kind == QUANTISED) round_row(x, p->inputs);
 }
 
 /* y [rows, y_stride] = x [rows, apart_by(inputs)], each `ready`, times the weight, plus the bias; `onto` y, or else in its
@@ -16,6 +13,10 @@ INLINE void ready(const Product *p, float *x) {
  * Unless `out` is NULL, y goes there [rows, outputs], in bfloat16 if `half`, and is itself [threads, rows, STRIP] only. */
 static void product(const Product *p, const Product *next, const float *x, float *grouped, float *y, int64_t y_stride,
                     int64_t rows, int onto, void *out, int half, const Team *team) {
+    if (in_blocks(p)) {
+        product_in_blocks(p, x, y, y_stride, rows, onto, out, half, team);
+        return;
+    }
     const int tiles = HAS_TILES && p->tiles;
     const int64_t most = tiles ? TILE / parts_of(p) : FEW;
     const int64_t groups = (rows + most - 1) / most, me = team->me, count = team->count;
@@ -37,7 +38,7 @@ static void product(const Product *p, const Product *next, const float *x, float
         else {
             Strip then = {0}; /* where this thread goes on */
             if (at + end - begin < last) then = strip_of(p, strip + 1, 0);
-            else if (next) {
+            else if (next && !in_blocks(next)) {
                 const int64_t there = padded(next->outputs) / STRIP * each * me / count;
                 then = strip_of(next, there / each, there % panels);
             }

@@ -1,7 +1,9 @@
 /* Products: panels of weights times rows in registers. */
 
-/* Whether rows are in bfloat16, too. */
+/* Whether rows are in bfloat16, too; whether weights are in codes. */
 INLINE int paired(const int kind) { return kind == PAIRS || kind == CODED_PAIRS; }
+INLINE int coded(const int kind) { return kind == CODED || kind == CODED_PAIRS; }
+INLINE int in_blocks(const Product *p) { return p->kind == QUANTISED || p->kind == EXACT_QUANTISED; }
 
 /* sum + a * b; of pairs, each holds two bfloat16 in a float's place, and both products are added. */
 INLINE floats add_times(floats sum, floats a, floats b, const int kind) {
@@ -22,7 +24,7 @@ INLINE floats accumulate(floats sum, floats weight, const float *x, const int ki
 
 /* Bytes of a panel that a step of a product reads. */
 INLINE int bytes_of(const int kind) {
-    return kind >= CODED ? CODE_BYTES : kind == HALF ? 2 * PANEL : 4 * PANEL;
+    return coded(kind) ? CODE_BYTES : kind == HALF ? 2 * PANEL : 4 * PANEL;
 }
 
 #if LANES == 16 && defined(__AVX512BW__)
@@ -87,7 +89,7 @@ INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums
     const char *panel[2] = {t->weight, t->weight + t->apart};
     float *wide = t->wide;
 #if READS_CODES
-    const __m512i highs = kind < CODED ? _mm512_setzero_si512()
+    const __m512i highs = !coded(kind) ? _mm512_setzero_si512()
                                        : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)t->highs));
 #endif
     for (int64_t i = begin; i < end; i++) {
@@ -96,13 +98,13 @@ INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums
         if ((asks < 0 ? soon != NULL : asks) && !enough) ask(soon + (i - begin) * step, asks == 1 ? 0 : apart, lines);
         floats weight[2][VECTORS]; /* of one step's inputs */
 #if READS_CODES
-        if (kind >= CODED)
+        if (coded(kind))
             for (int one = 0; one < panels; one++) decode(panel[one] + i * CODE_BYTES, highs, weight[0] + 2 * one);
 #endif
 #pragma GCC unroll 4
         for (int v = from; v < to; v++) {
             const int one = v * LANES / PANEL, at = v * LANES % PANEL;
-            if (kind < CODED) weight[0][v] = load(panel[one], i * PANEL + at, kind == HALF);
+            if (!coded(kind)) weight[0][v] = load(panel[one], i * PANEL + at, kind == HALF);
             if (kind == CODED) {
                 weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
                 weight[0][v] = (floats)((words)weight[0][v] << 16);
@@ -110,7 +112,7 @@ INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums
 #if LANES == 8 && defined(__AVX2__) /* or gcc reads them anew for each row */
             if (enough) __asm__("" : "+x"(weight[0][v]));
 #endif
-            if ((kind == HALF || kind >= CODED) && wide)
+            if ((kind == HALF || coded(kind)) && wide)
                 for (int side = 0; side < inputs; side++)
                     *(floats *)(wide + (one * STRETCH + i * inputs + side) * PANEL + at) = weight[side][v];
         }
@@ -246,7 +248,7 @@ INLINE void multiply_panels(const Product *p, const float *x, float *y, int64_t 
     const int64_t x_stride = apart_by(p->inputs);
     Strip own = strip_of(p, strip, first);
     if (panels < STRIP / PANEL) own.apart = 0;
-    const int keeps = p->kind == HALF ? end - begin > 1 : p->kind >= CODED && end - begin > MANY;
+    const int keeps = p->kind == HALF ? end - begin > 1 : coded(p->kind) && end - begin > MANY;
     float wide[STRIP * STRETCH] __attribute__((aligned(64)));
     int64_t passes = 0;
     for (int64_t g = begin; g < end; g++) passes += passes_of(rows * (g + 1) / groups - rows * g / groups, p->kind);

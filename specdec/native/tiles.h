@@ -77,18 +77,18 @@ INLINE void decode_step(Panel *panel, int64_t step, __m512i highs, char *to) {
 static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
                            int64_t begin, int64_t end, int onto, int64_t *shaped) {
     enum { PANELS = STRIP / PANEL };
-    const int coded = p->kind >= CODED, parts = parts_of(p), several = end - begin > 1;
+    const int codes = coded(p->kind), parts = parts_of(p), several = end - begin > 1;
     const int64_t most = TILE / parts, groups = (rows + most - 1) / most, steps = p->inputs / STEP;
     const int64_t stretches = several ? (p->inputs + STRETCH - 1) / STRETCH : 1;
     const int64_t kept = several ? STRETCH / STEP : 1; /* steps that are decoded for more than one group */
-    const char *weight = (const char *)p->weight + strip * PANELS * steps * (coded ? STEP / 2 * CODE_BYTES : STEP_BYTES);
-    const int64_t apart = coded ? STEP_BYTES : steps * STEP_BYTES; /* of panels that are multiplied */
+    const char *weight = (const char *)p->weight + strip * PANELS * steps * (codes ? STEP / 2 * CODE_BYTES : STEP_BYTES);
+    const int64_t apart = codes ? STEP_BYTES : steps * STEP_BYTES; /* of panels that are multiplied */
     __m512i highs = _mm512_setzero_si512();
     Panel panel[PANELS];
     char wide[STRETCH / STEP * PANELS * STEP_BYTES] __attribute__((aligned(64)));
     float sums[CROWD][TILE * STRIP] __attribute__((aligned(64)));
-    if (coded) highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p->highs));
-    for (int64_t n = 0, first = strip * PANELS; coded && n < PANELS; n++) {
+    if (codes) highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p->highs));
+    for (int64_t n = 0, first = strip * PANELS; codes && n < PANELS; n++) {
         panel[n].from = weight + n * steps * STEP / 2 * CODE_BYTES;
         panel[n].odd = p->odd + odd_from(p, first + n), panel[n].last = p->odd + odd_from(p, first + n + 1);
     }
@@ -108,10 +108,10 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
             }
             for (int64_t i = from; i < to; i++, own += count * parts * 2 * STEP) {
                 char *decoded = wide + (i - from) % kept * PANELS * STEP_BYTES;
-                const char *these = coded ? decoded : weight + i * STEP_BYTES;
-                for (int n = 0; coded && g == begin && n < PANELS; n++)
+                const char *these = codes ? decoded : weight + i * STEP_BYTES;
+                for (int n = 0; codes && g == begin && n < PANELS; n++)
                     decode_step(panel + n, i, highs, decoded + n * STEP_BYTES);
-                if (!coded && g == begin) ask(these + AHEAD, apart, STEP_BYTES / 64);
+                if (!codes && g == begin) ask(these + AHEAD, apart, STEP_BYTES / 64);
                 FENCE;
                 multiply_step(own, these, apart);
             }

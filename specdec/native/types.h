@@ -5,6 +5,11 @@ typedef struct { /* a weight whose high byte has no code; it lies as a zero */
     float value;
 } Odd;
 
+typedef struct { /* outputs of a product in blocks that are of one format */
+    const void *weight; /* in panels; or if it is only looked up, `as_in_file`: row after row */
+    int64_t format, outputs, as_in_file;
+} Part;
+
 typedef struct {
     const void *weight;     /* [panels][inputs][PANEL], zeros up to a whole PAIR; coded [panels][inputs / 2][CODE_BYTES] */
     const float *bias;      /* [outputs] or NULL */
@@ -13,6 +18,8 @@ typedef struct {
     const int64_t *odd_end; /* [panels] where a panel's end */
     int64_t inputs, outputs, kind;
     int64_t tiles; /* rows are multiplied by tiles */
+    const Part *parts; /* [count] of one in blocks, one's outputs after the other's */
+    int64_t count;
 } Product;
 
 typedef struct {

@@ -17,6 +17,7 @@ __all__ = [
     "CHead",
     "CHeads",
     "CLayer",
+    "CPart",
     "CProduct",
     "CRows",
     "CShape",
@@ -37,10 +38,15 @@ STEP = 32
 class Kind(IntEnum):
     """How a weight is stored: float32; bfloat16; bfloat16 by two inputs, for rows that are rounded to it too.
 
-    And the latter two with codes for high bytes.
+    And the latter two with codes for high bytes; and quantised blocks, for rows that are rounded to integers, or as
+    they are. The library names the same (``specdec_kind``), and is not loaded where it does not.
     """
 
-    FULL, HALF, PAIRS, CODED, CODED_PAIRS = range(5)
+    FULL, HALF, PAIRS, CODED, CODED_PAIRS, QUANTISED, EXACT_QUANTISED = range(7)
+
+
+class CPart(Structure):
+    _fields_ = (("weight", c_void_p), ("format", c_int64), ("outputs", c_int64), ("as_in_file", c_int64))
 
 
 class CProduct(Structure):
@@ -54,6 +60,8 @@ class CProduct(Structure):
         ("outputs", c_int64),
         ("kind", c_int64),
         ("tiles", c_int64),
+        ("parts", c_void_p),
+        ("count", c_int64),
     )
 
 
@@ -147,6 +155,11 @@ FUNCTIONS: dict[str, list[Any]] = {
     ],
     "specdec_count_highs": [c_void_p, c_int64, c_void_p],
     "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
+    "specdec_format": [c_int],
+    "specdec_panel_bytes": [c_int, c_int64, c_int64],
+    "specdec_lay_blocks": [c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int],
+    "specdec_dequantise": [c_int, c_void_p, c_int64, c_void_p],
+    "specdec_kind": [c_int],
     "specdec_pairs": [],
     "specdec_codes": [],
     "specdec_tiles": [],

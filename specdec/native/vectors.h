@@ -44,6 +44,11 @@ static void narrow_all(const float *from, void *to, int64_t count) {
     }
 }
 
+static void store(void *to, int64_t at, const float *from, int64_t count, int half) {
+    if (!half) memcpy((float *)to + at, from, count * sizeof(float));
+    else narrow_all(from, (uint16_t *)to + at, count);
+}
+
 /* Lanes of a, and where one bit of their number is set of b; CROSS turns that bit of the number of the lane it takes. */
 #define PICK(n, x) ((n) & x ? LANES + (n) : (n))
 #if LANES == 16

@@ -25,7 +25,7 @@ from torch import nn
 from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
 from specdec.runners.cuda import CudaLayer, CudaRunner
 from specdec.runners.graphs import CudaRecorder
-from specdec.runners.known_layers import KnownHead, KnownLayer, UnknownModule
+from specdec.runners.known_layers import KnownHead, KnownLayer, UnknownModule, in_blocks
 from specdec.runners.layers import FusedLayer, LayerByLayer, ModuleLayer
 from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
 from specdec.runners.memory_pages import FilePages
@@ -106,6 +106,8 @@ class RunnerMaker:
         if name == "transformers":
             return None
         if name == "fused":
+            if any(map(in_blocks, self.layers.modules())):
+                return "fused layers multiply dense weights, and these are quantised blocks"
             if any(isinstance(layer, KnownLayer) for layer in self._fusible):
                 return None
             return f"fused layers are Llama-like ones, and {self._fusible[0]}"
@@ -292,7 +294,7 @@ def _choose(
 
     size = sum(weight.nbytes for weight in maker.layers.parameters())
     if "native" not in others:
-        timed = _SMALL <= size <= _LARGE
+        timed = _SMALL <= size <= _LARGE and "fused" not in others
         known = {name: times for name in ("fused", "native") if timed and (times := kept(name)) is not None}
         if timed and "fused" not in known and (fused := attempt("fused")) is not None:
             if (times := seconds(fused)) is not None:

@@ -27,7 +27,8 @@ from transformers.models.mistral.modeling_mistral import (
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
-from specdec.runners.linear import ModuleRef
+from specdec.runners.block_weight import BlockWeight
+from specdec.runners.linear import ModuleRef, PackedLinear
 
 __all__ = [
     "KnownHead",
@@ -35,6 +36,7 @@ __all__ = [
     "UnknownModule",
     "gain",
     "gains",
+    "in_blocks",
     "is_known_norm",
     "stacked",
     "why_special",
@@ -111,6 +113,11 @@ def why_special(module: nn.Module) -> str | None:
     return None
 
 
+def in_blocks(module: nn.Module) -> bool:
+    """Whether a module is a linear whose weight stays in a file's quantised blocks."""
+    return type(module) is PackedLinear and isinstance(module.store, BlockWeight)
+
+
 def is_known_norm(norm: nn.Module) -> bool:
     """Whether a module is a plain RMS norm."""
     return type(norm) in _NORMS and why_special(norm) is None
@@ -178,7 +185,8 @@ class KnownLayer:
         for name, module in found.items():
             if (special := why_special(module)) is not None:
                 raise UnknownModule(f"{where}: {name or 'itself'} ({type(module).__name__}) {special}")
-            if name != "mlp.act_fn" and type(module) is not wanted.get(name):
+            is_block = wanted.get(name) is nn.Linear and in_blocks(module)
+            if name != "mlp.act_fn" and not is_block and type(module) is not wanted.get(name):
                 raise UnknownModule(f"{where}: {name} is a {type(module).__name__}")
         missing = wanted.keys() - found.keys()
         activation = getattr(layer.mlp, "act_fn", None)
@@ -237,7 +245,7 @@ def stacked(places: Sequence[ModuleRef]) -> tuple[torch.Tensor, torch.Tensor | N
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownHead:
-    """A plain head; ``embedding``: the plain one that shares its weight, if one does."""
+    """A plain head, or one in blocks; ``embedding``: the plain one that shares its weight, if one does."""
 
     head: ModuleRef
     embedding: ModuleRef | None
@@ -245,6 +253,9 @@ class KnownHead:
     @classmethod
     def of(cls, model: nn.Module, head: nn.Module, embedding: nn.Module) -> KnownHead | None:
         """A model's head, or None where only its own module can run it."""
+        if in_blocks(head) and why_special(head) is None:
+            place = ModuleRef.of(head, model)
+            return None if place is None else cls(place, None)
         if type(head) is not nn.Linear or why_special(head) is not None:
             return None
         place, tied = ModuleRef.of(head, model), getattr(embedding, "weight", None) is head.weight

@@ -143,10 +143,13 @@ class PackedWeight:
         return self._onto(rows, residual.to(self.dtype).contiguous())
 
     def _onto(self, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return self._multiplied(self.described, rows, residual)
+
+    def _multiplied(self, product: CProduct, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         rows, count = rows.to(self.dtype).contiguous(), rows.shape[0]
-        total = torch.empty(count, self.outputs, dtype=self.dtype)
+        total = torch.empty(count, product.outputs, dtype=self.dtype)
         self._library.specdec_product(
-            byref(self.described),
+            byref(product),
             rows.data_ptr(),
             None if residual is None else residual.data_ptr(),
             total.data_ptr(),
@@ -155,6 +158,15 @@ class PackedWeight:
             torch.get_num_threads(),
         )
         return total
+
+    def linear(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+        """[..., in] times the weights of ``rows``, as torch multiplies; their bias added."""
+        return F.linear(hidden, self.unpack()[rows], None if self.bias is None else self.bias[rows])
+
+    @property
+    def outline(self) -> torch.Tensor:
+        """[out, in] of the dtype and device of the weight, and of no value."""
+        return torch.empty(1, dtype=self.dtype).expand(self.outputs, self.inputs)
 
     @property
     def nbytes(self) -> int:
@@ -235,20 +247,20 @@ class PackedLinear(nn.Module):
 
     def __init__(self, store: PackedWeight, start: int, stop: int) -> None:
         super().__init__()
-        self._store, self._rows = store, slice(start, stop)
-        self.out_features = stop - start
+        self.store, self.rows = store, slice(start, stop)
+        self.in_features, self.out_features = store.inputs, stop - start
 
     @property
     def weight(self) -> torch.Tensor:
         """[out, in] a copy; changing it changes nothing."""
-        return self._store.unpack()[self._rows].clone(memory_format=torch.contiguous_format)
+        return self.store.look_up(range(self.rows.start, self.rows.stop)).clone(memory_format=torch.contiguous_format)
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return None if self._store.bias is None else self._store.bias[self._rows]
+        return None if self.store.bias is None else self.store.bias[self.rows]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self._store.unpack()[self._rows], self.bias)
+        return self.store.linear(hidden, self.rows)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
@@ -266,7 +278,7 @@ class PackedLinear(nn.Module):
 
 
 class TiedEmbedding(nn.Module):
-    """A packed weight in the place of the embedding that shares it; a deep copy is one of the embedding's class again.
+    """A packed weight in the place of an embedding; a deep copy is one of the embedding's class again.
 
     Args:
         store: the weight.
@@ -286,6 +298,12 @@ class TiedEmbedding(nn.Module):
     def weight(self) -> torch.Tensor:
         """[vocabulary, D] a copy; changing it changes nothing."""
         return self.store.unpack().clone(memory_format=torch.contiguous_format)
+
+    def in_float32(self) -> TiedEmbedding:
+        """One that gives the very values of the weight."""
+        store = copy.copy(self.store)
+        store.dtype = torch.float32
+        return TiedEmbedding(store, self._shell[0])
 
     def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
         """[T, D] what the model's layers get of tokens."""

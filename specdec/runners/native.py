@@ -14,9 +14,9 @@ from torch import nn
 
 from specdec.native.library import library
 from specdec.runners.boundary_ops import Joints
-from specdec.runners.known_layers import KnownHead, KnownLayer, gain, gains, is_known_norm, stacked
+from specdec.runners.known_layers import KnownHead, KnownLayer, gain, gains, in_blocks, is_known_norm, stacked
 from specdec.runners.layers import FusedNorm
-from specdec.runners.linear import PackedWeight, TiedEmbedding
+from specdec.runners.linear import ModuleRef, PackedWeight, TiedEmbedding
 from specdec.runners.memory_pages import FilePages, trim_heap
 from specdec.runners.native_layers import NativeHead, NativeLayer, NativeLayers, Reading, runs_heads_of
 from specdec.runners.replicas import Evaluated
@@ -34,11 +34,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
     """Why the library cannot run these layers, whose rotary positions have ``head_dim``; None where it can."""
     first = layers[0]
-    weight = first.linears[0][0].module.weight
+    weight = first.norms[0].weight
     if weight.device.type != "cpu":
         return f"native layers run on a CPU, and the model is on {weight.device}"
     if weight.dtype not in DTYPES:
         return f"native layers compute in float32 and bfloat16, and the model in {str(weight.dtype)[6:]}"
+    places = [place.module for layer in layers for group in layer.linears for place in group]
+    if any(in_blocks(module) and module.store.dtype is not weight.dtype for module in places):
+        return "its blocks were read for another dtype"
     sizes = {(layer.query_heads, layer.key_heads, layer.head_dim, layer.inner, layer.gelu) for layer in layers}
     if len(sizes) > 1:
         return "native layers need all layers to have the same sizes"
@@ -164,8 +167,11 @@ class NativeRunner(LayerRunner):
 
 def _pack_layer(layer: KnownLayer, files: FilePages | None, rotary_table: int) -> NativeLayer:
     """A layer's weights in panels; with ``files``, in the place of its own. ``rotary_table``: its rotary table."""
-    products = []
+    products: list[PackedWeight] = []
     for places in layer.linears:
+        if (store := _store_of(places)) is not None:
+            products.append(store)
+            continue
         weights = [place.module.weight.data for place in places]
         packed = PackedWeight(*stacked(places))
         if files is not None:
@@ -190,9 +196,22 @@ def _pack_layer(layer: KnownLayer, files: FilePages | None, rotary_table: int) -
     )
 
 
+def _store_of(places: Sequence[ModuleRef]) -> PackedWeight | None:
+    """The weights in blocks that these linears are, one above the other; None where they are not."""
+    modules = [place.module for place in places]
+    if not all(map(in_blocks, modules)):
+        return None
+    store: PackedWeight = modules[0].store
+    ends = [0, *(module.rows.stop for module in modules)]
+    whole = ends[-1] == store.outputs and [module.rows.start for module in modules] == ends[:-1]
+    return store if whole and all(module.store is store for module in modules) else None
+
+
 def _pack_head(head: KnownHead, files: FilePages | None) -> _PackedHead | None:
     """A head's weight in panels; with ``files``, in its place and in that of an embedding that shares it."""
     linear = head.head.module
+    if in_blocks(linear):
+        return _PackedHead(linear.store, linear) if linear.out_features == linear.store.outputs else None
     weight = linear.weight.data
     if not PackedWeight.takes(weight):
         return None

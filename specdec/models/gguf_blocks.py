@@ -1,0 +1,204 @@
+"""GGUF files whose quantised blocks stay what they are: transformers' model around weights that are not dequantised.
+
+Transformers' own tables say what a file's settings and tensors are called in its models, and undo what llama.cpp does
+to their values; that is rows in another order, which blocks follow, and norms, which are small. Weights that are looked
+up are read where the file has them. Those that are multiplied are laid in panels, one after the other, and their pages
+of the file are given back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from specdec.errors import CheckpointError
+from specdec.models.gguf_table import TensorEntry, TensorTable
+from specdec.native.formats import formats
+from specdec.native.library import library
+from specdec.runners.block_weight import BlockTensor, BlockWeight
+from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
+
+__all__ = ["config_of", "described", "model_in_blocks", "why_dequantised"]
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")  # of which native layers know all
+_DTYPES = (torch.bfloat16, torch.float32)
+_GROUPS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+
+
+def why_dequantised(table: TensorTable, dtype: torch.dtype, device: Any) -> str | None:
+    """Why a file's blocks are not read as they lie, or None where they are."""
+    if not any(entry.type in formats() and len(entry.shape) == 2 for entry in table.entries):
+        return "none of its weights are in blocks that native layers read"
+    if library() is None:
+        return "native layers need a C compiler (cc, gcc or clang), and none works here"
+    if (family := table.metadata["general.architecture"]) not in _FAMILIES:
+        return f"native layers do not run the architecture {family!r}"
+    if dtype not in _DTYPES:
+        return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
+    if device is not None and torch.device(device).type != "cpu":
+        return f"native layers run on a CPU, and the model is to be on {device}"
+    return None
+
+
+def config_of(metadata: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The config that transformers makes of a file. It reads all of a vocabulary for its size, which takes seconds."""
+    own = str(metadata["general.architecture"])
+    family = "mistral" if "llama" in own and metadata.get("general.name") == "mistral" else own
+    values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in names}
+    values |= GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {})
+    for key, value in metadata.items():
+        prefix, _, setting = key.replace(own, family).partition(".")
+        names_of: Any = GGUF_CONFIG_MAPPING
+        name = names_of[prefix].get(setting) if prefix in ("general", family) else None
+        if name not in (None, -1):
+            values[name] = value.replace(own, family) if isinstance(value, str) else value
+    if values["model_type"] == "gemma3":
+        values["model_type"] = "gemma3_text"
+    values.setdefault("vocab_size", metadata.get("tokenizer.ggml.tokens", 0))
+    return AutoConfig.for_model(values.pop("model_type")).from_dict(values)
+
+
+def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of transformers whose linears, embedding and head have a file's blocks.
+
+    Args:
+        table: of the file's tensors.
+        config: of the model.
+        dtype: that it computes in, and in which its few other weights are held.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape than the model's.
+    """
+    return _Filling(table, config, dtype).model
+
+
+def described(model: nn.Module) -> str:
+    """The formats of a model's blocks, the most frequent first, and what they take."""
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear | TiedEmbedding)]
+    stores = {id(module.store): module.store for module in packed if isinstance(module.store, BlockWeight)}
+    counts = Counter(part.format.name for store in stores.values() for part in store.parts)
+    size = sum(store.nbytes for store in stores.values())
+    formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
+    return f"quantised blocks as in the file: {formats}; {size / 1e6:.0f} MB in panels"
+
+
+class _Filling:
+    """A model while it is filled."""
+
+    def __init__(self, table: TensorTable, config: Any, dtype: torch.dtype) -> None:
+        self._table, self._dtype, self._config = table, dtype, config
+        classes: Any = AutoModelForCausalLM
+        with init_empty_weights(include_buffers=False):
+            self.model: PreTrainedModel = classes.from_config(config, dtype=dtype)
+        self._names = {id(module): name for name, module in self.model.named_modules()}
+        family = str(table.metadata["general.architecture"])
+        sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+        processor: Any = TENSOR_PROCESSORS.get(family, TensorProcessor)
+        self._process = processor(config=sizes).process
+        shell: Any = SimpleNamespace(
+            config=self.model.config, state_dict=self.model.state_dict, named_children=lambda: []
+        )
+        names = get_gguf_hf_weights_map(shell, processor(config=sizes))
+        self._entries = {names[entry.name]: entry for entry in table.entries if entry.name in names}
+        self._fill()
+
+    def _fill(self) -> None:
+        model: Any = self.model
+        decoder = model.get_decoder()
+        for layer in decoder.layers:
+            for group in _GROUPS:
+                self._place([self._ref(layer, name) for name in group])
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = bool(self._config.tie_word_embeddings)
+        below = self._tensor(f"{self._names[id(embedding)]}.weight", embedding.weight.shape)
+        if isinstance(below, BlockTensor):
+            store = BlockWeight([below], None, self._dtype, as_in_file=not tied)
+            self._ref(model, self._names[id(embedding)]).put(TiedEmbedding(store, embedding))
+            if tied:
+                self._ref(model, self._names[id(head)]).put(PackedLinear(store, 0, store.outputs))
+                self._table.release(below.blocks)
+        if not tied:
+            self._place([self._ref(model, self._names[id(head)])])
+        for name, parameter in list(model.named_parameters()):
+            if parameter.is_meta:
+                owner, _, kind = name.rpartition(".")
+                dense = self._dense(name, parameter.shape)
+                setattr(model.get_submodule(owner), kind, nn.Parameter(dense, requires_grad=parameter.requires_grad))
+        if tied and isinstance(model.get_input_embeddings(), nn.Embedding):
+            model.tie_weights()
+        model.eval()
+
+    @staticmethod
+    def _ref(layer: nn.Module, path: str) -> ModuleRef:
+        owner, _, name = path.rpartition(".")
+        return ModuleRef(layer.get_submodule(owner), name)
+
+    def _place(self, places: Sequence[ModuleRef]) -> None:
+        """Put a group's blocks, which are multiplied with the same rows, in the place of its linears."""
+        names = [self._names[id(place.module)] for place in places]
+        tensors = [
+            self._tensor(f"{name}.weight", place.module.weight.shape) for name, place in zip(names, places, strict=True)
+        ]
+        blocks = [tensor for tensor in tensors if isinstance(tensor, BlockTensor)]
+        if len(blocks) < len(tensors):
+            return  # some are of another kind: all of them are filled in as they would be from any other file
+        biased = [
+            (name, bias) for name, place in zip(names, places, strict=True) if (bias := place.module.bias) is not None
+        ]
+        if 0 < len(biased) < len(places):
+            return
+        biases = [self._dense(f"{name}.bias", bias.shape) for name, bias in biased]
+        store = BlockWeight(blocks, torch.cat(biases) if biases else None, self._dtype)
+        store.install(places)
+        for block in blocks:
+            self._table.release(block.blocks)
+
+    def _tensor(self, name: str, shape: Sequence[int]) -> BlockTensor | TensorEntry:
+        """A weight's blocks, or where it has others, the entry of the file."""
+        entry = self._entry(name, shape)
+        if entry.type not in formats():
+            return entry
+        order = self._processed(np.arange(shape[0]), entry.name)
+        same = np.array_equal(order, np.arange(shape[0]))
+        return BlockTensor(formats()[entry.type], self._table.rows(entry), None if same else order)
+
+    def _dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A weight as any other file would have it."""
+        entry = self._entry(name, shape)
+        values = self._processed(self._table.dequantised(entry), entry.name)
+        return torch.tensor(values).to(self._dtype)
+
+    def _processed(self, values: np.ndarray, name: str) -> np.ndarray:
+        """What transformers makes of a file's values to undo what llama.cpp did to them."""
+        found: np.ndarray = self._process(
+            weights=values, name=name, tensor_key_mapping={}, parsed_parameters={}
+        ).weights
+        return found
+
+    def _entry(self, name: str, shape: Sequence[int]) -> TensorEntry:
+        if (entry := self._entries.get(name)) is None:
+            raise self._unfit(f"1 missing, such as {name}")
+        if entry.shape != tuple(shape):
+            raise self._unfit(f"1 misshapen, such as {name}, {list(entry.shape)} in place of {list(shape)}")
+        return entry
+
+    def _unfit(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint {self._table.where} does not fit {type(self.model).__name__}: tensors {what}; "
+            "it was saved from another architecture or is incomplete"
+        )

@@ -1,0 +1,148 @@
+"""A GGUF file's table of tensors, held against the file before anything is read by it."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers.integrations.gguf.dequant import GGML_NAME
+
+from specdec.errors import CheckpointError
+
+__all__ = ["TensorEntry", "TensorTable"]
+
+_PLAIN = (0, 1, 30)  # ggml's numbers of float32, float16 and bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies.
+
+    Attributes:
+        shape: in torch's order.
+        type: ggml's number of its values' kind.
+        offset, size: bytes, from the first tensor on.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    size: int
+
+
+class TensorTable:
+    """A file's tensors.
+
+    Attributes:
+        end: bytes that the file has to have.
+        strange: types that transformers does not dequantise.
+
+    Raises:
+        ValueError: an entry that no file may have; the message names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+        from transformers.integrations.gguf.reader import _read_metadata, _read_tensor_table  # GGUFReader takes 5 s
+
+        self.blob = np.memmap(path, mode="r", dtype=np.uint8)
+        self.where = repr(str(path))
+        self.metadata: Mapping[str, Any]
+        self.metadata, count, self.start = _read_metadata(self.blob, str(path))
+        listed, end = _read_tensor_table(self.blob, count, self.start)
+        self._alignment = int(self.metadata.get("general.alignment", 32))
+        if self._alignment < 1 or self._alignment % 8:
+            raise ValueError(f"its tensors are said to be aligned to {self._alignment} bytes")
+        self.data = end + self.missing(end)
+        self.entries: list[TensorEntry] = []
+        for name, shape, kind, offset in listed:
+            values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+            if not shape or min(shape) < 1 or shape[-1] % values:
+                raise ValueError(f"tensor {name!r} is {list(shape)}, in blocks of {values}")
+            if offset % self._alignment:
+                raise ValueError(f"tensor {name!r} begins at byte {offset}, and alignment is {self._alignment}")
+            self.entries.append(TensorEntry(name, shape, kind, offset, math.prod(shape) // values * size))
+        self._check_places()
+        self.end = self.data + max((entry.offset + entry.size for entry in self.entries), default=0)
+        self.strange = {entry.type for entry in self.entries} - {*GGML_NAME, *_PLAIN}
+
+    def _check_places(self) -> None:
+        """Raises ValueError where a name comes twice, or two tensors share bytes."""
+        names, last = set[str](), None
+        for entry in sorted(self.entries, key=lambda entry: entry.offset):
+            if entry.name in names:
+                raise ValueError(f"it has two tensors {entry.name!r}")
+            if last is not None and last.offset + last.size > entry.offset:
+                raise ValueError(f"tensors {last.name!r} and {entry.name!r} share bytes")
+            names.add(entry.name)
+            last = entry
+
+    def missing(self, size: int) -> int:
+        """Bytes to the next place where something may begin."""
+        return -size % self._alignment
+
+    def bytes_of(self, entry: TensorEntry) -> np.ndarray:
+        """A tensor's bytes, mapped."""
+        begin = self.data + entry.offset
+        return self.blob[begin : begin + entry.size]
+
+    def rows(self, entry: TensorEntry) -> np.ndarray:
+        """[rows, bytes of a row] of a tensor, mapped."""
+        return self.bytes_of(entry).reshape(math.prod(entry.shape[:-1]), -1)
+
+    def dequantised(self, entry: TensorEntry) -> np.ndarray:
+        """A tensor's values in float32.
+
+        Raises:
+            CheckpointError: blocks that the package gguf cannot dequantise.
+        """
+        import gguf
+
+        kind = gguf.GGMLQuantizationType(entry.type)
+        try:
+            found: np.ndarray = gguf.quants.dequantize(self.bytes_of(entry), kind)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{self.where} holds blocks of {kind.name}, which cannot be dequantised here; give another "
+                "quantisation, or the model's folder of safetensors"
+            ) from error
+        return found.astype(np.float32, copy=False).reshape(entry.shape)
+
+    def release(self, rows: np.ndarray) -> None:
+        """Give back the pages that were read of a tensor: read again, they would come from the file."""
+        mapped = self.blob._mmap  # type: ignore[attr-defined]
+        if hasattr(mmap, "MADV_DONTNEED"):
+            begin = rows.__array_interface__["data"][0] - self.blob.__array_interface__["data"][0]
+            first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (begin + rows.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def widen(self, copy: Path) -> None:
+        """Write the file again, with the tensors that transformers does not dequantise in float32.
+
+        Raises:
+            CheckpointError: blocks that the package gguf cannot dequantise either.
+        """
+        table, offset = bytearray(), 0
+        for entry in self.entries:
+            strange, name = entry.type in self.strange, entry.name.encode()
+            shape, kind = entry.shape, 0 if strange else entry.type
+            table += struct.pack("<Q", len(name)) + name
+            table += struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
+            offset += 4 * math.prod(shape) if strange else entry.size
+            offset += self.missing(offset)
+        with copy.open("wb") as file:
+            file.write(self.blob[: self.start].data)
+            file.write(table)
+            for entry in self.entries:
+                file.write(bytes(self.missing(file.tell())))
+                values = self.dequantised(entry) if entry.type in self.strange else self.bytes_of(entry)
+                file.write(values.data)

@@ -1,0 +1,202 @@
+/* Panels of blocks: as products read them.
+ *
+ * The blocks of PANEL outputs that are of the same inputs lie together: d of each output, m of each where there are
+ * minima, and then of every CHUNK inputs the groups' numbers of each output and the codes. A code's bits lie in words of 32,
+ * one word of each output after the other: in a word of four-bit codes are those of eight inputs, so that one shift and
+ * one mask give two inputs of each output, as 16-bit numbers side by side. Bits beyond four, or two, have words of their
+ * own. That is as many bytes as in the file, or up to four in a hundred more. */
+
+INLINE int64_t head_bytes(const WeightFormat *f) { return 2 * PANEL * (f->minima ? 2 : 1); }
+INLINE int64_t groups_in(const WeightFormat *f) { return CHUNK / f->group; } /* of a chunk */
+INLINE int64_t number_bytes(const WeightFormat *f) {                         /* of a chunk's groups */
+    const int64_t bytes = PANEL * groups_in(f);
+    return f->scales == PLAIN ? 0 : f->scales == BYTES && f->minima ? 2 * bytes : bytes;
+}
+INLINE int64_t chunk_bytes(const WeightFormat *f) { return number_bytes(f) + 4 * PANEL * f->bits; }
+INLINE int64_t block_bytes(const WeightFormat *f) { return head_bytes(f) + f->values / CHUNK * chunk_bytes(f); }
+
+/* Bytes of a weight's panels. */
+int64_t specdec_panel_bytes(int format, int64_t outputs, int64_t inputs) {
+    const WeightFormat *f = formats + format;
+    return (outputs + PANEL - 1) / PANEL * (inputs / f->values) * block_bytes(f);
+}
+
+/* Words of CHUNK codes, to `to`, PANEL words apart. */
+INLINE void put_codes(const uint8_t *codes, uint32_t *to, const int bits) {
+    const int wide = bits == 8 ? 8 : bits >= 4 ? 4 : 2, each = 16 / wide; /* pairs of inputs in a word */
+    int word = 0;
+    for (; word < 16 / each; word++) {
+        uint32_t sum = 0;
+        for (int k = 0; k < each; k++) {
+            const uint32_t low = codes[2 * (word * each + k)] & ((1 << wide) - 1);
+            const uint32_t high = codes[2 * (word * each + k) + 1] & ((1 << wide) - 1);
+            sum |= low << wide * k | high << (16 + wide * k);
+        }
+        to[word * PANEL] = sum;
+    }
+    if (bits == 6)
+        for (int part = 0; part < 2; part++) {
+            uint32_t sum = 0;
+            for (int k = 0; k < 8; k++)
+                sum |= (uint32_t)(codes[16 * part + 2 * k] >> 4) << 2 * k |
+                       (uint32_t)(codes[16 * part + 2 * k + 1] >> 4) << (16 + 2 * k);
+            to[(word + part) * PANEL] = sum;
+        }
+    if (bits == 5 || bits == 3) {
+        uint32_t sum = 0;
+        for (int k = 0; k < 16; k++)
+            sum |= (uint32_t)(codes[2 * k] >> (bits - 1)) << k | (uint32_t)(codes[2 * k + 1] >> (bits - 1)) << (16 + k);
+        to[word * PANEL] = sum;
+    }
+}
+
+INLINE void put_any_codes(const uint8_t *codes, uint32_t *to, int bits) {
+    switch (bits) {
+        case 2: put_codes(codes, to, 2); return;
+        case 3: put_codes(codes, to, 3); return;
+        case 4: put_codes(codes, to, 4); return;
+        case 5: put_codes(codes, to, 5); return;
+        case 6: put_codes(codes, to, 6); return;
+        default: put_codes(codes, to, 8);
+    }
+}
+
+/* One output's block goes to its place in a panel's. */
+static void put_block(const WeightFormat *f, const Block256 *block, uint8_t *to, int64_t own) {
+    const int64_t groups = groups_in(f);
+    ((uint16_t *)to)[own] = block->d;
+    if (f->minima) ((uint16_t *)to)[PANEL + own] = block->m;
+    to += head_bytes(f);
+    for (int64_t chunk = 0; chunk < f->values / CHUNK; chunk++, to += chunk_bytes(f)) {
+        for (int64_t g = 0; g < groups && f->scales != PLAIN; g++) {
+            const uint8_t scale = (uint8_t)block->scales[chunk * groups + g], minimum = block->minima[chunk * groups + g];
+            to[g * PANEL + own] = f->scales == BYTES ? scale : (uint8_t)(scale | minimum << 4);
+            if (f->scales == BYTES && f->minima) to[(groups + g) * PANEL + own] = minimum;
+        }
+        put_any_codes(block->codes + chunk * CHUNK, (uint32_t *)(to + number_bytes(f)) + own, f->bits);
+    }
+}
+
+/* Panels of a weight [outputs, inputs] from its rows' blocks in a file; `order`, unless it is NULL, says which of them
+ * stands in each place. */
+void specdec_lay_blocks(int format, const uint8_t *blocks, const int64_t *order, int64_t outputs, int64_t inputs,
+                        uint8_t *to, int threads) {
+    const WeightFormat *f = formats + format;
+    const int64_t count = inputs / f->values, panels = (outputs + PANEL - 1) / PANEL;
+    AS_TEAM {
+        SHARED(panel, panels)
+            for (int64_t n = 0; n < count; n++) {
+                uint8_t *own = to + (panel * count + n) * block_bytes(f);
+                const int64_t there = outputs - panel * PANEL < PANEL ? outputs - panel * PANEL : PANEL;
+                if (there < PANEL) memset(own, 0, (size_t)block_bytes(f));
+                for (int64_t o = 0; o < there; o++) {
+                    const int64_t row = order ? order[panel * PANEL + o] : panel * PANEL + o;
+                    Block256 block;
+                    f->read(blocks + (row * count + n) * f->bytes, &block);
+                    put_block(f, &block, own, o);
+                }
+            }
+    }
+}
+
+typedef int16_t shorts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t doubled __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* What two inputs' codes stand for, of LANES outputs: 16-bit numbers side by side. `k`: which two of CHUNK. */
+INLINE words pair_of(const uint32_t *codes, const int k, const int bits, const int listed) {
+    const uint32_t *more = codes + 4 * PANEL; /* of bits beyond four; two of them have half as many words */
+#define WORDS(from, n) (*(const words *)((from) + (n) * PANEL))
+    if (bits == 8) {
+        const doubled both = (doubled)WORDS(codes, k / 2);
+        return (words)((shorts)(k % 2 ? both : both << 8) >> 8);
+    }
+    if (bits < 4) {
+        const words low = WORDS(codes, k / 8) >> 2 * (k % 8) & 0x00030003;
+        if (bits == 2) return low;
+        return low | (WORDS(codes, 2) >> k & 0x00010001) << 2;
+    }
+    const words low = WORDS(codes, k / 4) >> 4 * (k % 4) & 0x000f000f;
+    if (bits == 5) return low | (WORDS(more, 0) >> k & 0x00010001) << 4;
+    if (bits == 6) return low | (WORDS(more, k / 8) >> 2 * (k % 8) & 0x00030003) << 4;
+    if (!listed) return low;
+#if LANES == 16 && defined(__AVX512BW__)
+    return (words)_mm512_permutexvar_epi16((__m512i)low, _mm512_loadu_si512(levels));
+#else
+    words found;
+    for (int n = 0; n < LANES; n++)
+        found[n] = (uint16_t)levels[low[n] & 15] | (uint32_t)(uint16_t)levels[low[n] >> 16] << 16;
+    return found;
+#endif
+#undef WORDS
+}
+
+INLINE void decode_chunk(const uint32_t *codes, uint32_t *to, const int bits, const int listed) {
+    for (int first = 0; first < PANEL; first += LANES)
+#pragma GCC unroll 16
+        for (int k = 0; k < CHUNK / 2; k++) *(words *)(to + k * PANEL + first) = pair_of(codes + first, k, bits, listed);
+}
+
+/* LANES floats of as many float16 numbers. */
+INLINE floats widen_halves(const uint16_t *from) {
+#if LANES == 16
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    floats found;
+    for (int n = 0; n < LANES; n++) found[n] = float_of(from[n]);
+    return found;
+#endif
+}
+
+typedef uint8_t octets __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef int8_t signed_octets __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+/* A chunk's scales [groups, PANEL], and minima. */
+INLINE void read_scales(const WeightFormat *f, const uint8_t *head, const uint8_t *chunk, float *scales, float *minima) {
+    const int64_t groups = groups_in(f);
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t o = 0; o < PANEL; o += LANES) {
+            floats scale = widen_halves((const uint16_t *)head + o), minimum = {0};
+            const uint8_t *own = chunk + g * PANEL + o;
+            if (f->minima) minimum = widen_halves((const uint16_t *)head + PANEL + o);
+            if (f->scales == PLAIN) minimum = -minimum;
+            else if (f->scales == BYTES) {
+                scale *= __builtin_convertvector(*(const signed_octets *)own, floats);
+                if (f->minima) minimum *= __builtin_convertvector(*(const octets *)(own + groups * PANEL), floats);
+            } else {
+                scale *= __builtin_convertvector(*(const octets *)own & 15, floats);
+                minimum *= __builtin_convertvector(*(const octets *)own >> 4, floats);
+            }
+            *(floats *)(scales + g * PANEL + o) = scale;
+            if (f->minima) *(floats *)(minima + g * PANEL + o) = minimum;
+        }
+}
+
+/* Decoded chunks: pairs of codes as 16-bit numbers, of which the format's offset is still to be taken, and scales. */
+typedef struct {
+    uint32_t pairs[MOST / 2 * PANEL] __attribute__((aligned(64)));
+    float scales[MOST / GROUP * PANEL], minima[MOST / GROUP * PANEL];
+} Decoded;
+
+/* Chunks [first, last) of a panel, from its first block on, while what lies `ahead` bytes on is asked for. */
+static void decode_blocks(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, int64_t ahead,
+                          Decoded *to) {
+    const int64_t each = f->values / CHUNK, groups = groups_in(f), bytes = chunk_bytes(f);
+    for (int64_t n = first; n < last; n++) {
+        const uint8_t *head = panel + n / each * block_bytes(f), *chunk = head + head_bytes(f) + n % each * bytes;
+        const uint32_t *codes = (const uint32_t *)(chunk + number_bytes(f));
+        uint32_t *pairs = to->pairs + (n - first) * CHUNK / 2 * PANEL;
+        for (int64_t at = 0; at < bytes + 64; at += 64) __builtin_prefetch(chunk + ahead + at, 0, LOCALITY);
+        read_scales(f, head, chunk, to->scales + (n - first) * groups * PANEL, to->minima + (n - first) * groups * PANEL);
+        switch (f->levels ? 0 : f->bits) {
+            case 0: decode_chunk(codes, pairs, 4, 1); break;
+            case 2: decode_chunk(codes, pairs, 2, 0); break;
+            case 3: decode_chunk(codes, pairs, 3, 0); break;
+            case 4: decode_chunk(codes, pairs, 4, 0); break;
+            case 5: decode_chunk(codes, pairs, 5, 0); break;
+            case 6: decode_chunk(codes, pairs, 6, 0); break;
+            default: decode_chunk(codes, pairs, 8, 0);
+        }
+    }
+}

@@ -1,0 +1,243 @@
+/* Products of blocks: a panel's codes, decoded a stretch at a time, times rows.
+ *
+ * In a bfloat16 model a row is rounded to 16-bit integers, CHUNK inputs at a time by a power of two of their own, the
+ * smallest with which they fit. Codes are integers, too, so what a group of codes adds to a row's sum is an exact integer;
+ * it is multiplied by the row's power of two and by the group's scale in float32, and added, group after group. In a
+ * float32 model rows are not rounded, and each weight is the float32 number that its block stands for. */
+
+enum { ROW_CHUNK = CHUNK / 2 + 3, STRETCHED = MOST, PASS = 96 }; /* words of a row's chunk; inputs, and rows, at a time */
+
+/* A row's chunk is CHUNK 16-bit integers, then what one of them stands for, as a float, and the sums of both halves. */
+static void round_row(float *row, int64_t inputs) {
+    for (int64_t n = 0; n < inputs / CHUNK; n++) {
+        floats own[CHUNK / LANES], most = {0};
+        int32_t out[ROW_CHUNK];
+        int16_t rounded[CHUNK];
+        float by = 0, back = 0;
+        uint32_t bits;
+        for (int v = 0; v < CHUNK / LANES; v++) {
+            own[v] = load(row, n * CHUNK + v * LANES, 0);
+            const floats size = (floats)((words)own[v] & 0x7fffffff);
+            const ints more = (ints)size > (ints)most; /* of what is no number, too */
+            most = (floats)(((ints)size & more) | ((ints)most & ~more));
+        }
+        uint32_t largest = 0;
+        for (int i = 0; i < LANES; i++) largest = ((words)most)[i] > largest ? ((words)most)[i] : largest;
+        largest >>= 23;
+        if (largest == 255) back = NAN; /* and so is all that is made of it */
+        else if (largest >= 15) {       /* what is smaller than 2^-112 counts as zero */
+            bits = (268 - largest) << 23, memcpy(&by, &bits, sizeof by);
+            bits = (largest - 14) << 23, memcpy(&back, &bits, sizeof back);
+        }
+        for (int v = 0; v < CHUNK / LANES; v++) {
+            const floats magic = spread(12582912.f); /* 1.5 * 2^23: the integer nearest lands in the low bits */
+            ints whole = (ints)(own[v] * by + magic) - (ints)magic;
+            const ints over = whole > 32767;
+            whole = (whole & ~over) | (32767 & over);
+            for (int i = 0; i < LANES; i++) rounded[v * LANES + i] = back != back ? 0 : (int16_t)whole[i];
+        }
+        int32_t sums[2] = {0};
+        for (int i = 0; i < CHUNK; i++) sums[i / GROUP] += rounded[i];
+        for (int i = 0; i < CHUNK / 2; i++)
+            out[i] = (int32_t)((uint32_t)(uint16_t)rounded[2 * i] | (uint32_t)(uint16_t)rounded[2 * i + 1] << 16);
+        memcpy(out + CHUNK / 2, &back, sizeof back);
+        memcpy(out + CHUNK / 2 + 1, sums, sizeof sums);
+        memcpy(row + n * ROW_CHUNK, out, sizeof out); /* behind what is still to be read */
+    }
+}
+
+/* sum + the products of two 16-bit integers of each lane. */
+INLINE ints add_pairs(ints sum, words weights, int32_t row) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(row));
+#elif LANES == 16 && defined(__AVX512BW__)
+    return sum + (ints)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(row));
+#elif LANES == 8 && defined(__AVX2__)
+    return sum + (ints)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(row));
+#else
+    const ints low = (ints)(weights << 16) >> 16, high = (ints)weights >> 16;
+    return sum + low * (int16_t)row + high * (row >> 16);
+#endif
+}
+
+/* Sums [rows, PANEL] += rows, each `apart` words from the last, times decoded chunks, of vectors [from, from + wide). */
+INLINE void multiply_whole(const Decoded *d, const int32_t *x, int64_t apart, float *sums, int64_t chunks, int offset,
+                           int minima, int64_t from, const int rows, const int wide, const int groups) {
+    enum { PARTS = 2 }; /* sums of a lone row that need not wait for each other: integers are the same in any order */
+    const int parts = rows == 1 ? PARTS : 1, pairs = CHUNK / 2 / groups;
+    for (int64_t n = 0; n < chunks; n++)
+        for (int g = 0; g < groups; g++) {
+            const uint32_t *weights = d->pairs + (n * CHUNK / 2 + g * pairs) * PANEL + from * LANES;
+            const float *scales = d->scales + (n * groups + g) * PANEL, *minimum = d->minima + (n * groups + g) * PANEL;
+            ints found[FEW][PARTS][VECTORS];
+            float back[FEW], whole[FEW];
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                const int32_t *own = x + r * apart + n * ROW_CHUNK + CHUNK / 2;
+                const int32_t sum = groups == 1 ? own[1] + own[2] : own[1 + g];
+                memcpy(back + r, own, sizeof *back);
+                whole[r] = back[r] * (float)sum;
+#pragma GCC unroll 4
+                for (int v = 0; v < wide; v++) {
+                    found[r][0][v] = (ints){0} - sum * offset;
+                    if (parts > 1) found[r][1][v] = (ints){0};
+                }
+            }
+#pragma GCC unroll 16
+            for (int k = 0; k < pairs; k++) {
+                words weight[VECTORS];
+#pragma GCC unroll 4
+                for (int v = 0; v < wide; v++) weight[v] = *(const words *)(weights + k * PANEL + v * LANES);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < wide; v++)
+                        found[r][k % parts][v] =
+                            add_pairs(found[r][k % parts][v], weight[v], x[r * apart + n * ROW_CHUNK + g * pairs + k]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < wide; v++) {
+                    floats *own = (floats *)(sums + r * PANEL + (from + v) * LANES);
+                    ints all = found[r][0][v];
+                    if (parts > 1) all += found[r][1][v];
+                    floats sum = *own + __builtin_convertvector(all, floats) * back[r] * load(scales, (from + v) * LANES, 0);
+                    if (minima) sum -= load(minimum, (from + v) * LANES, 0) * whole[r];
+                    *own = sum;
+                }
+        }
+}
+
+/* The same of rows in float32, [rows, apart]. */
+INLINE void multiply_exact(const Decoded *d, const float *x, int64_t apart, float *sums, int64_t chunks, int offset,
+                           int minima, int64_t from, const int rows, const int wide, const int groups) {
+    const int pairs = CHUNK / 2 / groups;
+    for (int64_t n = 0; n < chunks; n++)
+        for (int g = 0; g < groups; g++) {
+            const uint32_t *weights = d->pairs + (n * CHUNK / 2 + g * pairs) * PANEL + from * LANES;
+            const int64_t place = (n * groups + g) * PANEL + from * LANES;
+            for (int k = 0; k < pairs; k++)
+                for (int v = 0; v < wide; v++) {
+                    const words pair = *(const words *)(weights + k * PANEL + v * LANES);
+                    const floats scale = load(d->scales, place + v * LANES, 0);
+                    floats first = __builtin_convertvector(((ints)(pair << 16) >> 16) - offset, floats) * scale;
+                    floats second = __builtin_convertvector(((ints)pair >> 16) - offset, floats) * scale;
+                    if (minima) {
+                        first -= load(d->minima, place + v * LANES, 0);
+                        second -= load(d->minima, place + v * LANES, 0);
+                    }
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) {
+                        const float *own = x + r * apart + n * CHUNK + 2 * (g * pairs + k);
+                        floats *sum = (floats *)(sums + r * PANEL + (from + v) * LANES);
+                        *sum = *sum + first * own[0];
+                        *sum = *sum + second * own[1];
+                    }
+                }
+        }
+}
+
+/* Of so many rows; few registers hold few sums beside each other. */
+#define BLOCK_ROWS(n)                                                                                            \
+    case n: {                                                                                                    \
+        enum { WIDE = LANES == 16 || n == 1 ? PANEL / LANES : n < 4 ? PANEL / LANES / 2 : 1 };                   \
+        for (int64_t from = 0; from < PANEL / LANES; from += WIDE) {                                             \
+            if (full) multiply_exact(d, x, apart, sums, chunks, f->offset, f->minima, from, n, WIDE, groups);     \
+            else multiply_whole(d, (const int32_t *)x, apart, sums, chunks, f->offset, f->minima, from, n, WIDE, groups); \
+        }                                                                                                        \
+        return;                                                                                                  \
+    }
+
+INLINE void multiply_decoded(const WeightFormat *f, const Decoded *d, const float *x, int64_t apart, float *sums,
+                             int64_t chunks, int64_t rows, const int full, const int groups) {
+    switch (rows) {
+        BLOCK_ROWS(1) BLOCK_ROWS(2) BLOCK_ROWS(3) BLOCK_ROWS(4) BLOCK_ROWS(5) BLOCK_ROWS(6)
+    }
+}
+
+/* The sums [rows, PANEL] of up to PASS rows times a panel. */
+static void multiply_blocks(const WeightFormat *f, const uint8_t *panel, int64_t inputs, const float *x, int64_t apart,
+                            float *sums, int64_t rows, int full) {
+    Decoded decoded;
+    const int64_t chunks = inputs / CHUNK, groups = (rows + FEW - 1) / FEW;
+    memset(sums, 0, rows * PANEL * sizeof *sums);
+    for (int64_t first = 0, last; first < chunks; first = last) {
+        last = first + STRETCHED / CHUNK < chunks ? first + STRETCHED / CHUNK : chunks;
+        decode_blocks(f, panel, first, last, 4096, &decoded);
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
+            const float *own = x + row * apart + first * (full ? CHUNK : ROW_CHUNK);
+            float *to = sums + row * PANEL;
+            if (full && f->group == CHUNK) multiply_decoded(f, &decoded, own, apart, to, last - first, count, 1, 1);
+            else if (full) multiply_decoded(f, &decoded, own, apart, to, last - first, count, 1, 2);
+            else if (f->group == CHUNK) multiply_decoded(f, &decoded, own, apart, to, last - first, count, 0, 1);
+            else multiply_decoded(f, &decoded, own, apart, to, last - first, count, 0, 2);
+        }
+    }
+}
+
+/* Panels of a product in blocks, whose parts have their own formats. */
+INLINE int64_t panels_of(const Part *part) { return (part->outputs + PANEL - 1) / PANEL; }
+
+/* As product. */
+static void product_in_blocks(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int onto,
+                              void *out, int half, const Team *team) {
+    int64_t all = 0, before = 0, at = 0;
+    float sums[PASS * PANEL] __attribute__((aligned(64)));
+    for (int64_t n = 0; n < p->count; n++) all += panels_of(p->parts + n);
+    const int64_t begin = all * team->me / team->count, end = all * (team->me + 1) / team->count;
+    for (int64_t n = 0; n < p->count; at += p->parts[n].outputs, before += panels_of(p->parts + n++)) {
+        const Part *part = p->parts + n;
+        const WeightFormat *f = formats + part->format;
+        const int64_t bytes = p->inputs / f->values * block_bytes(f);
+        for (int64_t panel = begin > before ? begin - before : 0; panel < panels_of(part) && before + panel < end; panel++) {
+            const uint8_t *weight = (const uint8_t *)part->weight + panel * bytes;
+            const int64_t first = at + panel * PANEL, left = part->outputs - panel * PANEL, count = left < PANEL ? left : PANEL;
+            for (int64_t row = 0; row < rows; row += PASS) {
+                const int64_t some = rows - row < PASS ? rows - row : PASS, stride = apart_by(p->inputs);
+                multiply_blocks(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == EXACT_QUANTISED);
+                for (int64_t r = 0; r < some; r++) {
+                    float *own = sums + r * PANEL, *to = y + (row + r) * y_stride + first;
+                    for (int64_t o = 0; p->bias && o < count; o++) own[o] += p->bias[first + o];
+                    if (out) store(out, (row + r) * p->outputs + first, own, count, half);
+                    else for (int64_t o = 0; o < count; o++) to[o] = onto ? to[o] + own[o] : own[o];
+                }
+            }
+        }
+    }
+    meet(team);
+}
+
+/* y [inputs], in bfloat16 or float32, gets a row of a weight in blocks. */
+static void look_up_blocks(const Product *p, int64_t number, void *y, int half) {
+    const Part *part = p->parts;
+    while (number >= part->outputs) number -= part++->outputs;
+    const WeightFormat *f = formats + part->format;
+    if (part->as_in_file) {
+        Block256 block;
+        for (int64_t n = 0; n < p->inputs / f->values; n++) {
+            f->read((const uint8_t *)part->weight + (number * (p->inputs / f->values) + n) * f->bytes, &block);
+            for (int i = 0; i < f->values; i++)
+                if (half) ((uint16_t *)y)[n * f->values + i] = narrow(value_in(f, &block, i));
+                else ((float *)y)[n * f->values + i] = value_in(f, &block, i);
+        }
+        return;
+    }
+    const uint8_t *panel = (const uint8_t *)part->weight + number / PANEL * (p->inputs / f->values) * block_bytes(f);
+    const int64_t own = number % PANEL, chunks = p->inputs / CHUNK;
+    Decoded d;
+    for (int64_t first = 0; first < chunks; first += STRETCHED / CHUNK) {
+        const int64_t last = first + STRETCHED / CHUNK < chunks ? first + STRETCHED / CHUNK : chunks;
+        decode_blocks(f, panel, first, last, 0, &d);
+        for (int64_t i = 0; i < (last - first) * CHUNK; i++) {
+            const int64_t place = i / f->group * PANEL + own;
+            const uint32_t pair = d.pairs[i / 2 * PANEL + own];
+            const int code = (int16_t)(i % 2 ? pair >> 16 : pair & 0xffff);
+            float value = d.scales[place] * (float)(code - f->offset);
+            if (f->minima) value -= d.minima[place];
+            if (half) ((uint16_t *)y)[first * CHUNK + i] = narrow(value);
+            else ((float *)y)[first * CHUNK + i] = value;
+        }
+    }
+}

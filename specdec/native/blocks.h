@@ -1,0 +1,201 @@
+/* Blocks: the quantised formats of GGUF files, one row of a table and one function each. */
+
+/* What a block holds, whatever its format: weight i is (its group's scale) * (code - offset) - (its group's minimum).
+ * Plain scales are d and -m; others are d times a group's number, and minima m times a group's. d and m are float16. */
+enum { MOST = 256, GROUP = 16, CHUNK = 32 }; /* values of a block, at most; of the smallest group; decoded at once */
+enum Scales { PLAIN, BYTES, NIBBLES };      /* d and m alone; a byte of each for a group; four bits of each */
+typedef struct {
+    uint16_t d, m;
+    int8_t scales[MOST / GROUP];
+    uint8_t minima[MOST / GROUP];
+    uint8_t codes[MOST];
+} Block256;
+
+typedef struct {
+    const char *name;
+    int32_t type, values, bytes;  /* GGUF's number of it; values and bytes of a block in a file */
+    int32_t bits, offset, group;  /* of a code; what is taken from it; values that have one scale */
+    int32_t scales, minima, levels; /* how scales are kept; whether there are minima; codes number values of a list */
+    void (*read)(const uint8_t *block, Block256 *to);
+} WeightFormat;
+
+INLINE uint16_t two_bytes(const uint8_t *from) { return (uint16_t)(from[0] | from[1] << 8); }
+
+/* Values [0, half) from the low four bits of as many bytes, and [half, 2 half) from the high ones. */
+INLINE void split_nibbles(const uint8_t *from, uint8_t *codes, const int half) {
+    for (int i = 0; i < half; i++) codes[i] = from[i] & 15, codes[half + i] = from[i] >> 4;
+}
+
+/* One more bit of 32 codes. */
+INLINE void add_bits(const uint8_t *from, uint8_t *codes, const int place) {
+    for (int i = 0; i < CHUNK; i++) codes[i] |= (from[i / 8] >> i % 8 & 1) << place;
+}
+
+static void read_q4_0(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block);
+    split_nibbles(block + 2, to->codes, 16);
+}
+
+static void read_q4_1(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block), to->m = two_bytes(block + 2);
+    split_nibbles(block + 4, to->codes, 16);
+}
+
+static void read_q5_0(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block);
+    split_nibbles(block + 6, to->codes, 16);
+    add_bits(block + 2, to->codes, 4);
+}
+
+static void read_q5_1(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block), to->m = two_bytes(block + 2);
+    split_nibbles(block + 8, to->codes, 16);
+    add_bits(block + 4, to->codes, 4);
+}
+
+static void read_q8_0(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block);
+    memcpy(to->codes, block + 2, 32);
+}
+
+/* Two bits of each of 256 codes: of 32 bytes those of four times 32 of them. */
+INLINE void add_pairs_of_bits(const uint8_t *from, uint8_t *codes, const int place) {
+    for (int part = 0; part < 2; part++)
+        for (int turn = 0; turn < 4; turn++)
+            for (int i = 0; i < 32; i++) codes[part * 128 + turn * 32 + i] |= (from[part * 32 + i] >> 2 * turn & 3) << place;
+}
+
+/* One bit of each of 256 codes: bit n of 32 bytes is of the n-th 32 of them. */
+INLINE void add_bits_across(const uint8_t *from, uint8_t *codes, const int place) {
+    for (int turn = 0; turn < 8; turn++)
+        for (int i = 0; i < 32; i++) codes[turn * 32 + i] |= (from[i] >> turn & 1) << place;
+}
+
+static void read_q2_k(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block + 80), to->m = two_bytes(block + 82);
+    for (int g = 0; g < 16; g++) to->scales[g] = block[g] & 15, to->minima[g] = block[g] >> 4;
+    memset(to->codes, 0, MOST);
+    add_pairs_of_bits(block + 16, to->codes, 0);
+}
+
+static void read_q3_k(const uint8_t *block, Block256 *to) {
+    const uint8_t *scales = block + 96;
+    to->d = two_bytes(block + 108);
+    for (int g = 0; g < 16; g++)
+        to->scales[g] = (int8_t)(((scales[g % 8] >> g / 8 * 4 & 15) | (scales[8 + g % 4] >> g / 4 * 2 & 3) << 4) - 32);
+    memset(to->codes, 0, MOST);
+    add_pairs_of_bits(block + 32, to->codes, 0);
+    add_bits_across(block, to->codes, 2);
+}
+
+/* Eight scales and eight minima of six bits each, in twelve bytes. */
+INLINE void read_six_bits(const uint8_t *from, Block256 *to) {
+    for (int g = 0; g < 4; g++) {
+        to->scales[g] = from[g] & 63, to->minima[g] = from[4 + g] & 63;
+        to->scales[4 + g] = (int8_t)((from[8 + g] & 15) | from[g] >> 6 << 4);
+        to->minima[4 + g] = (uint8_t)(from[8 + g] >> 4 | from[4 + g] >> 6 << 4);
+    }
+}
+
+static void read_q4_k(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block), to->m = two_bytes(block + 2);
+    read_six_bits(block + 4, to);
+    for (int part = 0; part < 4; part++) split_nibbles(block + 16 + part * 32, to->codes + part * 64, 32);
+}
+
+static void read_q5_k(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block), to->m = two_bytes(block + 2);
+    read_six_bits(block + 4, to);
+    for (int part = 0; part < 4; part++) split_nibbles(block + 48 + part * 32, to->codes + part * 64, 32);
+    add_bits_across(block + 16, to->codes, 4);
+}
+
+static void read_q6_k(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block + 208);
+    memcpy(to->scales, block + 192, 16);
+    for (int part = 0; part < 2; part++) split_nibbles(block + part * 64, to->codes + part * 128, 64);
+    add_pairs_of_bits(block + 128, to->codes, 4);
+}
+
+static void read_iq4_xs(const uint8_t *block, Block256 *to) {
+    to->d = two_bytes(block);
+    for (int g = 0; g < 8; g++) {
+        const int low = block[4 + g / 2] >> g % 2 * 4 & 15, high = two_bytes(block + 2) >> 2 * g & 3;
+        to->scales[g] = (int8_t)((low | high << 4) - 32);
+        split_nibbles(block + 8 + g * 16, to->codes + g * 32, 16);
+    }
+}
+
+static const WeightFormat formats[] = {
+    /* name, type, values, bytes, bits, offset, group, scales, minima, levels */
+    {"Q4_0", 2, 32, 18, 4, 8, 32, PLAIN, 0, 0, read_q4_0},
+    {"Q4_1", 3, 32, 20, 4, 0, 32, PLAIN, 1, 0, read_q4_1},
+    {"Q5_0", 6, 32, 22, 5, 16, 32, PLAIN, 0, 0, read_q5_0},
+    {"Q5_1", 7, 32, 24, 5, 0, 32, PLAIN, 1, 0, read_q5_1},
+    {"Q8_0", 8, 32, 34, 8, 0, 32, PLAIN, 0, 0, read_q8_0},
+    {"Q2_K", 10, 256, 84, 2, 0, 16, NIBBLES, 1, 0, read_q2_k},
+    {"Q3_K", 11, 256, 110, 3, 4, 16, BYTES, 0, 0, read_q3_k},
+    {"Q4_K", 12, 256, 144, 4, 0, 32, BYTES, 1, 0, read_q4_k},
+    {"Q5_K", 13, 256, 176, 5, 0, 32, BYTES, 1, 0, read_q5_k},
+    {"Q6_K", 14, 256, 210, 6, 32, 16, BYTES, 0, 0, read_q6_k},
+    {"IQ4_NL", 20, 32, 18, 4, 0, 32, PLAIN, 0, 1, read_q4_0},
+    {"IQ4_XS", 23, 256, 136, 4, 0, 32, BYTES, 0, 1, read_iq4_xs},
+};
+enum { FORMATS = sizeof formats / sizeof *formats };
+
+/* What four bits stand for where they number levels. */
+static const int16_t levels[32] = {-127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113,
+                                   -127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113};
+
+/* Format number n, or NULL where there are no more. */
+const WeightFormat *specdec_format(int n) { return n >= 0 && n < FORMATS ? formats + n : NULL; }
+
+INLINE float float_of(uint16_t half) { /* a float16's value */
+#ifdef __F16C__
+    return _cvtsh_ss(half);
+#else
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    uint32_t bits = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : (rest << 13) + (112u << 23);
+    float value;
+    if (rest < 0x0400) return (sign ? -1.f : 1.f) * (float)rest * 0x1p-24f;
+    bits |= sign;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+#endif
+}
+
+/* The scale, or the minimum, of a group of a block. */
+INLINE float scale_of(const WeightFormat *f, const Block256 *block, int group) {
+    return f->scales == PLAIN ? float_of(block->d) : float_of(block->d) * (float)block->scales[group];
+}
+
+INLINE float minimum_of(const WeightFormat *f, const Block256 *block, int group) {
+    if (!f->minima) return 0;
+    return f->scales == PLAIN ? -float_of(block->m) : float_of(block->m) * (float)block->minima[group];
+}
+
+INLINE float value_in(const WeightFormat *f, const Block256 *block, int i) {
+    const int code = f->levels ? levels[block->codes[i]] : f->bits == 8 ? (int8_t)block->codes[i] : block->codes[i];
+    const float scaled = scale_of(f, block, i / f->group) * (float)(code - f->offset);
+    return f->minima ? scaled - minimum_of(f, block, i / f->group) : scaled;
+}
+
+/* y [count, values of a block] gets the weights of blocks as they lie in a file. */
+void specdec_dequantise(int format, const uint8_t *blocks, int64_t count, float *y) {
+    const WeightFormat *f = formats + format;
+    Block256 block;
+    for (int64_t n = 0; n < count; n++, blocks += f->bytes, y += f->values) {
+        f->read(blocks, &block);
+        for (int first = 0; first < f->values; first += f->group) { /* as value_in, a group at a time */
+            const float scale = scale_of(f, &block, first / f->group), minimum = minimum_of(f, &block, first / f->group);
+            float codes[CHUNK];
+            for (int i = 0; i < f->group; i++)
+                codes[i] = f->levels ? levels[block.codes[first + i]]
+                                     : f->bits == 8 ? (int8_t)block.codes[first + i] : block.codes[first + i] - f->offset;
+            if (f->minima)
+                for (int i = 0; i < f->group; i++) y[first + i] = scale * codes[i] - minimum;
+            else
+                for (int i = 0; i < f->group; i++) y[first + i] = scale * codes[i];
+        }
+    }
+}

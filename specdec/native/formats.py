@@ -1,0 +1,54 @@
+"""Weight formats: the quantised blocks that the compiled library reads, by the table in ``specdec/native/blocks.h``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import POINTER, Structure, c_char_p, c_int32, c_void_p
+from functools import cache
+from typing import Any
+
+from specdec.native.library import library
+
+__all__ = ["WeightFormat", "formats"]
+
+
+class WeightFormat(Structure):
+    """One row of the table.
+
+    Attributes:
+        name, type: GGUF's name and number of it.
+        values, bytes: of a block in a file.
+        bits: of a code.
+        number: its place in the table.
+    """
+
+    _fields_ = (
+        ("_name", c_char_p),
+        *((name, c_int32) for name in ("type", "values", "bytes", "bits", "offset", "group")),
+        *((name, c_int32) for name in ("scales", "minima", "levels")),
+        ("_read", c_void_p),
+    )
+    number = 0
+
+    @property
+    def name(self) -> str:
+        return str(self._name.decode())
+
+    def row_bytes(self, inputs: int) -> int:
+        """Bytes of a row of so many weights in a file."""
+        return inputs // int(self.values) * int(self.bytes)
+
+
+@cache
+def formats() -> Mapping[int, WeightFormat]:
+    """All formats, by GGUF's numbers of them; none where there is no library."""
+    loaded: Any = library()
+    if loaded is None:
+        return {}
+    loaded.specdec_format.restype = POINTER(WeightFormat)
+    found: dict[int, WeightFormat] = {}
+    while pointer := loaded.specdec_format(len(found)):
+        one = pointer.contents
+        one.number = len(found)
+        found[one.type] = one
+    return found

@@ -1,0 +1,145 @@
+"""Quantised weights as a file has them: blocks of codes and scales, which products decode as they read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ctypes import addressof, sizeof
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from specdec.native.formats import WeightFormat
+from specdec.native.library import library
+from specdec.native.types import CPart, CProduct, Kind
+from specdec.runners.linear import PackedWeight
+from specdec.runners.memory_pages import HugePages
+
+__all__ = ["BlockTensor", "BlockWeight"]
+
+_PAGES = HugePages()
+_AT_ONCE = 1 << 18  # weights of a reference that are dequantised at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTensor:
+    """A weight's blocks where a file has them.
+
+    Attributes:
+        format: of the blocks.
+        blocks: [outputs, bytes of a row] uint8, mapped.
+        order: [outputs] which of these rows stands in each place; None: in the file's own order.
+    """
+
+    format: WeightFormat
+    blocks: np.ndarray
+    order: np.ndarray | None = None
+
+    @property
+    def outputs(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def inputs(self) -> int:
+        return int(self.blocks.shape[1]) // int(self.format.bytes) * int(self.format.values)
+
+    def dequantised(self, first: int, last: int) -> torch.Tensor:
+        """[last - first, in] float32: what the package gguf makes of these rows."""
+        rows = self.blocks[first:last] if self.order is None else self.blocks[self.order[first:last]]
+        rows = np.ascontiguousarray(rows)
+        found = torch.empty(last - first, self.inputs)
+        count = rows.nbytes // int(self.format.bytes)
+        library().specdec_dequantise(self.format.number, rows.ctypes.data, count, found.data_ptr())
+        return found
+
+
+class BlockWeight(PackedWeight):
+    """Weights of one input, one above the other, each in its own format.
+
+    ``as_in_file``: the blocks are not laid in panels, and only looked up, where the file has them.
+
+    In bfloat16 the rows that are multiplied are rounded to 16-bit integers, 32 inputs at a time by a power of two;
+    codes are integers, and so are a group's sums, exactly. In float32 the very weights are multiplied with rows as they
+    are.
+    Either way one row's sums run in the same order whatever the others.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[BlockTensor],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        as_in_file: bool = False,
+    ) -> None:
+        self.dtype, self.parts = dtype, parts
+        self.outputs, self.inputs = sum(part.outputs for part in parts), parts[0].inputs
+        self.bias = None if bias is None else bias.detach().clone()
+        self._full_bias = None if self.bias is None else self.bias.float().contiguous()
+        self._library = library()
+        self._file = [np.ascontiguousarray(part.blocks) for part in parts] if as_in_file else []
+        self._held = () if as_in_file else tuple(self._laid(part) for part in parts)
+        places = [rows.ctypes.data for rows in self._file] or [panels.data_ptr() for panels in self._held]
+        self._parts = (CPart * len(parts))(
+            *(CPart(at, part.format.number, part.outputs, as_in_file) for at, part in zip(places, parts, strict=True))
+        )
+        self.described = self._product(0, len(parts))
+
+    def _product(self, first: int, last: int) -> CProduct:
+        """Some of the parts, as the library is told of them."""
+        before = sum(part.outputs for part in self.parts[:first])
+        return CProduct(
+            bias=None if self._full_bias is None else self._full_bias.data_ptr() + 4 * before,
+            inputs=self.inputs,
+            outputs=sum(part.outputs for part in self.parts[first:last]),
+            kind=Kind.QUANTISED if self.dtype is torch.bfloat16 else Kind.EXACT_QUANTISED,
+            parts=addressof(self._parts) + first * sizeof(CPart),
+            count=last - first,
+        )
+
+    def _laid(self, part: BlockTensor) -> torch.Tensor:
+        """The blocks in panels."""
+        blocks, order = np.ascontiguousarray(part.blocks), part.order
+        order = None if order is None else np.ascontiguousarray(order, dtype=np.int64)
+        number, sizes = part.format.number, (part.outputs, part.inputs)
+        panels = _PAGES.take(self._library.specdec_panel_bytes(number, *sizes))
+        self._library.specdec_lay_blocks(
+            number,
+            blocks.ctypes.data,
+            None if order is None else order.ctypes.data,
+            *sizes,
+            panels.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return panels
+
+    def dequantised(self, first: int, last: int) -> Iterator[torch.Tensor]:
+        """Rows [first, last) in float32, some after the others, by the file's blocks."""
+        some = max(1, _AT_ONCE // self.inputs)
+        start = 0
+        for part in self.parts:
+            begin, end = max(first - start, 0), min(last - start, part.outputs)
+            for row in range(begin, end, some):
+                yield part.dequantised(row, min(row + some, end))
+            start += part.outputs
+
+    def linear(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+        """[..., in] times the weights of ``rows``: as decoding does in the same dtype, and in another, or where
+        gradients are wanted, by the blocks' values in that one.
+        """
+        starts = [0, *accumulate(part.outputs for part in self.parts)]
+        if (
+            hidden.dtype is self.dtype
+            and not hidden.requires_grad
+            and not self._file
+            and {rows.start, rows.stop} <= {*starts}
+        ):
+            product = self._product(starts.index(rows.start), starts.index(rows.stop))
+            found = self._multiplied(product, hidden.reshape(-1, self.inputs), None)
+        else:
+            weights = (weight.to(hidden.dtype) for weight in self.dequantised(rows.start, rows.stop))
+            found = torch.cat([F.linear(hidden, weight) for weight in weights], dim=-1)
+            found = found if self.bias is None else found + self.bias[rows].to(hidden.dtype)
+        return found.view(*hidden.shape[:-1], -1)

@@ -1,0 +1,160 @@
+"""Models whose quantised blocks stay what they are: transformers' own numbers, and no text changed by a drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from specdec import Engine, SamplingParams, TransformersTarget
+from specdec.drafting.registry import drafter_names
+from specdec.models.gguf import GgufFile
+from specdec.models.loading import load_model, load_weights
+from specdec.native import library as native
+from specdec.runners.block_weight import BlockWeight
+from specdec.runners.known_layers import in_blocks
+from specdec.runners.linear import PackedLinear, PackedWeight, TiedEmbedding
+from tests import tiers
+from tests.models import settings_of
+from tests.quantised_files import FAMILIES, FORMATS, quantised_file
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+MIXED = ("Q4_K", "Q6_K", "Q5_0", "Q8_0")
+SMALL: dict[str, Any] = {"max_rows": 24, "prefill_chunk": 16}
+PLACE = {"_name_or_path": ""}
+PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
+
+
+def load(file: Path, dtype: str = "auto", **options: Any) -> Any:
+    return load_weights(file, dtype=dtype, device=None, device_map=None, trust_remote_code=False, **options)
+
+
+def target_of(file: Path, **options: Any) -> TransformersTarget:
+    return TransformersTarget.from_pretrained(file, **options)
+
+
+def dense(file: Path, dtype: str = "float32") -> Any:
+    return load_model(file, dtype=dtype, device=None, device_map=None, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_config_is_transformers_own(family: str, tmp_path: Path) -> None:
+    file = quantised_file(tmp_path / "small.gguf", family=family)
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file=file.name)
+    assert GgufFile.read(file).config().to_dict() | PLACE == config.to_dict() | PLACE
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("family", "tied"), [*((family, False) for family in FAMILIES), ("llama", True)])
+def test_weights_are_those_that_transformers_makes(family: str, tied: bool, dtype: str, tmp_path: Path) -> None:
+    """All of them, in the order that transformers has them in, as in the dense model of the same file."""
+    file = quantised_file(tmp_path / "small.gguf", MIXED, family=family, tied=tied)
+    model, told = load(file, dtype, in_blocks=True)
+    expected = dense(file, dtype)
+    assert told.startswith("quantised blocks as in the file")
+    kinds = {type(module) for module in model.modules()}
+    assert PackedLinear in kinds
+    assert TiedEmbedding in kinds
+    assert not {nn.Linear, nn.Embedding} & kinds
+    own, theirs = model.state_dict(), expected.state_dict()
+    assert {*own} | {"lm_head.weight"} == {*theirs} | {"lm_head.weight"}
+    for name, weight in own.items():
+        assert torch.equal(weight, theirs[name]), name
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert model.config.to_dict() | PLACE == expected.config.to_dict() | PLACE
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_layers_run_them(family: str, tmp_path: Path) -> None:
+    """No dense weight is made of a matrix, and logits are as near to the float32 model's as bfloat16's own."""
+    file = quantised_file(tmp_path / "small.gguf", MIXED, family=family)
+    target = target_of(file)
+    assert target.runner.name == "native"
+    assert all(not isinstance(module, nn.Linear | nn.Embedding) for module in target.model.modules())
+    assert "4_K" in str(target.describe()["model"]["weights"])
+    assert target.describe()["model"]["parameters"] == sum(weight.numel() for weight in dense(file).parameters())
+    exact = target_of(file, dtype="float32")
+    assert exact.runner.name == "native"
+    with torch.inference_mode():
+        expected = dense(file)(torch.tensor([PROMPT])).logits[0]
+        half = dense(file, "bfloat16")(torch.tensor([PROMPT])).logits[0]
+        own = target.model(torch.tensor([PROMPT])).logits[0]
+        found = [_logits(one) for one in (target, exact)]
+    rounding = (half.float() - expected).square().mean()
+    assert (found[0].float() - expected).square().mean() < 1.5 * rounding
+    assert (own.float() - expected).square().mean() < 1.5 * rounding
+    torch.testing.assert_close(found[1], expected, atol=1e-3 * float(expected.abs().max()), rtol=0)
+
+
+def _logits(target: TransformersTarget) -> torch.Tensor:
+    from specdec.step.block import Block
+
+    with target.active():
+        cache = target.new_cache(capacity=16, rows=16)
+        found = target.forward(Block(cache, list(PROMPT), device=target.device)).logits
+    assert found is not None
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", FORMATS)
+def test_plain_decoding_is_the_same_in_any_company(kind: str, tmp_path: Path) -> None:
+    """Of every format, greedy and drawn: with eight rows a step, and in a batch, as with one row."""
+    target = target_of(quantised_file(tmp_path / "small.gguf", (kind,)))
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, seed=5)):
+        plain = Engine(target, None, "none", **SMALL).generate(PROMPT, 24, sampling).token_ids
+        for drafter in ("prompt_lookup", "auto"):
+            assert Engine(target, None, drafter, **SMALL).generate(PROMPT, 24, sampling).token_ids == plain
+    assert len(set(plain)) > 5
+
+
+@needs_compiler
+@pytest.mark.parametrize("drafter", tiers.matrix(drafter_names()))
+def test_no_drafter_changes_a_token(drafter: str, tmp_path: Path) -> None:
+    """Not one of mixed formats, greedy and drawn; heads and adapters read the quantised head."""
+    target = target_of(quantised_file(tmp_path / "small.gguf", MIXED))
+    for settings in settings_of(drafter, target, tmp_path)[:2]:
+        for sampling in (SamplingParams(), SamplingParams(temperature=1.2, seed=3, acceptance="match")):
+            plain = Engine(target, None, "none", **SMALL).generate(PROMPT, 30, sampling)
+            out = Engine(target, None, settings, **SMALL).generate(PROMPT, 30, sampling)
+            assert out.token_ids == plain.token_ids, settings
+
+
+@needs_compiler
+def test_what_other_ways_to_run_it_hold(tmp_path: Path) -> None:
+    """Asked for by name they have dense weights, and it is said."""
+    file = quantised_file(tmp_path / "small.gguf")
+    for options in ({"execution": "transformers"}, {"execution": "fused"}, {"dtype": "float64"}, {"attention": "sdpa"}):
+        target = target_of(file, **options)
+        assert str(target.describe()["model"]["weights"]).startswith("dequantised: ")
+        assert not any(map(in_blocks, target.model.modules()))
+
+
+@needs_compiler
+def test_a_model_in_blocks_has_a_plain_one(tmp_path: Path) -> None:
+    """A copy of transformers' classes, whose weights are those of the blocks in bfloat16."""
+    file = quantised_file(tmp_path / "small.gguf", MIXED)
+    target = target_of(file)
+    plain, expected = target.plain_model(), dense(file, "bfloat16")
+    assert {type(module) for module in plain.modules()} == {type(module) for module in expected.modules()}
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], weight), name
+    assert {name for name, _ in target.named_weights()} == {name for name, _ in expected.named_parameters()}
+
+
+@needs_compiler
+@pytest.mark.parametrize("kinds", [("F16", "Q4_0"), ("Q8_0", "F32"), ("Q4_0", "Q4_0", "F16")])
+def test_matrices_of_other_kinds_are_held_as_before(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    file = quantised_file(tmp_path / "small.gguf", kinds)
+    target, expected = target_of(file), dense(file, "bfloat16")
+    assert target.runner.name == "native"
+    for name, weight in target.plain_model().state_dict().items():
+        assert torch.equal(weight, expected.state_dict()[name]), name
+    stores = [module.store for module in target.model.modules() if isinstance(module, PackedLinear)]
+    assert {type(store) for store in stores} == {BlockWeight, PackedWeight}

@@ -1,0 +1,110 @@
+"""Quantised blocks: the package gguf's own numbers, and a row's product the same whatever rows are beside it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from specdec.native import library as native
+from specdec.native.formats import formats
+from specdec.runners.block_weight import BlockTensor, BlockWeight
+from tests.quantised_files import FORMATS, random_blocks
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+BY_NAME = {one.name: one for one in formats().values()}
+
+
+def blocks_of(name: str, outputs: int, inputs: int, seed: int = 0) -> BlockTensor:
+    """Random blocks, whose rows stand in another order than in the file."""
+    order = np.random.default_rng(seed).permutation(outputs)
+    return BlockTensor(BY_NAME[name], random_blocks(name, outputs, inputs, seed=seed), order)
+
+
+def values_of(tensor: BlockTensor) -> torch.Tensor:
+    """What the package gguf makes of them."""
+    with np.errstate(invalid="ignore"):
+        found = torch.from_numpy(gguf.quants.dequantize(tensor.blocks, gguf.GGMLQuantizationType(tensor.format.type)))
+    return found if tensor.order is None else found[torch.from_numpy(tensor.order)]
+
+
+def test_the_table_is_that_of_the_files() -> None:
+    assert {*BY_NAME} == {*FORMATS}
+    for name, one in BY_NAME.items():
+        kind = gguf.GGMLQuantizationType[name]
+        assert (one.type, (one.values, one.bytes)) == (kind, gguf.GGML_QUANT_SIZES[kind])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_those_of_gguf(name: str) -> None:
+    """Read from the file's blocks; looked up there and in panels; multiplied with rows of the unit matrix."""
+    tensor = blocks_of(name, 70, 512)
+    weight = values_of(tensor)
+    assert torch.equal(tensor.dequantised(0, 70), weight)
+    exact, rounded = BlockWeight([tensor], None, torch.float32), BlockWeight([tensor], None, torch.bfloat16)
+    assert torch.equal(torch.cat([*exact.dequantised(3, 67)]), weight[3:67])
+    assert torch.equal(exact.unpack(), weight)
+    assert torch.equal(rounded.unpack(), weight.bfloat16())
+    assert torch.equal(exact(torch.eye(512)), weight.t())
+    assert torch.equal(rounded(torch.eye(512).bfloat16()), weight.t().bfloat16())
+    plain = BlockTensor(tensor.format, tensor.blocks)
+    there = BlockWeight([plain], None, torch.float32, as_in_file=True)
+    assert torch.equal(there.look_up([69, 0, 31, 32]), values_of(plain)[[69, 0, 31, 32]])
+
+
+@pytest.mark.parametrize("special", ["-0", "65504", "inf", "nan", "6e-8"])
+def test_scales_of_any_size(special: str) -> None:
+    """As float16 has them, the smallest and what is no number among them."""
+    tensor = blocks_of("Q5_1", 64, 64)
+    tensor.blocks[3, :4] = np.array([float(special)] * 2, np.float16).view(np.uint8)
+    found, weight = BlockWeight([tensor], None, torch.float32).unpack(), values_of(tensor)
+    assert torch.equal(found.isnan(), weight.isnan())
+    assert torch.equal(found.nan_to_num(), weight.nan_to_num())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_s_product_does_not_depend_on_the_others(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parts = [blocks_of(name, outputs, 512, seed) for seed, outputs in enumerate((70, 33, 64))]
+    parts[1] = blocks_of("Q8_0", 33, 512)
+    weight, bias = torch.cat([*map(values_of, parts)]), torch.randn(167).to(dtype)
+    rows, residual = torch.randn(210, 512).to(dtype), torch.randn(210, 167).to(dtype)
+    rows[5, 32:64] = 0.0
+    product = BlockWeight(parts, bias, dtype)
+    expected = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
+    together, onto = product(rows), product.add(rows, residual)
+    theirs = torch.nn.functional.linear(rows, weight.to(dtype), bias)
+    bound = 2 * float((theirs.double() - expected).abs().max())  # rounding, as much as torch's own
+    torch.testing.assert_close(together.double(), expected, atol=bound, rtol=0)
+    torch.testing.assert_close(onto.double(), expected + residual.double(), atol=2 * bound, rtol=0)
+    for count in (*range(1, 14), 95, 96, 97, 193):
+        assert torch.equal(product(rows[:count]), together[:count]), count
+        assert torch.equal(product.add(rows[-count:], residual[-count:]), onto[-count:]), count
+    for first, last in pairwise((0, 70, 103, 167)):
+        assert torch.equal(product.linear(rows, slice(first, last)), together[:, first:last])
+
+
+def test_rows_are_rounded_less_than_bfloat16_rounds_them() -> None:
+    """Also where few inputs are a hundred times as large as the rest."""
+    torch.manual_seed(0)
+    rows = torch.randn(40, 512)
+    rows[:, ::100] *= 100.0
+    weight = values_of(blocks_of("Q4_K", 64, 512))
+    product = BlockWeight([blocks_of("Q4_K", 64, 512)], None, torch.bfloat16)
+    exact = rows.bfloat16().double() @ weight.double().t()
+    product.dtype = torch.float32  # results are not rounded, so that it is the rows' rounding that is seen
+    off = product(rows.bfloat16().float()).double() - exact
+    theirs = rows.bfloat16().double() @ weight.bfloat16().double().t() - exact
+    assert off.square().mean() < theirs.square().mean() / 30
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_is_no_number_spreads(broken: float) -> None:
+    rows = torch.randn(3, 64).bfloat16()
+    rows[1, 40] = broken
+    found = BlockWeight([blocks_of("Q4_0", 64, 64)], None, torch.bfloat16)(rows)
+    assert [bool(row.isnan().all()) for row in found] == [False, True, False]
