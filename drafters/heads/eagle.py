@@ -26,7 +26,7 @@ from drafters.heads.config import ChainConfig
 from drafters.heads.loading import describe, load_head
 from drafters.heads.session import HeadSession, Ranked, check_chance
 from drafters.heads.weights import Chain
-from drafters.shared.scored_tree import grow
+from drafters.shared.scored_tree import ScoredTree
 from drafters.shared.vocabulary import DraftVocabulary
 from drafters.shared.weights import weights_folder
 from specdec.drafter import Context, DrafterBase, Observation
@@ -256,16 +256,18 @@ class EagleSession(HeadSession):
             guesses.append(ranked)
         if not guesses:
             return self._draft(grown, [], 1)
-        rates = [[chance for _, chance in ranked] for ranked in guesses]
-        nodes = grow(rates, most, self._margin.least if self._least is None else None, self._sure)
-        kept = nodes[: self._count([node.worth for node in nodes])]
+        believed = [[(token, min(self._sure * chance, 1.0)) for token, chance in ranked] for ranked in guesses]
+        tree = ScoredTree()
+        least = self._margin.least if self._least is None else None
+        tree.grow(lambda row: believed[tree.depths[row]], most, len(guesses), least)
+        kept = self._count(tree.reach[1:])
         where = [0]
-        for parent, rank, depth, _ in kept or nodes[:1]:
-            node = where[parent]
-            self._promises.setdefault(node, rates[depth - 1][0])
-            grown.add(node, [guesses[depth - 1][rank]], self._sure)
+        for row in range(1, min(len(tree), 1 + max(kept, 1))):
+            node, ranked, token = where[tree.parents[row]], guesses[tree.depths[row] - 1], tree.tokens[row]
+            self._promises.setdefault(node, ranked[0][1])
+            grown.add(node, [(token, dict(ranked)[token])], self._sure)
             where.append(len(grown.tokens) - 1)
-        return self._draft(grown, where[1 : 1 + len(kept)], 1)
+        return self._draft(grown, where[1 : 1 + kept], 1)
 
     def _drawn(self, guess: Guess, most: int, deepest: int) -> Passes[Draft]:
         """A chain, each token drawn from the head's distribution, as far as it pays."""
