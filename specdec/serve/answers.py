@@ -15,8 +15,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from specdec.results import Statistics, TokenLogprobs
 from specdec.serve.calls import CallReader, Delta
 from specdec.serve.choices import Choice
+from specdec.serve.engine_thread import Update
 from specdec.serve.fields import ChatRequest
 from specdec.serve.plan import Plan
+from specdec.serve.trace import trace_json
 
 __all__ = ["Answer", "Json", "acceptance_of", "to_json"]
 
@@ -70,23 +72,26 @@ class Answer:
             for choice in self.choices
         ]
 
-    def pieces(self, choice: Choice, new_logprobs: Sequence[TokenLogprobs], always: bool = False) -> list[Json]:
-        """What new tokens of a choice are in a stream; ``always``: a piece even if there is nothing to say."""
+    def pieces(self, choice: Choice, update: Update) -> list[Json]:
+        """What an update that a choice has taken is in a stream; nothing where no text is final with it."""
         text, ended = choice.new_text(), choice.finish_reason is not None
-        logprobs = self._logprobs(choice, new_logprobs) if self._plan.logprobs is not None else None
+        logprobs = self._logprobs(choice, update.logprobs) if self._plan.logprobs is not None else None
+        traced = update.step is not None and update.step.trace is not None
+        always = logprobs is not None or traced
         if not self.chat:
-            if not (text or ended or new_logprobs or always):
-                return []
-            return [self._chunk([self._piece(choice, text, choice.finish_reason, logprobs)])]
-        deltas = self._readers[choice.index].read(text, ended)
-        if not deltas and (new_logprobs or always):
-            deltas = [{"content": ""}]
-        found = [self._piece(choice, delta, None, None) for delta in deltas]
-        if found and logprobs is not None:
-            found[0]["logprobs"] = logprobs
-        if ended:
-            found.append(self._piece(choice, {}, self._reason(choice), None))
-        return [self._chunk([piece]) for piece in found]
+            found = [self._piece(choice, text, choice.finish_reason, logprobs)] if text or ended or always else []
+        else:
+            deltas = self._readers[choice.index].read(text, ended) or ([{"content": ""}] if always else [])
+            found = [self._piece(choice, delta, None, None) for delta in deltas]
+            if found and logprobs is not None:
+                found[0]["logprobs"] = logprobs
+            if ended:
+                found.append(self._piece(choice, {}, self._reason(choice), None))
+        chunks = [self._chunk([piece]) for piece in found]
+        if traced:
+            assert update.step is not None
+            chunks[0]["specdec"] = trace_json(update.step, self._tokenizer)
+        return chunks
 
     def closing(self) -> Json:
         """The last piece, where usage was asked for."""

@@ -149,7 +149,7 @@ class _Generation:
             assert choice.first is not None
             metrics.ended(choice.finish_reason)
             metrics.finished(choice.stats, choice.first - self._arrived, choice.last - self._arrived)
-        return self._answer.pieces(choice, update.logprobs) if streams else []
+        return self._answer.pieces(choice, update) if streams else []
 
     def _raise_errors(self, updates: list[tuple[int, Update]]) -> None:
         for _, update in updates:

@@ -33,7 +33,7 @@ class Metrics(Collector):
 
     def __init__(self, model: str, batch: int, cache_bytes: int | None = None) -> None:
         self._model, self._batch, self._cache_bytes = model, batch, cache_bytes
-        self.running = self.waiting = self.cached_bytes = 0
+        self.running = self.waiting = self.cached_bytes = self.prefix_bytes = 0
         self.seconds_each = 0.0
         self._counts: Counter[str] = Counter()
         self._per_position: Counter[int] = Counter()
@@ -100,6 +100,7 @@ class Metrics(Collector):
             share = self.cached_bytes / self._cache_bytes
             yield self._gauge("vllm:kv_cache_usage_perc", "Share of cache bytes in use; 1 is all.", share)
         yield self._gauge("specdec:cache_bytes", "Bytes of the caches of what is decoded.", self.cached_bytes)
+        yield self._gauge("specdec:prefix_bytes", "Bytes that are kept of the beginnings of texts.", self.prefix_bytes)
         for name, key, about in (
             ("vllm:prompt_tokens", "prompt", "Tokens of prompts."),
             ("vllm:generation_tokens", "tokens", "New tokens."),

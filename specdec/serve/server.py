@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -90,9 +90,8 @@ def serve(load: Callable[[], Engine], config: ServeConfig, on_ready: Callable[[s
     Raises:
         ConfigError: the address cannot be listened on.
     """
-    with bound_socket(config.host, config.port) as listening:  # before a model is loaded for nothing
+    with bound_socket(config.host, config.port) as listening, _log_to_stderr():  # before a model is loaded for nothing
         address = address_of(listening)
-        _log_to_stderr()
         server = Server(Service(load(), config), lambda: on_ready(address))
         try:
             server.run(sockets=[listening])
@@ -134,10 +133,16 @@ def address_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _log_to_stderr() -> None:
-    logger = logging.getLogger("specdec.serve")
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Have the log's lines written to standard error, with the time."""
+    logger, handler = logging.getLogger("specdec.serve"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

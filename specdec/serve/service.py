@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from specdec.drafter import Drafter
 from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.engine.engine import Engine
+from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import shown, unknown
 from specdec.serve.calls import MARKS
@@ -40,6 +41,7 @@ class Service:
 
     Attributes:
         drafters: those that a request may name, made; None stands for the engine's own.
+        prefixes: what texts begin with, kept; None where nothing is.
         draining: whether the server is to end, and takes no new requests.
     """
 
@@ -56,6 +58,8 @@ class Service:
             engine, self.encoder, lambda: self._grammars, _defaults(engine, config), self._speculation
         )
         self.drafters = _drafters(engine, config)
+        kept = config.prefix_bytes if config.prefix_bytes is not None else config.cache_bytes or _PREFIX_BYTES
+        self.prefixes = PrefixTree(max_bytes=kept) if kept else None
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="specdec-plan")
         template = getattr(engine.tokenizer, "chat_template", None)
         self.marks_calls = isinstance(template, str) and MARKS[0] in template
@@ -127,7 +131,7 @@ class Service:
 
     def _speculation(self, asked: Speculation) -> dict[str, Any]:
         """Options of a request for how it is drafted; raises ApiError for what the server does not allow."""
-        options: dict[str, Any] = {"max_rows": asked.max_rows}
+        options: dict[str, Any] = {"max_rows": asked.max_rows, "prefix_cache": self.prefixes, "trace": asked.trace}
         if asked.max_rows is not None and asked.max_rows > self.engine.max_rows:
             raise ApiError(
                 f"speculation.max_rows is {asked.max_rows}, and the server's is {self.engine.max_rows}; ask for at "
@@ -150,6 +154,7 @@ class Service:
         held = len(self.thread.unfinished)
         self.metrics.running = min(held, self.config.max_num_seqs)
         self.metrics.waiting = held - self.metrics.running
+        self.metrics.prefix_bytes = 0 if self.prefixes is None else self.prefixes.nbytes
 
     async def close(self) -> None:
         """End the threads."""
@@ -157,6 +162,7 @@ class Service:
         self._planning.shutdown(wait=False, cancel_futures=True)
 
 
+_PREFIX_BYTES = 1 << 30
 _UNTRAINED = ("auto", "jacobi", "lookahead", "prompt_lookup", "suffix_automaton", "token_recycling")
 
 
