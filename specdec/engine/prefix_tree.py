@@ -264,14 +264,14 @@ class PrefixTree(PrefixCache):
         self._bytes += leaf.nbytes
 
     def _make_room(self, size: int, path: Collection[_Node]) -> bool:
-        """Let go of the leaves that were not used for longest, but none of ``path``, until ``size`` bytes fit.
+        """Let go of the leaves that were not used for longest until ``size`` bytes fit.
 
-        Where these cannot fit, nothing goes.
+        The nodes of ``path``, which are in use, would be the last: where the others do not make room, nothing goes.
         """
         if size + sum(node.nbytes for node in path) > self.max_bytes:
             return False
         while self._bytes + size > self.max_bytes:
-            leaves = (node for node in self._nodes() if not node.children and node not in path)
+            leaves = (node for node in self._nodes() if not node.children)
             oldest = min(leaves, key=lambda node: node.used)
             assert oldest.parent is not None
             del oldest.parent.children[oldest.tokens[0]]
