@@ -30,6 +30,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from specdec import Engine
+
 pytestmark = pytest.mark.slow  # a browser takes seconds to start
 
 FLAGS = [
@@ -371,3 +373,38 @@ def test_every_width_and_scheme(browser: Browser, server: FakeServer, scheme: An
     assert len(contrasts) > 20
     assert [one for one in contrasts if one[0] < 4.5] == []
     page.close()
+
+
+def test_the_page_of_a_server(browser: Browser, tiny_engine: Engine) -> None:
+    """With a model: an answer whose tokens are coloured, one from a prediction, and a race that is compared."""
+    from tests.serving import serving
+
+    with serving(tiny_engine.with_drafter("prompt_lookup", policy="off"), drafters=["suffix_automaton"]) as running:
+        page, faults = browser.new_page(viewport={"width": 1280, "height": 800}), list[str]()
+        page.set_default_timeout(60_000)
+        page.on("pageerror", lambda fault: faults.append(str(fault)))
+        page.on("console", lambda line: line.type == "error" and faults.append(line.text))
+        page.goto(f"{running.url}/")
+        expect(page.locator("#model")).to_have_text("tiny")
+        page.get_by_label("Most tokens").fill("40")
+        ask(page, "def add(a, b):\n    return a + b\n\ndef add(a, b):")
+        answer = page.locator(".message.assistant")
+        expect(answer.locator(".note")).to_contain_text("40 tokens in", timeout=60_000)
+        said = answer.locator(".text").text_content() or ""
+        assert "".join(answer.locator(".token").all_text_contents()) == said
+        assert answer.locator(".token.drafted").count() > 0
+        page.get_by_role("button", name="New").click()
+        page.locator("#predicted summary").click()
+        page.get_by_role("textbox", name="Predicted answer").fill(said)
+        ask(page, "def add(a, b):\n    return a + b\n\ndef add(a, b):")
+        expect(answer.locator(".note")).to_contain_text("predicted tokens came", timeout=60_000)
+        expect(answer.locator(".text")).to_have_text(said)
+        expect(page.locator("#legend")).to_contain_text("prediction")
+        page.get_by_role("tab", name="Race").click()
+        assert page.locator("#racers label").all_text_contents() == ["suffix_automaton", "prompt_lookup"]
+        page.get_by_role("button", name="Start").click()
+        verdict = page.get_by_role("status")
+        expect(verdict).to_contain_text("the same 40 tokens, compared one by one", timeout=60_000)
+        expect(page.locator(".lane .speed").last).to_contain_text("×")
+        page.close()
+        assert faults == []
