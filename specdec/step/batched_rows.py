@@ -35,13 +35,28 @@ class Batch(Rows):
         self._parts = [(block, end - block.rows, end) for block, end in zip(blocks, ends, strict=True)]
         self.rows, self.start, self.end = ends[-1], None, max(block.end for block in blocks)
         self.backend = blocks[0].backend
-        self.again, self.sent = all(block.again and block.sent for block in blocks), {}
+        self.again, self.sent = all(block.again and block.apart for block in blocks), {}
+        self._brought = not any(block.apart for block in blocks)
         if self.again:
             rows = bucket(max(block.rows for block in blocks))
             self.again = bucket(len(blocks)) * rows <= MOST_REPLAYED
 
     def send(self) -> None:
-        """Have ``sent``, by one copy."""
+        """Have ``sent``, and what the blocks are to have on the device, by one copy."""
+        if self._brought:
+            return
+        self._brought, blocks = True, [block for block, _, _ in self._parts]
+        own = self._stacked() if self.again else {}
+        unsent = [(block, block.unsent) for block in blocks]
+        arrays = {f"{number} {name}": array for number, (_, each) in enumerate(unsent) for name, array in each.items()}
+        found = device_copies.copy_in({**own, **arrays}, blocks[0].device or torch.device("cpu"))
+        for number, (block, each) in enumerate(unsent):
+            if each:
+                block.sent = {name: found[f"{number} {name}"] for name in each}
+        self.sent = {name: found[name] for name in own}
+
+    def _stacked(self) -> dict[str, npt.NDArray[Any]]:
+        """What kernels read of all sequences, and where each row is."""
         blocks = [block for block, _, _ in self._parts]
         self.shapes = {name: _stacked([block.shapes[name] for block in blocks]) for name in blocks[0].shapes}
         self.shapes["table"][len(blocks) :] = blocks[0].shapes["table"]  # who has no rows needs slots, to divide by
@@ -51,8 +66,7 @@ class Batch(Rows):
         spread[packed] = np.arange(self.rows)
         step = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)
         device_copies.fill(step, self.shapes)
-        index = {"spread": spread, "packed": np.array(packed, dtype=np.int64)}
-        self.sent = device_copies.copy_in({"step": step, **index}, self.tokens.device)
+        return {"step": step, "spread": spread, "packed": np.array(packed, dtype=np.int64)}
 
     @property
     def ids(self) -> Sequence[int]:
@@ -60,11 +74,12 @@ class Batch(Rows):
 
     @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
+        self.send()
         return self._parts
 
     @property
     def tokens(self) -> torch.Tensor:
-        if any(block.sent for block, _, _ in self.parts):
+        if any(block.apart for block, _, _ in self.parts):
             return torch.cat([block.tokens for block, _, _ in self.parts], 1)
         return torch.tensor([self.ids])
 

@@ -107,6 +107,7 @@ class Block(Rows):
             and for a tree, or where rows come ``again``, padded to buckets, ``places`` [K] of all the tree's rows, and
             ``closure`` [T, K], whether a row sees another. A chain has no rows before these: they are tokens before it.
         shapes: the same as arrays on the host.
+        apart: whether the device has memory of its own.
         draw: temperature and key (``Noise.key``) of the first row's draw, which a runner may make while the logits are
             at hand; None where no draw is needed.
     """
@@ -140,23 +141,13 @@ class Block(Rows):
         self.deepest = last - 1 if depths is None else max(depths[first:last])
         self.start = self.length + first if parents is None else None
         self.end = self.length + self.deepest + 1
-        self._device = device
+        self.device = device
         self._grown = cache.grown
         self.again = again and self.rows <= MOST_REPLAYED
-        self.sent = {}
-        self.step: dict[str, torch.Tensor] = {}
-        if device is not None and device_copies.is_apart(device):
-            self._more = more or {}
-            self.shapes = self._step()
-            whole = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)
-            device_copies.fill(whole, self.shapes)
-            rows = {"positions": self._places()[None, first:]}
-            if type(tokens) is not device_copies.Later:
-                rows["tokens"] = np.array([tokens], dtype=np.int64)
-            self.sent = device_copies.copy_in({"step": whole, **rows, **self._more}, device)
-            if type(tokens) is device_copies.Later:
-                self.sent["tokens"] = tokens.tensor[None].to(device)
-            self.step = device_copies.views(self.sent["step"], self.shapes)
+        self.apart = device_copies.is_apart(device)
+        self._more = more or {}
+        self._arrays = self._unsent() if self.apart else {}
+        self._sent: dict[str, torch.Tensor] | None = None
         self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
@@ -173,6 +164,40 @@ class Block(Rows):
         """The block of a whole draft."""
         parents, depths = (None, None) if draft.is_chain else (draft.parents, draft.depths)
         return cls(cache, draft.tokens, parents=parents, depths=depths, device=device, backend=backend, more=more)
+
+    @property
+    def sent(self) -> dict[str, torch.Tensor]:
+        """What is on a device of its own: copied there when it is first asked for, if a batch has not brought it."""
+        if self._sent is None:
+            self.sent = device_copies.copy_in(self._arrays, self.device) if self.device and self.apart else {}
+            assert self._sent is not None
+        return self._sent
+
+    @sent.setter
+    def sent(self, arrays: dict[str, torch.Tensor]) -> None:
+        if self.apart and type(self.ids) is device_copies.Later:
+            arrays["tokens"] = self.ids.tensor[None].to(self.device)
+        self._sent = arrays
+
+    @property
+    def unsent(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that are to be on a device of its own, and are not yet."""
+        return self._arrays if self._sent is None else {}
+
+    @cached_property
+    def step(self) -> dict[str, torch.Tensor]:
+        """What kernels read; on the CPU empty before :meth:`where` is asked."""
+        return device_copies.views(self.sent["step"], self.shapes) if self.apart else {}
+
+    def _unsent(self) -> dict[str, npt.NDArray[Any]]:
+        """What goes to a device with these rows."""
+        self.shapes = self._step()
+        whole = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)
+        device_copies.fill(whole, self.shapes)
+        arrays: dict[str, npt.NDArray[Any]] = {"step": whole, "positions": self._places()[None, self.first :]}
+        if type(self.ids) is not device_copies.Later:
+            arrays["tokens"] = np.array([self.ids], dtype=np.int64)
+        return {**arrays, **self._more}
 
     def _places(self) -> npt.NDArray[np.int64]:
         """Positions of all the tree's rows, up to the block's last."""
@@ -208,7 +233,7 @@ class Block(Rows):
             )
         if not self.step:
             self.shapes = self._step()
-            self.step = device_copies.copy_in(self.shapes, self._device or torch.device("cpu"))
+            self.step = device_copies.copy_in(self.shapes, self.device or torch.device("cpu"))
         return self.step
 
     def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -230,7 +255,7 @@ class Block(Rows):
         if "positions" in self.sent:
             return self.sent["positions"]
         depths = self.depths[self.first : self.first + self.rows]
-        return torch.tensor([[self.length + depth for depth in depths]], device=self._device)
+        return torch.tensor([[self.length + depth for depth in depths]], device=self.device)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         slots = self.cache.keys[layer].dtype

@@ -31,9 +31,12 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.sampling.verify import last_row, match, walk_arrays
 from specdec.step import device_copies
+from specdec.step.batched_rows import Batch
+from specdec.step.block import Block
 from specdec.step.tree import ancestors
 from tests.fakes import Alternating
-from tests.models import VOCAB, prompt_of, random_adapter, settings_of, target_of
+from tests.launching import fused, launch
+from tests.models import VOCAB, new_model, prompt_of, random_adapter, settings_of, target_of
 from tests.property.trees import parent_lists
 from tests.tiers import each_once
 
@@ -182,6 +185,38 @@ def test_a_step_tells_the_token_that_follows_it_before_anything_is_copied(transf
     drafter = Foretold(text)
     assert Engine(target, None, drafter, max_rows=8).generate(PROMPT, NEW).stats.tokens_per_step >= 2
     assert [answer for answer, _ in drafter.answers] == [[root] for _, root in drafter.answers]
+
+
+@pytest.mark.parametrize("count", [2, 5, 64])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_one_copy_in_for_any_number_of_sequences(
+    replayed: bool, count: int, transfers: Transfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tokens, positions, what kernels and verification read, and where a graph has each row; rows are as alone."""
+    if replayed:
+        launch(monkeypatch)
+    target = fused(new_model("llama")) if replayed else target_of("llama")
+    drafts = [Draft((3, 4 + at % 5, 5), (-1, 0, 0)) if at % 2 else Draft.chain((at % 7,)) for at in range(count)]
+    with target.active():
+        caches = [target.new_cache(capacity=20, rows=4) for _ in drafts]
+        for at, cache in enumerate(caches):
+            target.forward(Block(cache, [at % 9] * (1 + at % 3), device=target.device, again=False), rows=())
+            cache.commit(range(1 + at % 3))
+
+        def blocks() -> list[Block]:
+            more = {"rows": np.array([0], dtype=np.int64)}
+            return [Block.of(draft, own, target.device, more=more) for draft, own in zip(drafts, caches, strict=True)]
+
+        alone = torch.cat([target.forward(block).hidden for block in blocks()])
+        for recorded in range(2):  # what is recorded first is recorded between copies
+            transfers.counts.clear()
+            with transfers:
+                each = blocks()
+                together = target.forward(Batch(each)).hidden
+                assert all(block.sent["rows"].shape == (1,) for block in each)
+            assert recorded == 0 or transfers.counts["in"] == 1
+            assert replayed or transfers.counts["out"] == 0  # what stands in for kernels reads on the host
+    assert (together - alone).abs().max() < 1e-11
 
 
 @pytest.mark.parametrize(
@@ -414,7 +449,8 @@ def test_a_round_that_nothing_stops_stays_on_the_device(
     sampling: SamplingParams | None, draft_vocab: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """With as many guesses it is the round that is read: the same texts and rows, whatever judges them. A copy in for
-    each pass and, where processors read the text, one for that."""
+    each pass, but for an adapter's first one where it asks for nothing there, and, where processors read the text, one
+    for that."""
     target, patch = target_of("llama"), request.getfixturevalue("monkeypatch")
     random_adapter(target, tmp_path, eta=None, draft_vocab=draft_vocab, gamma=3, seed=1)
     options = {"name": "kangaroo", "adapter": str(tmp_path), "branch": 1}
@@ -428,7 +464,8 @@ def test_a_round_that_nothing_stops_stays_on_the_device(
     assert any(step.rows == 4 for step in drafted)
     more = sampling is not None and sampling.repetition_penalty != 1
     for step, counts in steps:
-        assert counts == {"in": 1 + (step.rows > 1) * (step.rows + more), "out": 1}, (step.rows, counts)
+        most = 1 + (step.rows > 1) * (step.rows + more)
+        assert counts in [{"in": copies, "out": 1} for copies in {most, max(1, most - 1)}], (step.rows, counts)
 
 
 @pytest.mark.parametrize("acceptance", ["match", "reject"])
