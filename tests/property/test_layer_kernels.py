@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,20 +67,30 @@ def test_turn_and_store(width: int, stored: int, normed: bool, first: int) -> No
         assert int((store != 0).any(-1).sum()) == stored * key_heads
 
 
-def test_kernels_are_tried_on_the_layers_that_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name", "given"),
+    [
+        (torch.float32, "turn_and_store", {(4, 2, 12), (4, 4, 8)}),
+        (torch.float16, "step_attention", {1}),
+        (torch.float16, "product", {None}),
+    ],
+)
+def test_kernels_are_tried_on_the_layers_that_they_are_for(
+    dtype: torch.dtype, name: str, given: set[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The compiler's errors are no RuntimeErrors, and one in the midst of loading would end it."""
     load, shapes = choices.layer_kernels.__wrapped__, frozenset({(4, 2, 12, True), (4, 4, 8, False)})
-    assert load(torch.device("cpu"), torch.float32, shapes) is kernels
+    assert load(torch.device("cpu"), dtype, shapes) is kernels
     tried = []
 
-    def refused(*arguments: object) -> None:
+    def refused(*arguments: object, **options: object) -> None:
         tried.append(arguments[-1])
         raise CompilationError("", None, "cannot take constexpr")
 
-    monkeypatch.setattr(kernels, "turn_and_store", refused)
+    monkeypatch.setattr(kernels, name, refused)
     with pytest.warns(SpecdecWarning, match=r"kernels for layers are not used.*CompilationError"):
-        assert load(torch.device("cpu"), torch.float32, shapes) is None
-    assert tried[0] in {(4, 2, 12), (4, 4, 8)}
+        assert load(torch.device("cpu"), dtype, shapes) is None
+    assert tried[0] in given
 
 
 @pytest.fixture
