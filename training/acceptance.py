@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.engine.engine import Engine
-from specdec.settings.sampling_params import SamplingParams
 from specdec.settings.validation import AtLeast1, check_fields
 from training.data import Sample
 
@@ -79,10 +78,8 @@ class Tally:
         return figures
 
 
-def continued_texts(
-    engine: Engine, samples: Sequence[Sample], judged: EvalConfig, sampling: SamplingParams | None = None
-) -> list[Written]:
-    """Let the target continue ``judged.prompts`` of the samples, evenly chosen; greedily, unless told otherwise.
+def continued_texts(engine: Engine, samples: Sequence[Sample], judged: EvalConfig) -> list[Written]:
+    """Let the target continue ``judged.prompts`` of the samples, evenly chosen, greedily.
 
     A conversation is cut before its first answer, if that comes within the prompt; plain text after ``prompt`` tokens
     or half of it.
@@ -92,6 +89,6 @@ def continued_texts(
         first = sample.trained.index(True) if True in sample.trained else 0
         cut = first if 4 <= first <= judged.prompt else min(judged.prompt, len(sample.tokens) // 2)
         if cut >= 2:
-            written = engine.generate(sample.tokens[:cut], judged.new, sampling).token_ids
+            written = engine.generate(sample.tokens[:cut], judged.new).token_ids
             texts.append(Written([*sample.tokens[:cut], *written], cut))
     return texts

@@ -1,4 +1,4 @@
-"""Commands around training, mounted by specdec's command line: train, convert, show-sample, distill-data, tree-search.
+"""Commands around training, mounted by specdec's command line: train, convert, show-sample, distill-data.
 
 A trainable drafter is a module of this package with a ``Config`` dataclass and ``run(config)``. Like ``specdec``'s own
 commands these import what they need when they run.
@@ -21,7 +21,7 @@ from specdec.settings.files import check_place, refuse_existing
 from specdec.settings.options import Given, with_options
 from specdec.settings.parsing import check_positive
 
-__all__ = ["convert", "distill_data", "show_sample", "train", "tree_search"]
+__all__ = ["convert", "distill_data", "show_sample", "train"]
 
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 TRAINABLE = ("kangaroo", "medusa")
@@ -166,44 +166,6 @@ def distill_data(
         typer.echo(f"{count} skipped: {reason}")
     plain = " --set text.template=plain" if "plain" in (form, asked[0].format) else ""
     typer.echo(f"wrote {out}: {made.records} conversations; train with --data {out}{plain}")
-
-
-@with_options(RunConfig, without=["parallel", "policy", "stop", "stop_token_ids"], **_EXAMPLES)
-def tree_search(
-    given: Given,
-    out: Annotated[Path, typer.Option(help="YAML to write, for --config or medusa.tree.")],
-    heads: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="The heads (default: those in this package for the model).")
-    ] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(help="Texts, as for train; may be repeated (default: stdlib).")
-    ] = None,
-    texts: Annotated[
-        int, typer.Option(help="Texts that the target continues, for calibration and again to measure.")
-    ] = 48,
-    prompt: Annotated[int, typer.Option(help="Tokens that it is given of each.")] = 128,
-    max_nodes: Annotated[int, typer.Option(help="The largest tree that is considered.")] = 32,
-    nodes: Annotated[int | None, typer.Option(help="Take this size instead of the fastest.")] = None,
-    chart: Annotated[Path | None, typer.Option("--plot", help="Draw speed over nodes: .png or .svg.")] = None,
-) -> None:
-    """Find the tree with which Medusa's heads are fastest on this machine, and measure it on held-out text.
-
-    How often each head's ranks are right, and what a step of so many rows costs, are both measured.
-    """
-    from specdec.engine.load import load
-    from training.acceptance import EvalConfig
-    from training.tree_search import report
-
-    config = resolve(RunConfig, given)
-    if config.drafter not in ("none", "medusa"):
-        raise ConfigError(f"drafter is {config.drafter!r}; tree-search is for medusa, whose heads are given by --heads")
-    check_place(out, "the tree")
-    if chart is not None:
-        check_place(chart, "the plot", option="--plot")
-    judged = EvalConfig(prompts=texts, prompt=prompt, new=config.max_new_tokens)
-    report(
-        load(config), heads, data or ["stdlib"], out, judged, config.sampling, most=max_nodes, nodes=nodes, chart=chart
-    )
 
 
 def coloured(tokens: list[int], trained: list[bool], tokenizer: Any) -> Text:

@@ -89,7 +89,6 @@ def draw_curves(
     right: Sequence[tuple[float, float]],
     *,
     labels: tuple[str, str, str],
-    mark: tuple[float, float] | None = None,
 ) -> bool:
     """Draw two curves over one axis, points (x, y) each; False where matplotlib is not installed.
 
@@ -97,7 +96,6 @@ def draw_curves(
         path: the picture's; its suffix says of what kind it is.
         left, right: the points; without points on the right there is no right axis.
         labels: of the axes: below, left, right.
-        mark: a point of the left curve to show.
     """
     try:
         from matplotlib.figure import Figure
@@ -107,8 +105,6 @@ def draw_curves(
     axes = figure.subplots()
     axes.plot(*(zip(*left, strict=True) if left else ((), ())), color="tab:blue")
     axes.set(xlabel=labels[0], ylabel=labels[1])
-    if mark is not None:
-        axes.plot(*mark, "o", color="tab:blue")
     if right:
         other = axes.twinx()
         other.plot(*zip(*right, strict=True), color="tab:orange", marker="o", markersize=3)

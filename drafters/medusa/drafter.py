@@ -49,7 +49,7 @@ class MedusaConfig:
     Attributes:
         heads: folder of trained heads, ours or published ones; None is the one in this package that was trained for the
             model.
-        tree: a name in ``TREES``, a ``.yaml`` file (of ``specdec tree-search``, or with a list), or rank paths such as
+        tree: a name in ``TREES``, a ``.yaml`` file with a list of rank paths, or these such as
             ``[[0], [0, 0], [1]]``, likeliest first, as a small budget cuts the end; None grows one in every step, of
             the rows that pay by how probable the heads find them, and by how often that was right in this text.
         check_target: refuse a model that is not the one the heads were trained for.

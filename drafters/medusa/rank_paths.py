@@ -15,7 +15,7 @@ __all__ = ["TREES", "Node", "check_tree", "nodes_of", "paths_of"]
 
 TREES = {
     "chain": "0 00 000 0000 00000",
-    # For where every row costs; `specdec tree-search --nodes 7` for the embedded model's heads.
+    # For where every row costs: the seven likeliest of the embedded model's heads.
     "small": "0 1 00 2 000 01 3",
     # The authors' tree for Vicuna 7B with five heads: 63 nodes, 42 leaves, depth 4.
     "mc_sim_7b_63": (
@@ -53,7 +53,7 @@ def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
         found = read_value(Path(tree).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot read the tree {tree!r}: {reason}; `specdec tree-search` writes one") from error
+        raise ConfigError(f"cannot read the tree {tree!r}: {reason}; it holds rank paths, as [[0], [1]]") from error
     for key in ("drafter", "tree"):
         found = found.get(key, found) if isinstance(found, dict) else found
     ranks = [rank for path in found if isinstance(path, list) for rank in path] if isinstance(found, list) else [None]

@@ -27,8 +27,6 @@ from specdec.drafting.registry import drafter_names
 from specdec.engine.questions import read_questions
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
-from specdec.native.library import library
-from specdec.runners.linear import PackedWeight
 from tests.models import new_model, target_of
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -119,87 +117,6 @@ def test_peak_memory_is_of_a_process_each(monkeypatch: pytest.MonkeyPatch, capsy
     script.main()
     assert sides == ["transformers", "specdec"]
     assert "102 MiB (102), 1.010" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(library() is None, reason="no C compiler")
-@pytest.mark.parametrize(("change", "needed"), [("codes", "AVX-512"), ("tiles", "AMX")])
-def test_layers_are_timed_with_and_without_a_change(
-    change: str, needed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, packed = load("ablate_native"), list[PackedWeight]()
-    took = PackedWeight.__init__
-
-    def noted(self: PackedWeight, *arguments: Any) -> None:
-        took(self, *arguments)
-        packed.append(self)
-
-    monkeypatch.setattr(PackedWeight, "__init__", noted)
-    options = ["--seconds", "0", "--rows", "1,2", "--change", change]
-    monkeypatch.setattr(sys, "argv", ["ablate_native.py", *options])
-    if not getattr(library(), f"specdec_{change}")():
-        with pytest.raises(SystemExit, match=needed):
-            script.main()
-        return
-    script.main()
-    for line, side in zip(capsys.readouterr().out.splitlines(), script.SIDES[change], strict=True):
-        assert line.startswith(f"{side}: 1: ")
-    half = len(packed) // 2
-    if change == "codes":
-        assert sum(one.nbytes for one in packed[half:]) < 0.8 * sum(one.nbytes for one in packed[:half])
-    else:
-        assert not any(one.described.tiles for one in packed[:half])
-        assert all(one.described.tiles for one in packed[half:])
-
-
-@pytest.mark.skipif(library() is None, reason="no C compiler")
-@pytest.mark.slow  # it compiles the whole of another file
-def test_another_c_file_is_timed_beside_this_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Its numbers are the other file's: here of one that rounds otherwise."""
-    other, answers = tmp_path / "before.c", list[torch.Tensor]()
-    other.write_text(SOURCE.replace("1.f / sqrtf(", "1.000001f / sqrtf("), encoding="utf-8")
-    ran = TransformersTarget.forward
-
-    def noted(self: TransformersTarget, *arguments: Any, **options: Any) -> Any:
-        output = ran(self, *arguments, **options)
-        answers.append(output.logits)
-        return output
-
-    script = load("ablate_native")
-    monkeypatch.setattr(TransformersTarget, "forward", noted)
-    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
-    options = ["--seconds", "0", "--rows", "2", "--sequences", "3", "--context", "3", "--before", str(other)]
-    monkeypatch.setattr(sys, "argv", ["ablate_native.py", *options])
-    script.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(": 2: ")[0] for line in lines] == ["before", "after"]
-    assert not torch.equal(answers[-1], answers[-2])
-    assert answers[-1].shape[0] == 6
-
-
-@pytest.mark.skipif(library() is None, reason="no C compiler")
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "cannot read"),
-        ("int main(void) { return 0; }", "has no specdec_run_layers"),
-        ("specdec_run_layers( specdec_product( specdec_look_up( specdec_top(", "in another way than this version's"),
-        (SOURCE.replace("int specdec_product(", "int specdec_product( no C"), "returned non-zero exit status"),
-        (SOURCE.replace("int64_t tiles;", "int64_t other, tiles;"), "in another way than this version's"),
-    ],
-)
-def test_a_c_file_that_is_none_is_told_of(
-    text: str | None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    other = tmp_path / "before.c"
-    if text is not None:
-        other.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(sys, "argv", ["ablate_native.py", "--seconds", "0", "--before", str(other)])
-    with pytest.raises(SystemExit) as ended:
-        load("ablate_native").main()
-    assert words in f"{ended.value.code} {capsys.readouterr().err}"
 
 
 # -- What a GPU is asked in a short loan, on a CPU ---------------------------------------------------------------------

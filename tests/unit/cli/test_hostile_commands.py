@@ -110,8 +110,6 @@ WRITING = [
     ["train", "medusa", "--data", "/no/such", "--model", "/no/such", "--out"],
     ["train", "kangaroo", "--data", "/no/such", "--model", "/no/such", "--out"],
     ["convert", "kangaroo", "/no/such", "--exit-layer", "2", "--model", "/no/such", "--out"],
-    ["tree-search", "--model", "/no/such", "--out"],
-    ["tree-search", "--model", "/no/such", "--out", "tree.yaml", "--plot"],
     ["tune", "--model", "/no/such", "--out"],
     ["tune", "--model", "/no/such", "--plot"],
     ["bench", "--model", "/no/such", "--out"],

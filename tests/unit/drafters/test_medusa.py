@@ -77,6 +77,32 @@ def test_odd_trees_are_named(tree: Any, words: str) -> None:
         MedusaConfig(tree=tree)
 
 
+def test_a_tree_may_be_a_file(target: TransformersTarget, tmp_path: Path) -> None:
+    path, tree = tmp_path / "tree.yaml", [[0], [0, 0], [1]]
+    for text in ("[[0], [0, 0], [1]]", "tree: [[0], [0, 0], [1]]", "drafter: {name: medusa, tree: [[0], [0, 0], [1]]}"):
+        path.write_text(text)
+        assert drafter_of(target, tmp_path, str(path)).nodes == nodes_of(tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, r"cannot read the tree .*it holds rank paths"),
+        ("drafter: [", "cannot read the tree"),
+        ("drafter: {name: medusa}", "holds no tree"),
+        ("[0, 1]", "holds no tree"),
+        ("[[0], [a]]", "holds no tree"),
+        ("tree: [[0], [1, 0]]", r"\[1, 0\] without its parent \[1\]"),
+    ],
+)
+def test_odd_tree_files_are_named(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "tree.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        MedusaConfig(tree=str(path))
+
+
 def test_a_tree_beyond_heads_or_vocabulary_is_named(target: TransformersTarget, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[0, 0, 0\], 3 deep, but there are 2 heads"):
         drafter_of(target, tmp_path, [[0], [0, 0], [0, 0, 0]], heads=2)
