@@ -274,9 +274,9 @@ class DraftModelSession(BatchedSession):
                 values += self._noise(row, below)
             best, tokens = values.topk(width)
             parts += [probabilities.max()[None], best, tokens, probabilities.index_select(0, tokens)]
-        found: list[float] = torch.cat([part.double() for part in parts]).tolist()
+        numbers: list[float] = torch.cat([part.double() for part in parts]).tolist()
         size = 1 + 3 * width
-        rows = [found[start : start + size] for start in range(0, len(found), size)]
+        rows = [numbers[start : start + size] for start in range(0, len(numbers), size)]
         return [(row[0], _there(row[1 : 1 + width], row[1 + width : 1 + 2 * width], row[-width:])) for row in rows]
 
     def _noise(self, row: int, depth: int) -> torch.Tensor:
@@ -287,8 +287,8 @@ class DraftModelSession(BatchedSession):
 
 def _there(values: list[float], tokens: list[float], probabilities: list[float]) -> list[tuple[int, float]]:
     """The tokens that have any probability, with it; a token is exact in float64."""
-    found = zip(values, tokens, probabilities, strict=True)
-    return [(int(token), probability) for value, token, probability in found if value > -math.inf]
+    triples = zip(values, tokens, probabilities, strict=True)
+    return [(int(token), probability) for value, token, probability in triples if value > -math.inf]
 
 
 def fitting(widths: Sequence[int], depth: int, row_budget: int) -> list[int]:

@@ -102,10 +102,10 @@ class PromptLookupSession:
         """The length of the longest known suffix, and where it went on, the preferred occurrence first."""
         tokens, config = self._context.tokens, self._config
         for size in range(min(config.max_ngram, len(tokens)), config.min_ngram - 1, -1):
-            found = self._after.get(tuple(tokens[-size:]))
-            if found:
+            ends = self._after.get(tuple(tokens[-size:]))
+            if ends:
                 most = min(config.matches, self._context.max_rows)
-                return size, found[: -most - 1 : -1] if config.match == "rightmost" else found[:most]
+                return size, ends[: -most - 1 : -1] if config.match == "rightmost" else ends[:most]
         return 0, ()
 
     def _continuation(self, start: int, size: int) -> list[int]:

@@ -87,18 +87,18 @@ class SuffixAutomaton:
             while state >= 0 and token not in (following := after[state]):
                 following[token] = new
                 state = link[state]
-            found = 0
+            suffix = 0
             if state >= 0:
-                found = following[token]
-                if length[found] != length[state] + 1:
-                    found = self._split(found, state, token)
-            link[new] = found
-            match = end[found], length[found]
+                suffix = following[token]
+                if length[suffix] != length[state] + 1:
+                    suffix = self._split(suffix, state, token)
+            link[new] = suffix
+            match = end[suffix], length[suffix]
             for _ in range(_FRESHENED):  # all suffixes end here, from now on
-                if found <= 0:
+                if suffix <= 0:
                     break
-                end[found] = count
-                found = link[found]
+                end[suffix] = count
+                suffix = link[suffix]
             state = new
         self.last, self.match = state, match
 
@@ -191,9 +191,9 @@ class SuffixAutomatonSession:
             return Draft.chain([context.root])
         self._read()
         end, length = self._text.match
-        source, there = self._text.tokens, (0, 0) if self._cursor is None else self._cursor.match
-        if self._corpus is not None and there[1] > length:
-            source, (end, length) = self._corpus.tokens, there
+        source, match = self._text.tokens, (0, 0) if self._cursor is None else self._cursor.match
+        if self._corpus is not None and match[1] > length:
+            source, (end, length) = self._corpus.tokens, match
         if length < config.min_match:
             return Draft.chain([context.root])
         size = max(1, int(min(config.factor * length, config.max_tokens, context.remaining - 1, row_budget - 1)))

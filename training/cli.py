@@ -142,18 +142,18 @@ def distill_data(
     if SELF in sources and (len(sources) > 1 or prompts is None):
         raise ConfigError(f"{SELF!r} stands alone, with --prompts, as the model writes as many questions as are wanted")
     if sources == [SELF]:
-        asked = own_prompts(prompts or 0)
+        prompts_given = own_prompts(prompts or 0)
     else:
-        asked = prompts_of(
+        prompts_given = prompts_of(
             sources, engine.tokenizer, turns=turns, prompt_tokens=prompt_tokens, skips=skips, skipping=skipping
         )
         for line in skips.lines():
             typer.echo(line)
-    if prompts is not None and prompts < len(asked):
-        asked = [asked[number * len(asked) // prompts] for number in range(prompts)]
+    if prompts is not None and prompts < len(prompts_given):
+        prompts_given = [prompts_given[number * len(prompts_given) // prompts] for number in range(prompts)]
     made = distill(
         engine,
-        asked,
+        prompts_given,
         out,
         max_new_tokens=config.max_new_tokens,
         sampling=config.sampling,
@@ -164,7 +164,7 @@ def distill_data(
     )
     for reason, count in made.skipped.most_common():
         typer.echo(f"{count} skipped: {reason}")
-    plain = " --set text.template=plain" if "plain" in (form, asked[0].format) else ""
+    plain = " --set text.template=plain" if "plain" in (form, prompts_given[0].format) else ""
     typer.echo(f"wrote {out}: {made.records} conversations; train with --data {out}{plain}")
 
 

@@ -93,8 +93,8 @@ class AdapterStep:
     def guess(self, brought: Sequence[Nodes]) -> list[torch.Tensor]:
         """[N, d] logits of what follows the nodes that each sequence brought.
 
-        Where they begin a tree, only the last one is asked; those before it are text from now on. With a single layer,
-        keys and values depend on the features alone, so they need no query.
+        Where they begin a tree, the guess is of the last one only; the nodes before it are text from now on. With a
+        single layer, keys and values depend on the features alone, so they need no query.
         """
         features = [nodes.features for nodes in brought]
         sizes, wanted = [len(own) for own in features], [len(one.features) if one.block.first else 1 for one in brought]
@@ -124,11 +124,11 @@ class AdapterStep:
         if block.parents is None:  # the last one sees everything
             queries = self._store(states, cache, first, range(first, last))
             keys, values = (stored[0].narrow(2, 0, last) for stored in (cache.keys, cache.values))
-            found = attend_all(queries[None, :, -1:], keys, values)
+            attended = attend_all(queries[None, :, -1:], keys, values)
         else:
             places = [block.length + depth for depth in block.depths[block.first :]]
-            found = attend(self._store(states, cache, first, places)[None], block, 0, self.config.head_dim**-0.5)
-        return found[0].transpose(0, 1).reshape(wanted, -1)
+            attended = attend(self._store(states, cache, first, places)[None], block, 0, self.config.head_dim**-0.5)
+        return attended[0].transpose(0, 1).reshape(wanted, -1)
 
     def _native(
         self,
@@ -139,13 +139,13 @@ class AdapterStep:
         wanted: list[int],
     ) -> torch.Tensor:
         block, ends = rows_of([nodes.block for nodes in brought]), accumulate(sizes)
-        asked = [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]
+        scored = [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]
         head = self._native_head
-        reading = None if head is None else head.reading(len(rows), asked, False)
+        reading = None if head is None else head.reading(len(rows), scored, False)
         cos, signed_sin = self._rotary(block.end)
         hidden, _ = layer.run(rows, block, cos, signed_sin, 0, 1, (), by_row=False, reading=reading)
         if reading is None:
-            return self._head(self._normed(hidden[asked], self.norm))
+            return self._head(self._normed(hidden[scored], self.norm))
         assert reading.logits is not None
         return reading.logits
 

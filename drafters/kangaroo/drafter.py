@@ -239,8 +239,8 @@ class KangarooSession(BatchedSession):
                     if self._ahead:
                         ahead = device_copies.Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
                         hidden = (yield self._shallow(ahead, [*parents, last], [*depths, depths[last] + 1])).hidden
-                    found = read()
-                    listed = [(found[: len(places)], found[len(places) :])]
+                    numbers_read = read()
+                    listed = [(numbers_read[: len(places)], numbers_read[len(places) :])]
                 guesses = [
                     [(int(number), chance) for number, chance in zip(*one, strict=True) if chance > 0 and number >= 0]
                     for one in listed
@@ -309,17 +309,17 @@ class KangarooSession(BatchedSession):
         Returns:
             The row that each token follows; the token's number; and :meth:`_onward`.
         """
-        found = [
+        candidates = [
             (hope, node, number)
             for node, reach, guess in zip(nodes, reached, guesses, strict=True)
             for (number, _), hope in zip(guess, self._hopes(reach, [chance for _, chance in guess]), strict=True)
         ]
         if len(nodes) > 1:
-            found.sort(key=itemgetter(0), reverse=True)
-        hopes = [hope for hope, _, _ in found[:most]]
+            candidates.sort(key=itemgetter(0), reverse=True)
+        hopes = [hope for hope, _, _ in candidates[:most]]
         count = self._paying(hopes, rows)
         onward = self._onward(hopes[: count if self._wide else min(count, 1)], rows + count)
-        return [node for _, node, _ in found[:count]], [number for _, _, number in found[:count]], onward
+        return [node for _, node, _ in candidates[:count]], [number for _, _, number in candidates[:count]], onward
 
     def _hopes(self, reached: float, chances: Sequence[float]) -> list[float]:
         """That tokens are right with all above them: by how often what was promised has come."""
@@ -412,22 +412,22 @@ class KangarooSession(BatchedSession):
         """
         if self._apart:
             return None
-        found, place = list[tuple[Sequence[float], Sequence[float]]](), self._place(depth)
+        listed, place = list[tuple[Sequence[float], Sequence[float]]](), self._place(depth)
         for row in scores:
             one = top_k(row, self._drafter.branch, self._noise, place, self._temperature)
             if one is None:
                 shares, places, _ = self._rank(row, depth)
-                found.append((places.tolist(), shares.tolist()))
+                listed.append((places.tolist(), shares.tolist()))
             else:
-                found.append((one[0][0], one[1][0]))
-        return found
+                listed.append((one[0][0], one[1][0]))
+        return listed
 
     def _rank(self, scores: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Of one guess the chances of the likeliest tokens, and their numbers."""
         if self._noise is not None:
             scores = coupled(scores, self._noise.gumbel(self._place(depth)), self._temperature)
-        found = torch.softmax(scores, -1, dtype=torch.float32).topk(min(self._drafter.branch, len(scores)))
-        return found.values, found.indices, None
+        best = torch.softmax(scores, -1, dtype=torch.float32).topk(min(self._drafter.branch, len(scores)))
+        return best.values, best.indices, None
 
     def _draw(self, scores: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As ``_rank``, of one token drawn from q, which is the third.
@@ -460,5 +460,5 @@ class KangarooSession(BatchedSession):
         for before in range(count):
             chosen.append(self._choice(q, before))
             q = q.scatter(0, chosen[-1].clamp(min=0)[None], 0)
-        found: list[int] = torch.stack(chosen).tolist()
-        return [number for number in found if number >= 0]
+        drawn: list[int] = torch.stack(chosen).tolist()
+        return [number for number in drawn if number >= 0]

@@ -129,14 +129,14 @@ class Medusa(DrafterBase):
         """The same as lists, of the state that each sequence brought; with the session of one that samples."""
         states, sessions = zip(*brought, strict=True)
         logits = self.step.each(states)
-        found = list[Ranked]()
+        lists = list[Ranked]()
         for own, session in zip(logits, sessions, strict=True):
             ranked = top_k(own, self.ranks, None, 0, 0.0) if session is None else session.top_k(own)
             if ranked is None:  # then of all of them
                 break
-            found.append([*zip(*ranked, strict=True)])
+            lists.append([*zip(*ranked, strict=True)])
         else:
-            return found
+            return lists
         parts = zip(logits, sessions, strict=True)
         drawn = [own if session is None else session.drawn(own) for own, session in parts]
         return self.ranked(drawn).tolist()
@@ -251,8 +251,8 @@ class MedusaSession(BatchedSession):
             return None
         assert step.root is not None
         (logits,) = self._drafter.step.logits(hidden.index_select(0, step.last.to(hidden.device)), step.root)
-        found = self._drafter.ranked([self.drawn(logits, step.depth) if self._samples else logits])
-        return found.flatten().view(torch.int64)  # the numbers' bits
+        ranked = self._drafter.ranked([self.drawn(logits, step.depth) if self._samples else logits])
+        return ranked.flatten().view(torch.int64)  # the numbers' bits
 
     def observe(self, seen: Observation) -> None:
         guesses = self._guesses if self._guesses is not None and seen.draft is not None else ()
@@ -267,5 +267,5 @@ class MedusaSession(BatchedSession):
             # Read with the prompt, as later guesses come with a step's copy: no step has a copy of its own for them.
             self._guesses = _sound(*self._drafter.lists([self._brought()]))
         if seen.readback is not None:
-            found = np.array(seen.readback, dtype=np.int64).view(np.float64)
-            self._guesses = _sound([(own[0], own[1]) for own in found.reshape(-1, 2, self._drafter.ranks).tolist()])
+            ranked = np.array(seen.readback, dtype=np.int64).view(np.float64)
+            self._guesses = _sound([(own[0], own[1]) for own in ranked.reshape(-1, 2, self._drafter.ranks).tolist()])

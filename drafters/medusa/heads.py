@@ -164,7 +164,7 @@ class MedusaHeads(nn.ModuleList):
     def from_pretrained(cls, folder: str | Path) -> MedusaHeads:
         """Load a folder of heads, or a merged model's; how many there are is what the file holds.
 
-        The published 7B config counts 2 heads where its file holds 5, so a config's count is not asked.
+        The published 7B config counts 2 heads where its file holds 5, so a config's count is not read.
 
         Raises:
             CheckpointError: no heads there, or tensors that make no whole set of heads.
@@ -193,17 +193,17 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
         if (folder / name).exists():
             tensors = load_tensors(folder / name)
             return {name.removeprefix(_MERGED): tensor for name, tensor in tensors.items()}
-    found: dict[str, torch.Tensor] = {}
+    tensors_of_heads: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             alone = any(_BLOCK.fullmatch(name.removeprefix("medusa_heads.")) for name in names)
-            found |= {
+            tensors_of_heads |= {
                 name.removeprefix("medusa_heads.").removeprefix(_MERGED): file.get_tensor(name)
                 for name in names
                 if alone or name.startswith(_MERGED)
             }
-    return found
+    return tensors_of_heads
 
 
 def _published(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -218,22 +218,22 @@ def _published(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -
     layers = 1 + max(int(part[2]) for part in blocks.values())
     tokens = tensors.get(_MAP)
     order = None if tokens is None else tokens.long().argsort()
-    found: dict[str, torch.Tensor] = {}
+    renamed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if (part := blocks.get(name)) is not None:
-            found[f"{part[1]}.{part[2]}.linear.{part[3]}"] = tensor
-            found.setdefault(f"{part[1]}.{part[2]}.linear.bias", tensor.new_zeros(len(tensor)))
+            renamed[f"{part[1]}.{part[2]}.linear.{part[3]}"] = tensor
+            renamed.setdefault(f"{part[1]}.{part[2]}.linear.bias", tensor.new_zeros(len(tensor)))
         elif values.get("original_lm_head") and (name == "lm_head.weight" or _HEAD.fullmatch(name)):
             continue
         elif (head := _HEAD.fullmatch(name)) is not None:
             whole = tokens is None or order is None or len(tensor) > len(tokens)
             rows = order if not whole else None if tokens is None else tokens.long().sort().values
-            found[f"{head[1]}.{layers}.weight"] = tensor if rows is None else tensor[rows]
+            renamed[f"{head[1]}.{layers}.weight"] = tensor if rows is None else tensor[rows]
         elif name == _MAP:
-            found[_TOKENS] = tensor.long().sort().values
+            renamed[_TOKENS] = tensor.long().sort().values
         else:
-            found[name] = tensor
-    return found
+            renamed[name] = tensor
+    return renamed
 
 
 def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> HeadsConfig:
@@ -250,8 +250,8 @@ def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) ->
     if not blocks:
         raise ConfigError("no tensor is called {head}.{layer}.linear.weight")
     heads, layers = (len({part[group] for part in blocks}) for group in (1, 2))
-    if (told := values.get("medusa_num_layers", layers)) != layers:
-        raise ConfigError(f"{CONFIG} counts {shown(told)} layers, the tensors {layers}")
+    if (counted := values.get("medusa_num_layers", layers)) != layers:
+        raise ConfigError(f"{CONFIG} counts {shown(counted)} layers, the tensors {layers}")
     if type(vocabulary := values.get("vocab_size", 1)) is not int:
         raise ConfigError(f"vocab_size in {CONFIG} is {shown(vocabulary)}; it must be a whole number")
     matrix, tokens = tensors.get(f"0.{layers}.weight"), tensors.get(_TOKENS)

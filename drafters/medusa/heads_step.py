@@ -85,18 +85,18 @@ class HeadsStep:
         embedded = None if self._embed is None else self._embed(roots).to(*self._place).contiguous()
         each = self._size * dtype.itemsize
         places = [rows.data_ptr() + row * each for rows, row, _ in states]
-        found = [torch.empty(self._count, self._outputs or self._size, dtype=dtype) for _ in states]
+        outputs = [torch.empty(self._count, self._outputs or self._size, dtype=dtype) for _ in states]
         many = c_void_p * len(states)
         library().specdec_guess(
             byref(self._described),
             many(*places),
             None if embedded is None else embedded.data_ptr(),
             len(states),
-            many(*(one.data_ptr() for one in found)),
+            many(*(one.data_ptr() for one in outputs)),
             dtype is torch.bfloat16,
             torch.get_num_threads(),
         )
-        return found if self._outputs else [*self._head(torch.stack(found)).unbind()]
+        return outputs if self._outputs else [*self._head(torch.stack(outputs)).unbind()]
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
@@ -105,8 +105,8 @@ class HeadsStep:
         states = hidden[:, None]  # [N, 1, D], later [N, K, D]
         parts: Sequence[torch.Tensor] = [hidden if self._embed is None else with_roots(hidden, self._embed(roots))]
         for products in self._blocks:
-            found = [product(own) for product, own in zip(products, parts, strict=True)]
-            more = found[0] if len(found) == 1 else torch.cat(found, -1)
+            outputs = [product(own) for product, own in zip(products, parts, strict=True)]
+            more = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
             states = states + F.silu(more).view(len(hidden), -1, hidden.shape[-1])
             parts = states.unbind(1)
         if not self._matrices:

@@ -50,16 +50,16 @@ def paths_of(tree: str | list[list[int]]) -> list[list[int]]:
     if Path(tree).suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(unknown("medusa.tree", tree, sorted(TREES)))
     try:
-        found = read_value(Path(tree).read_text(encoding="utf-8"))
+        content = read_value(Path(tree).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot read the tree {tree!r}: {reason}; it holds rank paths, as [[0], [1]]") from error
     for key in ("drafter", "tree"):
-        found = found.get(key, found) if isinstance(found, dict) else found
-    ranks = [rank for path in found if isinstance(path, list) for rank in path] if isinstance(found, list) else [None]
-    if not all(type(rank) is int for rank in ranks) or not all(isinstance(path, list) for path in found):
+        content = content.get(key, content) if isinstance(content, dict) else content
+    is_tree = isinstance(content, list) and all(isinstance(path, list) for path in content)
+    if not is_tree or not all(type(rank) is int for path in content for rank in path):
         raise ConfigError(f"the file {tree!r} holds no tree; it must hold rank paths, such as [[0], [0, 0], [1]]")
-    return list(found)
+    return list(content)
 
 
 def check_tree(paths: Sequence[Path_], *, heads: int | None = None, ranks: int | None = None) -> None:

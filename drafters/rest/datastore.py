@@ -125,9 +125,9 @@ class Datastore:
         low, high = least, len(tokens)
         while low <= high:
             size = (low + high) // 2 if best else low
-            found = self.find(tokens[len(tokens) - size :])
-            if found:
-                best, places, low = size, found, size + 1
+            matches = self.find(tokens[len(tokens) - size :])
+            if matches:
+                best, places, low = size, matches, size + 1
             else:
                 high = size - 1
         return best, places
@@ -140,12 +140,12 @@ class Datastore:
         count = min(len(places), limit)
         chosen = places.start + np.arange(count, dtype=np.int64) * len(places) // max(count, 1)
         index = self.suffixes[chosen].astype(np.int64)[:, None] + np.arange(skip, skip + size)  # [M, size]
-        found: Array = self.tokens[np.clip(index, 0, len(self) - 1)].astype(np.int64)
+        rows: Array = self.tokens[np.clip(index, 0, len(self) - 1)].astype(np.int64)
         # The separator is no token, and a file may hold others that are none, and suffixes that are not there.
-        outside = (found >= self.meta["vocab_size"]) | (index < 0) | (index >= len(self))
+        outside = (rows >= self.meta["vocab_size"]) | (index < 0) | (index >= len(self))
         ended = np.logical_or.accumulate(outside, axis=1)
-        found[ended] = -1
-        return found
+        rows[ended] = -1
+        return rows
 
 
 _OPEN: WeakValueDictionary[tuple[str, str], Datastore] = WeakValueDictionary()

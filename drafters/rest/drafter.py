@@ -104,9 +104,9 @@ class RestSession:
         length, places = self._datastore.longest_suffix(context.tokens[-longest:], config.min_suffix)
         self._found, self._seen = max(length, config.min_suffix - 1), len(context.tokens)
         if length:
-            found = self._datastore.continuations(places, length, size, config.matches)
+            continuations = self._datastore.continuations(places, length, size, config.matches)
             rows = [0]
-            for parent, token in frequent_prefixes(found, count):
+            for parent, token in frequent_prefixes(continuations, count):
                 rows.append(builder.add(rows[parent], token))
         return builder.build(match_length=length)
 
@@ -114,10 +114,10 @@ class RestSession:
         pass  # the text is read from the context
 
 
-def frequent_prefixes(found: npt.NDArray[Any], count: int) -> list[tuple[int, int]]:
-    """The ``count`` > 0 most frequent prefixes of the rows of ``found`` [M, L] as a trie: (parent, token) each.
+def frequent_prefixes(table: npt.NDArray[Any], count: int) -> list[tuple[int, int]]:
+    """The ``count`` > 0 most frequent prefixes of the rows of ``table`` [M, L] as a trie: (parent, token) each.
 
-    ``found`` is sorted, -1 ends a row. Parent 0 is the root, entry i is node i + 1. Of equally frequent prefixes the
+    They are sorted, -1 ends a row. Parent 0 is the root, entry i is node i + 1. Of equally frequent prefixes the
     shorter one comes first, then the smaller one, so parents come before their children.
 
     Example: ``[[5, 6], [5, 6], [5, 9]]`` and 2 give ``[(0, 5), (1, 6)]``.
@@ -126,14 +126,14 @@ def frequent_prefixes(found: npt.NDArray[Any], count: int) -> list[tuple[int, in
 
     def unfold(parent: int, first: int, last: int, depth: int) -> None:
         """Put the tokens of a column's rows [first, last) ahead."""
-        for token, group in groupby(found[first:last, depth].tolist() if depth < found.shape[1] else ()):
+        for token, group in groupby(table[first:last, depth].tolist() if depth < table.shape[1] else ()):
             rows = len(list(group))
             if token >= 0:
                 heapq.heappush(ahead, (-rows, depth, first, parent, token))
             first += rows
 
     chosen: list[tuple[int, int]] = []
-    unfold(0, 0, len(found), 0)
+    unfold(0, 0, len(table), 0)
     while ahead and len(chosen) < count:
         rows, depth, first, parent, token = heapq.heappop(ahead)
         chosen.append((parent, token))

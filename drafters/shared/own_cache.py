@@ -159,8 +159,8 @@ class OwnCache:
         path, above = list[int](), 0
         for token in emitted:
             below = range(above + 1, len(self.rows))
-            found = (own for own in below if self.parents[own] == above and tokens[self.rows[own]] == token)
-            if (own := next(found, None)) is None:
+            matching = (own for own in below if self.parents[own] == above and tokens[self.rows[own]] == token)
+            if (own := next(matching, None)) is None:
                 break
             path.append(own)
             above = own

@@ -90,17 +90,17 @@ class ScoredTree:
                 keep(ahead, (-(reach[row] * behind[0][1] * share), row, 0, behind))
             if not ahead or row >= most:
                 return
-            worth, parent, rank, found = take(ahead)
+            worth, parent, rank, siblings = take(ahead)
             if least is not None and not -worth >= least[row]:  # NaN is worth nothing
                 return
-            tokens.append(found[rank][0])
-            self.chances.append(found[rank][1])
+            tokens.append(siblings[rank][0])
+            self.chances.append(siblings[rank][1])
             parents.append(parent)
             depths.append(depths[parent] + 1)
             reach.append(-worth)
             row, rank = row + 1, rank + 1
-            if rank < len(found):
-                keep(ahead, (-(reach[parent] * found[rank][1] * share), parent, rank, found))
+            if rank < len(siblings):
+                keep(ahead, (-(reach[parent] * siblings[rank][1] * share), parent, rank, siblings))
 
 
 class Margin:

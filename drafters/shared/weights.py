@@ -102,10 +102,10 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         return load_file(path)
     # weights_only: a pickle of anything but tensors is refused, not run.
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise ConfigError(f"{path.name} holds something else than tensors by name")
-    return {str(name): tensor for name, tensor in found.items()}
+    return {str(name): tensor for name, tensor in content.items()}
 
 
 def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path, what: str) -> None:
@@ -115,12 +115,12 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source
         CheckpointError: a tensor is missing, left over, of another shape or kind, or not finite.
     """
     own = module.state_dict()
-    found, expected = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, own))
-    odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    shapes, expected = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, own))
+    odd = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
     if odd:
         name = odd[0]
         raise CheckpointError(
-            f"the weights in {str(source)!r} do not fit {what}: {name!r} is {found.get(name, 'missing')}, expected "
+            f"the weights in {str(source)!r} do not fit {what}: {name!r} is {shapes.get(name, 'missing')}, expected "
             f"{expected.get(name, 'none of that name')} ({len(odd)} tensors differ); the file is broken or of "
             "another model"
         )
@@ -156,16 +156,16 @@ def weights_folder(given: str | None, target: Target, option: str) -> Path:
     if given is not None:
         return Path(given)
     drafter, _, part = option.partition(".")
-    held, found = embedded_weights(drafter), architecture(target)
-    if any(own.startswith(found) for own in held):
-        found = fingerprint(target)
-    if found not in held:
+    held, kind = embedded_weights(drafter), architecture(target)
+    if any(own.startswith(kind) for own in held):
+        kind = fingerprint(target)
+    if kind not in held:
         raise CheckpointError(
-            f"{drafter} has no {part} for this model ({found}); what the package holds is for "
+            f"{drafter} has no {part} for this model ({kind}); what the package holds is for "
             f"{', '.join(held) or 'none'}. Train some with `specdec train {drafter} --model ...` and give the folder "
             f"as {option}"
         )
-    return held[found]
+    return held[kind]
 
 
 def check_fit(config: WeightsConfig, target: Target, drafter: str, *, check_target: bool = True) -> None:
@@ -179,8 +179,8 @@ def check_fit(config: WeightsConfig, target: Target, drafter: str, *, check_targ
                 f"the {drafter} weights are for another model: their {what} is {shown(own)}, the model's is {theirs}; "
                 "take those trained for this model"
             )
-    if check_target and config.target and config.target != (found := fingerprint(target)):
+    if check_target and config.target and config.target != (given := fingerprint(target)):
         raise CheckpointError(
-            f"the {drafter} weights were trained for {config.target}, this model is {found}; use their own model, or "
+            f"the {drafter} weights were trained for {config.target}, this model is {given}; use their own model, or "
             f"{drafter}.check_target=false to try them all the same (output stays exact, acceptance will suffer)"
         )

@@ -1,4 +1,4 @@
-"""What a part of a merged drafter has been worth: how its rows fared, and whether it is to be asked."""
+"""What a part of a merged drafter has been worth: how its rows fared, and whether it is to draft."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Bandit:
 
     def reach(self, match: int, rows: int, least: float) -> list[float]:
         """Of a path of first ranks the chance that each row is reached, as far as it is not below the ``least``."""
-        first, supposed, reached, found = kind_of(match, 0, 0, False), BY_MATCH[match], 1.0, list[float]()
+        first, supposed, reached, reaches = kind_of(match, 0, 0, False), BY_MATCH[match], 1.0, list[float]()
         for depth in range(1, rows + 1):
             chance = self.chance(first + min(depth, DEPTHS), supposed)
             reached *= chance
             if reached < least:
                 break
-            found.append(reached)
+            reaches.append(reached)
             supposed = max(chance, ONWARD)
-        return found
+        return reaches
 
     def note(self, kind: int, right: bool) -> None:
         """One more such row, whose parent was right."""
@@ -64,7 +64,7 @@ class Bandit:
         self._tries[kind] = self._memory * self._tries[kind] + 1
 
     def awake(self, prices: Prices, length: int) -> bool:
-        """Whether to ask the part for this step; before anything was seen what a draft costs decides."""
+        """Whether the part drafts for this step; before any was judged, what a draft costs decides."""
         if self._net is None:
             hope = _GRACE
             if self._computes:
@@ -72,7 +72,7 @@ class Bandit:
             self._net = hope - prices.drafting(self._fixed_rows, length)
         if self._net > -_DEBT:
             return True
-        # Those who decode together are woken together, and each of them then pays for the try.
+        # Sequences of a batch wake the part together, and each of them then pays for the try.
         if not self._patience.due(1 / prices.batch_load.sequences):
             return False
         self._net = 0.0  # a few disappointments, and it sleeps again

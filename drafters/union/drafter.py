@@ -17,7 +17,7 @@ class UnionConfig(MergedConfig):
 
 
 class Union(Merged):
-    """The parts. Under a policy, those whose rows do not pay are left alone for a while; without one all are asked."""
+    """The parts. Under a policy, parts whose rows do not pay rest for a while; without one all draft."""
 
     name = "union"
     Config = UnionConfig

@@ -122,7 +122,7 @@ class Merged(DrafterBase):
 
 
 class MergedSession(BatchedSession):
-    """One sequence's parts. Without a policy all of them are asked; a drafter that plans keeps the rows that pay."""
+    """One sequence's parts. Without a policy all of them draft; a drafter that plans keeps the rows that pay."""
 
     def __init__(self, drafter: Merged, context: Context) -> None:
         self._drafter, self._context, self._name = drafter, context, drafter.name
@@ -134,7 +134,7 @@ class MergedSession(BatchedSession):
         self._parts = [MergedPart(part, bandit, context) for part, bandit in pairs]
         self._most = drafter.config.rows or context.max_rows
         self._length = 0
-        self._asked: list[tuple[MergedPart, int]] = []  # those that read numbers of the latest step, and how many
+        self._readbacks: list[tuple[MergedPart, int]] = []  # parts with a readback of the latest step, and its size
         self._rows: Sequence[int] = [0]  # of the tree, that the draft took, ascending
         self._draft = Draft.chain([context.root])
         self._needed = NO_ROWS  # rows of the tree that were taken whatever they promised
@@ -150,8 +150,8 @@ class MergedSession(BatchedSession):
             # No row is taken that is not worth what the cheapest one costs.
             least = max(_FAINT, self._planned.least(length, row_budget) / self._record.sure)
         for part in self._parts:
-            part.asked = row_budget > 1 and (prices is None or part.bandit.awake(prices, length))
-            if not part.asked:
+            part.active = row_budget > 1 and (prices is None or part.bandit.awake(prices, length))
+            if not part.active:
                 continue
             left = row_budget - len(tree.needed)
             part.draft = yield from proposing(part.session, left, part.name, context.target)
@@ -183,32 +183,32 @@ class MergedSession(BatchedSession):
         probes, read = NO_ROWS, set[int]()
         if tree.needed:
             probes = frozenset(kept[row] for row in tree.needed & tree.probes)
-            read = {kept[part.rows[own]] for part in self._parts if part.asked for own in part.draft.read}
+            read = {kept[part.rows[own]] for part in self._parts if part.active for own in part.draft.read}
         tokens, parents = [tree.tokens[row] for row in rows], [kept[tree.parents[row]] for row in rows[1:]]
         return Draft(tokens, [-1, *parents], probes=probes, read=sorted(read), cost=cost)
 
     def sources(self) -> list[str]:
         """Of each row of the latest draft, the part that proposed it first."""
-        names = {row: part.name for part in self._parts if part.asked for row in part.added}
+        names = {row: part.name for part in self._parts if part.active for row in part.added}
         return [names.get(row, self._name) for row in self._rows]
 
     def readback(self, step: DeviceStep) -> torch.Tensor | None:
-        """What the parts ask of the whole step, one answer after the other."""
-        self._asked, answers = [], list[torch.Tensor]()
+        """The readbacks of all parts, one after the other."""
+        self._readbacks, readbacks = [], list[torch.Tensor]()
         for part in self._parts:
             if isinstance(part.session, ReadbackSession):
                 readback = part.session.readback(replace(step, taps={layer: step.taps[layer] for layer in part.taps}))
                 if readback is not None:
-                    answers.append(readback.flatten().to(step.scores.logits.device))
-                    self._asked.append((part, readback.numel()))
-        return torch.cat(answers) if answers else None
+                    readbacks.append(readback.flatten().to(step.scores.logits.device))
+                    self._readbacks.append((part, readback.numel()))
+        return torch.cat(readbacks) if readbacks else None
 
     def observe(self, seen: Observation) -> None:
-        answers: dict[MergedPart, Sequence[int]] = {}
+        readbacks: dict[MergedPart, Sequence[int]] = {}
         first = 0
-        for part, count in self._asked if seen.readback is not None else ():
+        for part, count in self._readbacks if seen.readback is not None else ():
             assert seen.readback is not None
-            answers[part], first = seen.readback[first : first + count], first + count
+            readbacks[part], first = seen.readback[first : first + count], first + count
         accepted: Sequence[int] = ()  # rows of the tree
         whole = seen.draft
         # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
@@ -218,22 +218,22 @@ class MergedSession(BatchedSession):
             if self._promised:
                 self._record.learn(self._promised, len(accepted) - 1 - len(self._needed.intersection(accepted)))
         for part in self._parts:
-            if part.asked and accepted:
-                self._judge(part, seen, answers.get(part), accepted)
+            if part.active and accepted:
+                self._judge(part, seen, readbacks.get(part), accepted)
             elif part.taps:  # it sees the hidden states of all tokens
-                self._show(part, seen, answers.get(part))
+                self._show(part, seen, readbacks.get(part))
 
     def _judge(
         self, part: MergedPart, seen: Observation, readback: Sequence[int] | None, accepted: Sequence[int]
     ) -> None:
-        """Judge a part that was asked by what became of its rows, and let it learn; ``accepted``: rows of the tree."""
+        """Judge a part that drafted by what became of its rows, and let it learn; ``accepted``: rows of the tree."""
         rows, prices = self._rows, self._prices
         part.judge(seen.tokens)
-        if part.told and part.maps:
+        if part.observes and part.maps:
             kept = {row: number for number, row in enumerate(rows)}
             own = seen if seen.readback is None else replace(seen, readback=readback)
             part.session.observe(part_of(own, part.draft, [kept.get(row, -1) for row in part.rows], part.taps))
-        elif part.told:
+        elif part.observes:
             self._show(part, seen, readback)
         if prices is not None:
             net, size = 0.0, len(rows)

@@ -84,26 +84,26 @@ class MergedPart:
     """A part in one sequence: its session, its latest draft and where that draft's rows went."""
 
     __slots__ = (
+        "active",
         "added",
-        "asked",
         "bandit",
         "draft",
         "kinds",
         "maps",
         "name",
+        "observes",
         "rows",
         "session",
         "taps",
-        "told",
     )
 
     def __init__(self, drafter: Drafter, bandit: Bandit, context: Context) -> None:
         self.name, self.taps = drafter.name, drafter.taps
-        self.told = bool(drafter.taps) or drafter.needs_observe
+        self.observes = bool(drafter.taps) or drafter.needs_observe
         self.maps = drafter.needs_draft
         self.bandit = bandit
         self.session = session_of(drafter, context)
-        self.asked = False
+        self.active = False
         self.draft = Draft.chain([context.root])
         self.rows = [0]  # own row -> row of the tree; -1: left out
         self.kinds = [0]  # of its own rows; a row's kind is a number below _KINDS
@@ -135,7 +135,7 @@ class MergedPart:
         self.kinds = [first + min(own, DEPTHS) for own in range(min(size + 1, len(tokens)))]
 
     def _merge(self, tree: Tree, least: float, match: int) -> None:
-        draft, first, chance_of, told = self.draft, len(tree.tokens), self.bandit.chance, self.draft.chances
+        draft, first, chance_of, given = self.draft, len(tree.tokens), self.bandit.chance, self.draft.chances
         size, probes = len(draft), draft.probes
         self.rows, self.kinds = rows, kinds = [0], [0]
         chances, ranks = [1.0], [0] * size
@@ -153,12 +153,12 @@ class MergedPart:
                 continue
             ranks[above] = rank + 1
             row = known.get((parent, token), -1)
-            # Parts before it say something else after ``parent``, and none of them says this.
+            # Parts before it propose other tokens after ``parent``, and none of them this one.
             dissents = not 0 <= row < first and heirs.get(parent, first) < first
             rank, deep = (rank if rank < RANKS else RANKS - 1), (depth if depth < DEPTHS else DEPTHS)
             kind = kind_of(match, deep, rank, dissents)
-            if told:
-                chance = told[own]
+            if given:
+                chance = given[own]
             else:
                 supposed = (max(chances[above], ONWARD) if depth > 1 else BY_MATCH[match]) * _BY_RANK[rank]
                 chance = chance_of(kind, supposed * _DISSENT if dissents else supposed)

@@ -121,7 +121,7 @@ class CostCurve:
 
     def reading(self, length: int, most: int) -> Reading:
         """What forwards of up to ``most`` rows, or more, take after ``length`` tokens."""
-        size = max(_READ, 1 << most.bit_length())  # nearly all ask for as many, so that the curve is seldom read
+        size = max(_READ, 1 << most.bit_length())  # enough for nearly all callers, so that the curve is seldom read
         known = self._readings.get((length, size))
         if known is None:
             seconds = np.minimum.accumulate(self.at(length, size)[::-1])[::-1]
@@ -164,8 +164,8 @@ class CostCurve:
             ConfigError: no such file, or no cost curve in it.
         """
         try:
-            found: CostCurve = read_json(cls, path.read_bytes())
-            return found
+            curve: CostCurve = read_json(cls, path.read_bytes())
+            return curve
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no cost curve ({shown(error, 300)}); make one with `specdec tune --out {path}`"

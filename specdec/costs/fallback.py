@@ -2,7 +2,7 @@
 
 Policies weigh rows, and what a drafter's own code takes is no row: a tenth of a millisecond is little beside the step
 of one sequence, and a tenth of a sequence's share of a step that eight take together. So where drafted steps yield less
-than plain ones would, all sequences that share their forwards rest: no session is asked. Later they draft for as long
+than plain ones would, all sequences that share their forwards rest: no session drafts. Later they draft for as long
 as it takes to know better.
 
 A yield is tokens by time. Tokens depend on the text, and are known from many steps only. Time depends on who else uses
@@ -212,7 +212,7 @@ class Fallback:
     def _of(self, sequences: int, drawn: bool) -> _BatchSize:
         """What is kept for about ``sequences`` sequences: one record for each power of two."""
         kind = sequences.bit_length(), drawn
-        found = self._by_batch_size.get(kind)
-        if found is None:
-            found = self._by_batch_size[kind] = _BatchSize()
-        return found
+        record = self._by_batch_size.get(kind)
+        if record is None:
+            record = self._by_batch_size[kind] = _BatchSize()
+        return record

@@ -19,7 +19,7 @@ from specdec.costs.curve import CostCurve
 __all__ = ["LiveCosts"]
 
 _BINS = 8  # to a doubling of the rows
-_MOST = 256  # rows that are told apart
+_MOST = 256  # rows that have bins of their own
 _FIRST, _EVERY = 16, 32  # forwards after which the curve is bent, at first and later: all prices are then read anew
 _MEMORY = 0.98  # weight of the past, from one forward to the next: some fifty forwards count
 _NEAR, _FAR = 0.1, 0.25  # doublings of the rows within which a forward tells of others, and within which of most

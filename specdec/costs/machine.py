@@ -34,12 +34,12 @@ class Threads:
         threads = torch.get_num_threads()
         if threads < 2:
             return
-        here = os.getpid()
+        process = os.getpid()
         if cls._started_by is None:
-            cls._started_by = here
-        if cls._started_by != here:
+            cls._started_by = process
+        if cls._started_by != process:
             raise ForkError(
-                f"process {here} was forked from process {cls._started_by}, which computes with several threads; a "
+                f"process {process} was forked from process {cls._started_by}, which computes with several threads; a "
                 f"fork does not copy them, so that a generation with {threads} threads would never end here. Call "
                 "torch.set_num_threads(1) after the fork, or start processes by multiprocessing's 'spawn' and load the "
                 "model in them"

@@ -73,8 +73,8 @@ def cost_curve(
 ) -> CostCurve:
     """The target's curve: from ``file``, else as it was kept, else measured now, in about a second, and kept.
 
-    ``progress`` is told of a measurement only, see :func:`measure`. A file that is broken, or was made for another
-    machine or model, is passed over with a warning that says so.
+    ``progress`` is called during a measurement only, see :func:`measure`. A file that is broken, or was made for
+    another machine or model, is passed over with a warning that says so.
 
     Raises:
         ConfigError: ``file`` does not exist.
@@ -174,7 +174,7 @@ def measure(
     tokens = torch.randint(target.vocab_size, (rows[-1],), generator=generator).tolist()
     progress = progress or (lambda share: None)
     progress(0.0)
-    found: list[list[float]] = []
+    grid: list[list[float]] = []
     longer = cycle(range(_GROWTH))
 
     def take(length: int, count: int) -> float:
@@ -197,15 +197,15 @@ def measure(
         began = clock()
         for number, length in enumerate(lengths):
             until = began + seconds * (number + 1) / len(lengths)
-            if found and clock() + 2 * sum(found[-1]) > until:
+            if grid and clock() + 2 * sum(grid[-1]) > until:
                 break
             times = _times(partial(take, length), rows, until - clock(), clock)
-            if found and len(times) < len(rows):
+            if grid and len(times) < len(rows):
                 break
-            found.append(times)
+            grid.append(times)
             rows = list(rows[: len(times)])
             progress((number + 1) / len(lengths))
-    return CostCurve(machine=describe(target), rows=rows, lengths=lengths[: len(found)], seconds=found)
+    return CostCurve(machine=describe(target), rows=rows, lengths=lengths[: len(grid)], seconds=grid)
 
 
 def _times(

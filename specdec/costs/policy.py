@@ -1,7 +1,7 @@
 """Policy: how many rows of guesses a step may verify.
 
 Every proposed row makes a step longer, by what the measured curve T(rows) says: the second row costs T(2) - T(1), the
-next one T(3) - T(2), and so on, all told as fractions of T(1), a plain step. A guess that is accepted saves about one
+next one T(3) - T(2), and so on, each as a fraction of T(1), a plain step. A guess that is accepted saves about one
 plain step. So a drafter goes on proposing as long as its accepted tokens outweigh the steps that its rows cost.
 
 - ``off``: no policy; the drafter proposes what its options say.
@@ -74,7 +74,7 @@ class Patience:
 
 
 class AcceptancePolicy:
-    """Whether to ask a drafter, by acceptance alone. One serves one sequence.
+    """How many rows a drafter gets, by acceptance alone. One serves one sequence.
 
     Each drafter has an account: accepted rows are paid in, what rows cost is paid out. A drafter whose account is empty
     rests. It gets one row for a try now and then, and less often after each try that fails.
@@ -101,7 +101,7 @@ class AcceptancePolicy:
         return min(limit, max(prices.rows(length, 1 + self._left - fixed, limit), 2))
 
     def learn(self, draft: Draft, path: Sequence[int], length: int) -> None:
-        """As :meth:`RowPolicy.learn`; a drafter that had nothing to say, and ran no model for it, is not judged."""
+        """As :meth:`RowPolicy.learn`; a draft of the root alone, for which no model ran, is not judged."""
         rows = len(draft)
         self.prices.learn(rows, len(path), length)
         if rows == 1 and not draft.cost:
