@@ -372,7 +372,7 @@ def test_nothing_is_loaded_for_a_bad_argument(options: dict[str, Any], monkeypat
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded for nothing")
 
-    monkeypatch.setattr("specdec.models.transformers_target.load_model", load)
+    monkeypatch.setattr("specdec.models.transformers_target.load_weights", load)
     with pytest.raises(ConfigError):
         Engine.from_pretrained("tiny", **options)
 
@@ -547,7 +547,7 @@ PUBLIC = [
 def test_every_argument_of_a_public_function_is_checked(function: Callable[..., Any]) -> None:
     assert hasattr(function, "__wrapped__")
     names = {p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD}
-    elsewhere = {"self", "prompt", "drafter", "generation_config", "stopping_criteria"}
+    elsewhere = {"self", "prompt", "prediction", "drafter", "generation_config", "stopping_criteria"}
     assert names - elsewhere <= set(ARGUMENTS)
 
 
