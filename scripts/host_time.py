@@ -26,7 +26,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from specdec import Engine
-from specdec.engine import scheduler
 from specdec.engine.questions import build_prompt, find_questions, read_questions, select
 from specdec.errors import SpecdecError
 from specdec.step import forward_passes
@@ -81,7 +80,6 @@ class Played:
         with (
             patch.object(self._target, "forward", run),
             patch.object(forward_passes, "run_together", run_together),
-            patch.object(scheduler, "run_together", run_together),
         ):
             yield
 

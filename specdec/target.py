@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 
 from specdec.runners.runner import FINAL
-from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import RowArgmax, Scores
-from specdec.sampling.verify import Verdict
 from specdec.step.block import Rows
 from specdec.step.cache import KVCache
-from specdec.step.tree import Draft, Entry
+from specdec.step.tree import Entry
 
-__all__ = ["FINAL", "Target", "TargetOutput"]
+__all__ = ["FINAL", "ForwardOptions", "Target", "TargetOutput"]
 
 _ALL = slice(None)
 
@@ -103,6 +101,24 @@ class _Cut(Mapping[int, torch.Tensor]):
         return sum(1 for _ in self)
 
 
+class ForwardOptions(TypedDict, total=False):
+    """What a forward is told beside its rows.
+
+    Attributes:
+        entry: hidden states of the rows, where they passed the first layers already.
+        exit_layer: the layer to stop before; None runs all of them, and the head.
+        taps: hidden layers wanted back.
+        rows: those whose logits are wanted; None for all, empty for none.
+        top_k: how many of each one's largest logits will be read; 1 if left out.
+    """
+
+    entry: Entry | None
+    exit_layer: int | None
+    taps: Collection[int]
+    rows: Sequence[int] | None
+    top_k: int
+
+
 class Target(Protocol):
     """What engine and drafters need of a model.
 
@@ -129,29 +145,8 @@ class Target(Protocol):
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
 
-    def forward(
-        self,
-        block: Rows,
-        *,
-        entry: Entry | None = None,
-        exit_layer: int | None = None,
-        taps: Collection[int] = (),
-        rows: Sequence[int] | None = None,
-        top_k: int = 1,
-    ) -> TargetOutput:
-        """Run the block's rows through layers [entry.layer or 0, exit_layer or all).
-
-        ``rows``: those whose logits are wanted; None for all, empty for none. ``top_k``: how many of each one's
-        largest somebody will read.
-        """
-
-    def verify(
-        self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int, scores: Scores | None = None
-    ) -> tuple[Verdict, Scores]:
-        """Judge a draft by what its forward gave; ``top_k`` is the drafter's.
-
-        ``scores`` are the output's, where something was copied from the device already.
-        """
+    def forward(self, block: Rows, **options: Unpack[ForwardOptions]) -> TargetOutput:
+        """Run the block's rows through layers [entry.layer or 0, exit_layer or all)."""
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""

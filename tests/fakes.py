@@ -5,19 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from specdec import Context, Draft, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
 from specdec.sampling.noise import Noise
-from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
-from specdec.sampling.verify import Verdict, verify
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
-from specdec.step.tree import Entry
-from specdec.target import TargetOutput
+from specdec.target import ForwardOptions, TargetOutput
 
 CPU = torch.device("cpu")
 
@@ -65,20 +61,12 @@ class Reciter:
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache([LayerSpec(1, 1, 1, None, CPU, self.dtype)], capacity=capacity, rows=rows)
 
-    def forward(
-        self,
-        block: Rows,
-        *,
-        entry: Entry | None = None,
-        exit_layer: int | None = None,
-        taps: Collection[int] = (),
-        rows: Sequence[int] | None = None,
-        top_k: int = 1,
-    ) -> TargetOutput:
+    def forward(self, block: Rows, **options: Unpack[ForwardOptions]) -> TargetOutput:
         tokens = block.tokens[0].to(self.dtype)[None, None, :, None]
         block.store(tokens, tokens, 0)
         self.forwards.append(block.rows)
         hidden = torch.zeros(block.rows, 1, dtype=self.dtype)
+        rows = options.get("rows")
         if rows is not None and not rows:
             return TargetOutput(None, hidden)
         wanted = range(block.rows) if rows is None else rows
@@ -87,12 +75,6 @@ class Reciter:
             part, first = next((part, first) for part, first, last in block.parts if row < last)
             logits[place, self.rule(self.text(part, row - first))] = 10
         return TargetOutput(logits, hidden)
-
-    def verify(
-        self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int, scores: Scores | None = None
-    ) -> tuple[Verdict, Scores]:
-        assert output.logits is not None
-        return verify(output.scores(draft.scored_rows()) if scores is None else scores, draft, sampler)
 
     def text(self, block: Block, row: int) -> list[int]:
         slots = [int(token) for token in block.cache.keys[0][0, 0, :, 0].nan_to_num()]

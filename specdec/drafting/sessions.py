@@ -14,7 +14,7 @@ from specdec.step.forward_passes import Passes
 from specdec.step.tree import Draft, Entry
 from specdec.target import Target
 
-__all__ = ["proposing", "session_of", "top_k_of"]
+__all__ = ["propose_at_once", "proposing", "session_of", "top_k_of"]
 
 _INT, _SOUND = {int}, {range, Later}
 
@@ -45,16 +45,30 @@ def proposing(session: DraftSession, row_budget: int, name: str, target: Target)
     Raises:
         DraftError: it is none, or holds what no draft holds; the message names the drafter.
     """
+    if not isinstance(session, BatchedSession):
+        return propose_at_once(session, row_budget, name, target)
     try:
-        if isinstance(session, BatchedSession):
-            draft = yield from session.passes(row_budget)
-        else:
-            draft = session.propose(row_budget)
+        draft = yield from session.passes(row_budget)
     except DraftError as error:
         raise DraftError(f"drafter {name!r}: {error}") from error
+    _check(draft, name, target)
+    return draft
+
+
+def propose_at_once(session: DraftSession, row_budget: int, name: str, target: Target) -> Draft:
+    """The same of a session that waits for no pass."""
+    try:
+        draft = session.propose(row_budget)
+    except DraftError as error:
+        raise DraftError(f"drafter {name!r}: {error}") from error
+    _check(draft, name, target)
+    return draft
+
+
+def _check(draft: Draft, name: str, target: Target) -> None:
+    """Raises DraftError where what a drafter of that name proposed is no draft, or holds what no draft holds."""
     if (wrong := _misfit(draft, target)) is not None:
         raise DraftError(f"drafter {name!r} proposed {wrong}")
-    return draft
 
 
 def _misfit(draft: Draft, target: Target) -> str | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from tqdm import tqdm
@@ -21,11 +21,10 @@ from specdec.costs.measuring import cost_curve, describe, kept_curve, source_of
 from specdec.costs.policy import AcceptancePolicy, RowPolicy, check_policy
 from specdec.drafting.registry import DrafterSpec, make_drafter, parse_drafter
 from specdec.engine.conversations import answer_end
-from specdec.engine.prediction import Prediction, prediction_ids
-from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.prediction import prediction_ids
 from specdec.engine.prompt import Prompt, is_chat, token_ids
-from specdec.engine.requests import Request, make_requests
-from specdec.engine.scheduler import Event, Scheduler
+from specdec.engine.requests import BatchOptions, Options, Request, make_requests
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.sequence import SequenceState
 from specdec.engine.text_stream import stop_strings
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
@@ -249,13 +248,8 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
         *,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: int | Collection[int] = (),
-        logits_processor: Sequence[Any] = (),
-        logprobs: int | None = None,
-        prefix_cache: PrefixCache | None = None,
-        prediction: Prediction | None = None,
         on_step: Callable[[Step], None] | None = None,
+        **options: Unpack[Options],
     ) -> Generation:
         """Decode a prompt: text, token ids, or chat messages.
 
@@ -279,17 +273,7 @@ class Engine:
             PromptError: empty, too long, or tokens outside the vocabulary.
             NumericalError: the model's logits are no distribution.
         """
-        decoding = self.start(
-            prompt,
-            max_new_tokens,
-            sampling,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            logits_processor=logits_processor,
-            logprobs=logprobs,
-            prefix_cache=prefix_cache,
-            prediction=prediction,
-        )
+        decoding = self.start(prompt, max_new_tokens, sampling, **options)
         with self.target.active():
             decoding.prefill()
             while decoding.finish_reason is None:
@@ -305,31 +289,15 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
         *,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: int | Collection[int] = (),
-        logits_processor: Sequence[Any] = (),
-        prefix_cache: PrefixCache | None = None,
-        prediction: Prediction | None = None,
         trace: bool = False,
+        **options: Unpack[Options],
     ) -> Iterator[Chunk]:
         """As ``generate``, a chunk per step; the texts add up to ``generate``'s, the last chunk has the finish reason.
 
         With ``trace``, ``chunk.step.trace`` says what the step's tree was, and where its tokens came from.
         The returned iterator's ``close`` ends the generation; a chunk may have no text (half a character, say).
         """
-        decoding = self.start(
-            prompt,
-            max_new_tokens,
-            sampling,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            logits_processor=logits_processor,
-            prefix_cache=prefix_cache,
-            prediction=prediction,
-            trace=trace,
-            stream=True,
-        )
-        return decoding.chunks()
+        return self.start(prompt, max_new_tokens, sampling, **options, trace=trace, stream=True).chunks()
 
     def generate_batch(
         self,
@@ -337,17 +305,9 @@ class Engine:
         max_new_tokens: int | Sequence[int] = 128,
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
-        batch: int = 8,
-        seed: int | Sequence[int] | None = None,
-        stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
-        stop_token_ids: int | Collection[int] | Sequence[Collection[int]] = (),
-        logits_processor: Sequence[Any] = (),
-        logprobs: int | None = None,
-        prediction: Prediction | Sequence[Prediction | None] | None = None,
-        step_rows: int | None = None,
-        cache_bytes: int | None = None,
         progress: bool = False,
         on_done: Callable[[int, Generation], None] | None = None,
+        **options: Unpack[BatchOptions],
     ) -> list[Generation]:
         """Decode many prompts, ``batch`` at a time, the next one joining where one ends; results in the prompts' order.
 
@@ -355,9 +315,8 @@ class Engine:
         prompts or one for each: a list, of lists where one value is a list already.
 
         Args:
-            seed: in place of ``sampling``'s.
-            logprobs, prediction: as ``generate``'s; a prediction for each prompt is a list of texts, or of lists.
-            step_rows, cache_bytes: see :class:`specdec.engine.scheduler.Scheduler`.
+            options: as ``generate``'s; ``batch`` (8), ``step_rows`` and ``cache_bytes`` are those of
+                :class:`specdec.engine.scheduler.Scheduler`, and ``seed`` is in place of ``sampling``'s.
             progress: show a bar.
             on_done: called with place and generation as each ends, so that nothing is lost where a later one is
                 interrupted.
@@ -368,27 +327,16 @@ class Engine:
         Raises:
             ConfigError: a parameter with another number of values than there are prompts, or a size that cannot be.
         """
-        requests = make_requests(
-            prompts,
-            max_new_tokens,
-            sampling,
-            seed=seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            logits_processor=logits_processor,
-            logprobs=logprobs,
-            prediction=prediction,
-        )
-        scheduler = self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes)
+        scheduler, count = self._scheduler(prompts, max_new_tokens, sampling, **options)
         done: dict[int, Generation] = {}
-        with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar, self.target.active():
+        with tqdm(total=count, unit="prompt", disable=not progress) as bar, self.target.active():
             for event in chain.from_iterable(scheduler.run()):
                 if event.last:
                     done[event.index] = generation = event.generation()
                     bar.update()
                     if on_done is not None:
                         on_done(event.index, generation)
-        results = [done[index] for index in range(len(requests))]
+        results = [done[index] for index in range(count)]
         failed = [f"{index} ({first_line(one.error)})" for index, one in enumerate(results) if one.error is not None]
         if failed:
             warnings.warn(
@@ -401,41 +349,24 @@ class Engine:
         prompts: Iterable[Prompt],
         max_new_tokens: int | Sequence[int] = 128,
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        batch: int = 8,
-        seed: int | Sequence[int] | None = None,
-        stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
-        stop_token_ids: int | Collection[int] | Sequence[Collection[int]] = (),
-        logits_processor: Sequence[Any] = (),
-        prediction: Prediction | Sequence[Prediction | None] | None = None,
-        step_rows: int | None = None,
-        cache_bytes: int | None = None,
+        **options: Unpack[BatchOptions],
     ) -> Iterator[tuple[int, Chunk]]:
-        """As ``generate_batch``, a prompt's place and chunk per step of it; a failure is a chunk with an ``error``."""
+        """As ``generate_batch``, a prompt's place and chunk per step of it; a failure is a chunk with an ``error``.
+
+        Between steps, while the caller has a chunk, the model is as it was.
+        """
         if self.tokenizer is None:
             raise ConfigError("streams need a tokenizer; the engine has none")
-        requests = make_requests(
-            prompts,
-            max_new_tokens,
-            sampling,
-            seed=seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            logits_processor=logits_processor,
-            prediction=prediction,
-            stream=True,
-        )
-        return self._chunks(self._scheduler(requests, batch=batch, step_rows=step_rows, cache_bytes=cache_bytes).run())
+        scheduler, _ = self._scheduler(prompts, max_new_tokens, sampling, **options, stream=True)
+        return ((event.index, event.chunk()) for event in chain.from_iterable(scheduler.run()))
 
-    def _scheduler(self, requests: list[Request], **sizes: Any) -> Scheduler:
+    def _scheduler(self, prompts: Iterable[Prompt], *parameters: Any, **options: Any) -> tuple[Scheduler, int]:
+        """What decodes these prompts, and how many they are."""
         if isinstance(self.target, ParallelTarget):
             raise ConfigError("batches are decoded by one process; leave out parallel=, or take one prompt at a time")
-        return Scheduler(self, requests, **sizes)
-
-    def _chunks(self, steps: Iterator[list[Event]]) -> Iterator[tuple[int, Chunk]]:
-        """Chunks of a batch's steps. Between steps, while the caller has a chunk, the model is as it was."""
-        for event in chain.from_iterable(steps):
-            yield event.index, event.chunk()
+        sizes = {name: options.pop(name) for name in ("batch", "step_rows", "cache_bytes") if name in options}
+        requests = make_requests(prompts, *parameters, **options)
+        return Scheduler(self, requests, **sizes), len(requests)
 
     @checked
     def start(
@@ -443,47 +374,14 @@ class Engine:
         prompt: Prompt,
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
-        *,
-        stop: str | Collection[str] = (),
-        stop_token_ids: int | Collection[int] = (),
-        logits_processor: Sequence[Any] = (),
-        logprobs: int | None = None,
-        prefix_cache: PrefixCache | None = None,
-        stop_when: Callable[[Sequence[int]], bool] | None = None,
-        sample: bool | None = None,
-        eos_ids: frozenset[int] | None = None,
-        stream: bool = False,
-        max_rows: int | None = None,
-        prediction: Prediction | None = None,
-        trace: bool = False,
+        **options: Any,
     ) -> SequenceState:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
-        ``stop_when`` is asked after every token, with prompt and text; ``sample`` overrides what the temperature says,
-        ``eos_ids`` which tokens are the model's end tokens, and ``max_rows`` the engine's, which is no lower. ``trace``
-        is as in :class:`specdec.engine.requests.Request`.
+        ``options`` are those of a :class:`specdec.engine.requests.Request`.
         """
         began = perf_counter()
-        request = self.prepare(
-            Request(
-                prompt,
-                max_new_tokens,
-                sampling,
-                stop=stop,
-                stop_token_ids=stop_token_ids,
-                logits_processor=logits_processor,
-                logprobs=logprobs,
-                prefix_cache=prefix_cache,
-                stop_when=stop_when,
-                sample=sample,
-                eos_ids=eos_ids,
-                stream=stream,
-                max_rows=max_rows,
-                prediction=prediction,
-                trace=trace,
-            )
-        )
-        sequence = self.begin(request)
+        sequence = self.begin(self.prepare(Request(prompt, max_new_tokens, sampling, **options)))
         sequence.stats.seconds.prefill += perf_counter() - began
         return sequence
 
@@ -507,6 +405,11 @@ class Engine:
             raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
         if request.logprobs is not None and isinstance(self.target, ShardedTarget):
             raise ConfigError("parallel='rows' exchanges tokens and no logits; leave out logprobs, or take 'tensor'")
+        if request.drafter is not None:
+            raise ConfigError(
+                f"drafter is {shown(request.drafter)}, and this engine has {self.drafter.name!r}: give the request "
+                "to a Scheduler, or call with_drafter"
+            )
         if request.max_rows is not None and request.max_rows > self.max_rows:
             raise ConfigError(
                 f"max_rows is {request.max_rows}, and the engine's is {self.max_rows}; give at most as many, or an "
@@ -523,14 +426,17 @@ class Engine:
             )
         check_processors(request.logits_processor)
         self._warn_of_chat_end(request.prompt, stops, stop_tokens)
+        prompt = self.encode(request.prompt)
+        if predicted := prediction_ids(request.prediction, self.tokenizer, self.target.vocab_size):
+            self.predicting()  # is made by now
         return replace(
             request,
-            prompt=self.encode(request.prompt),
+            prompt=prompt,
+            prediction=predicted,
             sampling=settled(request.sampling or SamplingParams(), request.logits_processor),
             stop=stops,
             stop_token_ids=stop_tokens,
             eos_ids=self.target.eos_ids if request.eos_ids is None else request.eos_ids,
-            prediction=prediction_ids(request.prediction, self.tokenizer, self.target.vocab_size),
         )
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 from specdec.drafting.registry import DrafterSpec
 from specdec.engine.prediction import Prediction
@@ -17,14 +17,44 @@ from specdec.settings.sampling_params import SamplingParams
 __all__ = ["Request", "make_requests"]
 
 
+class Options(TypedDict, total=False):
+    """Options of :meth:`specdec.engine.engine.Engine.generate`, which says what they are."""
+
+    stop: str | Collection[str]
+    stop_token_ids: int | Collection[int]
+    logits_processor: Sequence[Any]
+    logprobs: int | None
+    prefix_cache: PrefixCache | None
+    prediction: Prediction | None
+
+
+class BatchOptions(TypedDict, total=False):
+    """The same of :meth:`specdec.engine.engine.Engine.generate_batch`, for all prompts or one for each."""
+
+    batch: int
+    seed: int | Sequence[int] | None
+    stop: str | Sequence[str] | Sequence[Sequence[str]]
+    stop_token_ids: int | Collection[int] | Sequence[Collection[int]]
+    logits_processor: Sequence[Any]
+    logprobs: int | None
+    prediction: Prediction | Sequence[Prediction | None] | None
+    step_rows: int | None
+    cache_bytes: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and the options of its generation, which are those of ``Engine.start``.
+    """A prompt and the options of its generation: those of ``Engine.generate``, and more.
 
     Attributes:
+        stop_when: asked after every token, with prompt and text, whether the text ends.
+        sample: whether tokens are drawn; None goes by the temperature.
+        eos_ids: the model's end tokens; None takes its own.
+        stream: whether its text is read as it comes.
         drafter: a name, ``{"name": ..., **options}`` or a drafter, in place of the engine's own; for a
             :class:`specdec.engine.scheduler.Scheduler`.
-        max_rows: most rows of one of its drafts, at most the engine's; None takes the engine's.
+        max_rows: most rows of one of its drafts, at most the engine's; None takes that. Under ``reject`` the text
+            at a seed depends on it, as on every option of a drafter.
         trace: have each step's tree, and where its tokens came from, as ``Step.trace``.
     """
 
@@ -52,14 +82,10 @@ def make_requests(
     max_new_tokens: int | Sequence[int],
     sampling: SamplingParams | Sequence[SamplingParams | None] | None,
     *,
-    seed: int | Sequence[int] | None,
-    stop: str | Sequence[str] | Sequence[Sequence[str]],
-    stop_token_ids: int | Collection[int] | Sequence[Collection[int]],
-    logits_processor: Sequence[Any],
-    prediction: Prediction | Sequence[Prediction | None] | None = None,
-    **others: Any,
+    seed: int | Sequence[int] | None = None,
+    **options: Any,
 ) -> list[Request]:
-    """One request per prompt, of parameters that are for all, or one for each; ``others`` are for all.
+    """One request per prompt, of parameters that are for all, or one for each; ``options`` are those of a Request.
 
     Stop strings, stop tokens and processors are lists already, so that one for each is a list of lists.
 
@@ -86,24 +112,11 @@ def make_requests(
     if seed is not None:
         seeds = each("seed", seed)
         params = [replace(one or SamplingParams(), seed=own) for one, own in zip(params, seeds, strict=True)]
-    stops = each("stop", stop, _is_of_lists)
-    stop_tokens = each("stop_token_ids", stop_token_ids, _is_of_lists)
-    chains = each("logits_processor", logits_processor, _is_of_lists)
-    predictions = each("prediction", prediction, _is_of_predictions)
+    columns = {name: each(name, options.pop(name), one_each) for name, one_each in _ONE_EACH.items() if name in options}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)] or [{}] * len(prompts)
     return [
-        Request(
-            prompt,
-            budget,
-            own,
-            stop=ends,
-            stop_token_ids=last,
-            logits_processor=chain,
-            prediction=text,
-            **others,
-        )
-        for prompt, budget, own, ends, last, chain, text in zip(
-            prompts, budgets, params, stops, stop_tokens, chains, predictions, strict=True
-        )
+        Request(prompt, budget, own, **row, **options)
+        for prompt, budget, own, row in zip(prompts, budgets, params, rows, strict=True)
     ]
 
 
@@ -126,3 +139,12 @@ def _is_of_lists(value: Any) -> bool:
     kinds = (list, tuple, set, frozenset)
     several = isinstance(value, list | tuple) and bool(value)
     return several and all(isinstance(one, kinds) or _is_array(one) for one in value)
+
+
+# Options of which there may be one for each prompt, and what says whether a value is a list of those.
+_ONE_EACH: Mapping[str, Callable[[Any], bool]] = {
+    "stop": _is_of_lists,
+    "stop_token_ids": _is_of_lists,
+    "logits_processor": _is_of_lists,
+    "prediction": _is_of_predictions,
+}

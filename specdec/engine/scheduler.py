@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from threading import Lock
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
-from specdec.costs.fallback import Fallback
-from specdec.costs.prices import BatchLoad
-from specdec.drafting.joint_forward import forward_together
 from specdec.drafting.registry import DrafterSpec, parse_drafter
 from specdec.engine.requests import Request
-from specdec.engine.sequence import ScheduledRows, SequenceState, Setup, cache_sizes
+from specdec.engine.sequence import SequenceState, Setup, cache_sizes
+from specdec.engine.step import step
+from specdec.engine.step_observer import StepObserver
+from specdec.engine.stepping import Stepping
 from specdec.errors import ConfigError
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.settings.arguments import checked
 from specdec.step.cache import KVCache
-from specdec.step.forward_passes import Pass, Passes, resume, run_together
-from specdec.target import TargetOutput
 
 __all__ = ["Event", "Handle", "Scheduler"]
 
@@ -110,14 +108,6 @@ class _Waiting:
     seconds: float
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    index: int
-    decoding: SequenceState
-    bytes: int
-    scheduled: ScheduledRows | None = field(default=None)
-
-
 class Scheduler:
     """Admits requests in order, steps those that run together, and lets go of those that end.
 
@@ -165,11 +155,8 @@ class Scheduler:
         self._submitted: deque[_Waiting] = deque()
         self._cancelled: set[int] = set()
         self._next: _Waiting | None = None
-        self._running: list[_Running] = []
-        self._rows_each = 1.0  # of the drafts of the latest step
-        # What was asked whether the latest step drafts, of how many sequences, and whether one of them samples.
-        self._fallback: Fallback | None = None
-        self._asked = 0, False
+        self._running: dict[SequenceState, _Waiting] = {}  # as they were admitted, with what they were before
+        self._observer = StepObserver(engine.live)
 
     def submit(self, request: Request) -> Handle:
         """Put a request in line; it joins the others at the next step that has room for it.
@@ -199,10 +186,22 @@ class Scheduler:
 
     def step(self) -> list[Event]:
         """Admit what there is room for, and run one forward of all that run; what came of each sequence."""
-        with self._engine.target.active():
-            events = self._drop_cancelled()
-            events += self._admit()
-            return events + self._step()
+        target = self._engine.target
+        with target.active():
+            events = self._drop_cancelled() + self._admit()
+            for sequence, outcome in step([*self._running], target, self._observer, self._step_rows):
+                events.append(self._event(sequence, outcome))
+            return events
+
+    def _event(self, sequence: Stepping, outcome: Step | Exception) -> Event:
+        """What came of a sequence, which is let go of where that was its end."""
+        assert isinstance(sequence, SequenceState)
+        index = self._running[sequence].index
+        if isinstance(outcome, Exception) or sequence.finish_reason is not None:
+            del self._running[sequence]
+        if isinstance(outcome, Exception):
+            return Event(index, sequence, None, outcome)
+        return Event(index, sequence, outcome)
 
     def run(self) -> Iterator[list[Event]]:
         """The events of one step after the other, until nothing runs and no request is left."""
@@ -212,7 +211,7 @@ class Scheduler:
     @property
     def cache_bytes(self) -> int:
         """Bytes that the caches of the running sequences hold now."""
-        return sum(one.decoding.cache_bytes for one in self._running)
+        return sum(sequence.cache_bytes for sequence in self._running)
 
     def _drop_cancelled(self) -> list[Event]:
         """Let go of what was cancelled since the last step."""
@@ -225,9 +224,12 @@ class Scheduler:
         if self._next is not None and self._next.index in cancelled:
             dropped.append(self._next.index)
             self._next = None
-        ended = [one for one in self._running if one.index in cancelled]
-        self._running = [one for one in self._running if one.index not in cancelled]
-        return [Event(one.index, one.decoding, None) for one in ended] + [Event(index, None, None) for index in dropped]
+        ended = [(sequence, one.index) for sequence, one in self._running.items() if one.index in cancelled]
+        for sequence, _ in ended:
+            del self._running[sequence]
+        return [Event(index, sequence, None) for sequence, index in ended] + [
+            Event(index, None, None) for index in dropped
+        ]
 
     def _admit(self) -> list[Event]:
         """Begin what there is room for, in order; the failures among it."""
@@ -237,17 +239,17 @@ class Scheduler:
                 break
             waiting = self._next
             assert waiting is not None
-            held = sum(one.bytes for one in self._running)
+            held = sum(one.bytes for one in self._running.values())
             if self._cache_bytes is not None and held + waiting.bytes > self._cache_bytes:
                 break
             self._next, began = None, perf_counter()
             try:
-                decoding = waiting.engine.begin(waiting.request)
+                sequence = waiting.engine.begin(waiting.request)
             except Exception as error:
                 failed.append(Event(waiting.index, None, None, error))
             else:
-                decoding.stats.seconds.prefill += waiting.seconds + perf_counter() - began
-                self._running.append(_Running(waiting.index, decoding, waiting.bytes))
+                sequence.stats.seconds.prefill += waiting.seconds + perf_counter() - began
+                self._running[sequence] = waiting
         return failed
 
     def _look(self, failed: list[Event]) -> bool:
@@ -268,7 +270,7 @@ class Scheduler:
         """A request that may wait in line."""
         began = perf_counter()
         engine = self._engine_of(request.drafter)
-        request = engine.prepare(request)
+        request = engine.prepare(replace(request, drafter=None))
         size = self._bytes(len(request.prompt), request.max_new_tokens)
         return _Waiting(index, engine, request, size, perf_counter() - began)
 
@@ -299,129 +301,3 @@ class Scheduler:
                 f"{self._cache_bytes}; lower max_new_tokens or raise cache_bytes"
             )
         return size
-
-    def _step(self) -> list[Event]:
-        """One forward of all that run; what came of it, sequence by sequence."""
-        events = list[Event]()
-        chosen, batch = self._schedule(events)
-        if not batch:
-            return events
-        began = perf_counter()
-        chosen, batch, parts = self._forward(chosen, batch, events)
-        if not batch:
-            return events
-        ended, rows = perf_counter(), [scheduled.block.rows for scheduled in batch]
-        live, fallback = self._engine.live, self._fallback
-        length = sum(scheduled.block.length for scheduled in batch) // len(batch)
-        whole = all(scheduled.is_whole for scheduled in batch)
-        if live is not None and whole:
-            live.note(sum(rows), length, ended - began)
-        each, drafted, drafting = (ended - began) / sum(rows), list[int](), 0.0
-        for one, scheduled, part, count in zip(chosen, batch, parts, rows, strict=True):
-            decoding = one.decoding
-            try:
-                if scheduled.draft is None:
-                    decoding.absorb(scheduled, part, each * count)
-                    continue
-                drafted.append(count)
-                known = decoding.stats.seconds.draft
-                step = decoding.conclude(scheduled, part, each * count)
-                drafting += decoding.stats.seconds.draft - known
-            except Exception as error:
-                events.append(self._fail(one, error))
-                continue
-            events.append(Event(one.index, decoding, step))
-            if decoding.finish_reason is not None:
-                self._running.remove(one)
-        if drafted:
-            self._rows_each = sum(drafted) / len(drafted)
-        if fallback is not None and self._asked[0] == len(drafted) == len(batch):
-            tokens = sum(len(event.step.tokens) for event in events if event.step is not None)
-            fallback.note(
-                *self._asked,
-                tokens=tokens,
-                length=length,
-                rows=sum(rows),
-                whole=whole,
-                drafting=drafting,
-                seconds=sum(scheduled.drafting for scheduled in batch) + perf_counter() - began,
-            )
-        return events
-
-    def _forward(
-        self, chosen: list[_Running], batch: list[ScheduledRows], events: list[Event]
-    ) -> tuple[list[_Running], list[ScheduledRows], list[TargetOutput]]:
-        """Run all rows as one forward; those whose rows ran, their turns, and their parts of the output.
-
-        Where it raises, each sequence's rows are run by themselves, which writes the same numbers to the same slots,
-        and the failures are added to ``events``.
-        """
-        target = self._engine.target
-        try:
-            return chosen, batch, forward_together(target, batch)
-        except Exception as error:
-            if len(batch) == 1:
-                events.append(self._fail(chosen[0], error))
-                return [], [], []
-        ran: list[tuple[_Running, ScheduledRows, TargetOutput]] = []
-        for one, scheduled in zip(chosen, batch, strict=True):
-            try:
-                (part,) = forward_together(target, [scheduled])
-            except Exception as error:
-                events.append(self._fail(one, error))
-            else:
-                ran.append((one, scheduled, part))
-        return [one for one, _, _ in ran], [scheduled for _, scheduled, _ in ran], [part for _, _, part in ran]
-
-    def _schedule(self, events: list[Event]) -> tuple[list[_Running], list[ScheduledRows]]:
-        """Who takes part in the next forward, and with what: drafts, then chunks of prompts; failures to ``events``."""
-        left, chosen, batch = self._step_rows, list[_Running](), list[ScheduledRows]()
-        order = [one for one in self._running if one.scheduled is not None]  # who had to wait comes first
-        fresh = [one for one in self._running if one.scheduled is None and not one.decoding.prefilling]
-        self._draft(fresh, events)
-        for one in order + fresh:
-            scheduled = one.scheduled
-            if scheduled is not None and scheduled.block.rows <= left:
-                left -= scheduled.block.rows
-                one.scheduled = None
-                chosen.append(one)
-                batch.append(scheduled)
-        for one in self._running:
-            if left and one.decoding.prefilling:
-                scheduled = one.decoding.chunk(left)
-                left -= scheduled.block.rows
-                chosen.append(one)
-                batch.append(scheduled)
-        return chosen, batch
-
-    def _draft(self, those: Sequence[_Running], events: list[Event]) -> None:
-        """Have each of them propose its draft; the passes that their sessions wait for are run together."""
-        others = len(self._running) - 1
-        batch_load = BatchLoad(others + 1, round(others * self._rows_each))
-        # Whether a drafter pays is known where all draft by it; where several share a forward, each does as it likes.
-        fallbacks = {one.decoding.fallback for one in those}
-        self._fallback = fallback = fallbacks.pop() if len(fallbacks) == 1 else None
-        rests = False
-        if fallback is not None:
-            self._asked = len(those), any(one.decoding.sampler.sample for one in those)
-            rests = fallback.rests(*self._asked)
-        ready: list[tuple[_Running, Passes[ScheduledRows], Any]] = [
-            (one, one.decoding.drafting(batch_load, rests), None) for one in those
-        ]
-        while ready:
-            waiting: list[tuple[_Running, Passes[ScheduledRows], Pass]] = []
-            for one, drafting, answer in ready:
-                try:
-                    asked = resume(drafting, answer)
-                except StopIteration as done:
-                    one.scheduled = done.value
-                except Exception as error:
-                    events.append(self._fail(one, error))
-                else:
-                    waiting.append((one, drafting, asked))
-            answers = run_together([asked for _, _, asked in waiting])
-            ready = [(one, drafting, answer) for (one, drafting, _), answer in zip(waiting, answers, strict=True)]
-
-    def _fail(self, one: _Running, error: Exception) -> Event:
-        self._running.remove(one)
-        return Event(one.index, one.decoding, None, error)

@@ -50,14 +50,11 @@ from specdec.runners.linear import DenseLinear, HeadOf, LinearKernel, PackedLine
 from specdec.runners.replicas import Evaluated, Replicas
 from specdec.runners.runner import LayerRunner
 from specdec.runners.snapshot import Outline, Snapshot
-from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
-from specdec.sampling.verify import Verdict, verify
 from specdec.settings.arguments import checked
 from specdec.settings.files import cache_folder
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
-from specdec.step.tree import Draft, Entry
+from specdec.step.tree import Entry
 from specdec.step.visibility import bucket
 from specdec.target import TargetOutput
 
@@ -268,11 +265,6 @@ class TransformersTarget:
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)
-
-    def verify(
-        self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int, scores: Scores | None = None
-    ) -> tuple[Verdict, Scores]:
-        return verify(output.scores(draft.scored_rows()) if scores is None else scores, draft, sampler)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.joints.logits(self.runner.head(self.joints.hidden(hidden)))

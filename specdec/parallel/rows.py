@@ -18,8 +18,8 @@ precision half a megabyte a token, against about a kilobyte for all of the above
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -31,13 +31,13 @@ from specdec.parallel.shares import GatheredScores, SharedCache, ShareOutput
 from specdec.parallel.target import ParallelTarget
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
-from specdec.sampling.verify import Verdict, match, verifier_for
+from specdec.sampling.verify import Verdict, Verification, match, verifier_for
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
-from specdec.step.tree import Draft, Entry
-from specdec.target import FINAL, TargetOutput
+from specdec.step.tree import Draft
+from specdec.target import FINAL, ForwardOptions, TargetOutput
 
-__all__ = ["ShardedTarget"]
+__all__ = ["ShardedTarget", "ShardedVerification"]
 
 _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 _ALLOWED = 4  # steps in which a rank may differ by rounding, and one in eight besides
@@ -66,27 +66,20 @@ class ShardedTarget(ParallelTarget):
         own = super().new_cache(capacity=capacity, rows=2 * rows)  # a share, and as many pending rows
         return SharedCache(own, self.ranks.rank, self.ranks.size, capacity=capacity, rows=rows)
 
-    def forward(
-        self,
-        block: Rows,
-        *,
-        entry: Entry | None = None,
-        exit_layer: int | None = None,
-        taps: Collection[int] = (),
-        rows: Sequence[int] | None = None,
-        top_k: int = 1,
-    ) -> TargetOutput:
+    def forward(self, block: Rows, **options: Unpack[ForwardOptions]) -> TargetOutput:
         cache = block.cache if isinstance(block, Block) else None
         if not isinstance(block, Block) or not isinstance(cache, SharedCache):
-            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, top_k=top_k)
-        if entry is not None or exit_layer is not None or set(taps) - {FINAL}:
+            return super().forward(block, **options)
+        early = options.get("entry") is not None or options.get("exit_layer") is not None
+        if early or set(options.get("taps", ())) - {FINAL}:
             raise ConfigError(
                 "parallel='rows' splits whole forwards, and this drafter runs the target's first layers by itself; "
                 "choose one that does not, such as lookahead, medusa or auto"
             )
         tokens = list(block.ids)
+        rows = options.get("rows")
         if rows is not None and not rows:  # of the prompt; every rank needs its keys
-            return super().forward(self._block(Draft.chain(tokens), cache), taps=taps, rows=rows)
+            return super().forward(self._block(Draft.chain(tokens), cache), **options)
         parents = range(-1, len(tokens) - 1) if block.parents is None else block.parents
         shares = cache.share(tokens, parents)
         share, pending = shares[self.ranks.rank], cache.pending
@@ -95,19 +88,17 @@ class ShardedTarget(ParallelTarget):
         own = self._block(Draft([*pending, *(tokens[row] for row in share)], above), cache)
         scored = list(range(len(tokens)) if rows is None else rows)
         wanted = [place[row] for row in scored if row in place]
-        output = super().forward(own, taps=taps, rows=wanted, top_k=top_k)
+        options["rows"] = wanted
+        output = super().forward(own, **options)
         hidden = {layer: found[len(pending) :] for layer, found in output.taps.items()}
         return ShareOutput(output, hidden, cache=cache, shares=shares, scored=scored)
 
     def _block(self, draft: Draft, cache: SharedCache) -> Block:
         return Block.of(draft, cache.own, self.device, self.backend)
 
-    def verify(
-        self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int, scores: Scores | None = None
-    ) -> tuple[Verdict, Scores]:
+    def judge(self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int) -> Verdict:
         """Judge a draft with all ranks; the taps of ``output`` are those of the whole draft from then on."""
         assert isinstance(output, ShareOutput)
-        assert scores is None  # of one rank's rows
         self._refuse(draft, sampler)
         cache, ranks, top_k = output.cache, self.ranks, min(top_k, self.vocab_size)
         if not cache.greeted:
@@ -140,7 +131,8 @@ class ShardedTarget(ParallelTarget):
                 rows[verdict.path[-1]] = message.tap(parts, layer)
         output.taps = whole
         best = message.best(found, output.shares, output.scored)
-        return verdict, GatheredScores(best, draft.scored_rows())
+        verdict.scores = GatheredScores(best, draft.scored_rows())
+        return verdict
 
     def _refuse(self, draft: Draft, sampler: Sampler) -> None:
         """Raises ConfigError for what needs more than a row's token."""
@@ -170,6 +162,17 @@ class ShardedTarget(ParallelTarget):
                     f"rank {rank} continued the same text otherwise than rank 0 in {self._differed[rank]} of "
                     f"{self._steps} steps, which is no rounding; check that both have the same weights, and its device"
                 )
+
+
+class ShardedVerification(Verification):
+    """Verifies a sequence's drafts with all ranks."""
+
+    def __init__(self, target: ShardedTarget, sampler: Sampler, top_k: int) -> None:
+        super().__init__(sampler)
+        self._target, self._top_k = target, top_k
+
+    def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Verdict:
+        return self._target.judge(output, draft, self.sampler, self._top_k)
 
 
 Way = dict[int, int]

@@ -7,7 +7,8 @@ the ranks compare what they are about to run, as a difference would end inside a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
+from typing import Unpack
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from specdec.parallel.ranks import checksum
 from specdec.parallel.target import ParallelTarget
 from specdec.step.block import Block, Rows
-from specdec.step.tree import Entry
-from specdec.target import TargetOutput
+from specdec.target import ForwardOptions, TargetOutput
 
 __all__ = ["TensorTarget"]
 
@@ -26,30 +26,21 @@ class TensorTarget(ParallelTarget):
 
     kind, splits = "tensor", False
 
-    def forward(
-        self,
-        block: Rows,
-        *,
-        entry: Entry | None = None,
-        exit_layer: int | None = None,
-        taps: Collection[int] = (),
-        rows: Sequence[int] | None = None,
-        top_k: int = 1,
-    ) -> TargetOutput:
+    def forward(self, block: Rows, **options: Unpack[ForwardOptions]) -> TargetOutput:
         if not self.together:
-            return super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, top_k=top_k)
+            return super().forward(block, **options)
         assert isinstance(block, Block)  # the engine refuses batches
-        wanted = [-1] if rows is None else rows
+        entry, exit_layer, rows = options.get("entry"), options.get("exit_layer"), options.get("rows")
         own = checksum(
             block.ids,
             [] if block.parents is None else block.parents,
             [block.length, block.first, -1 if entry is None else entry.layer, -1 if exit_layer is None else exit_layer],
-            wanted,
+            [-1] if rows is None else rows,
         )
         begins = block.length + block.first == 0  # a text; before it, ranks may have been busy otherwise
         found = self.ranks.gather(torch.tensor([own], dtype=torch.int32), patient=begins)
         self.ranks.check_equal("the rows", found[:, 0].tolist())
-        output = super().forward(block, entry=entry, exit_layer=exit_layer, taps=taps, rows=rows, top_k=top_k)
+        output = super().forward(block, **options)
         read = [*output.taps.values(), *([] if output.logits is None else [output.logits])]
         if exit_layer is not None:
             read.append(output.hidden)

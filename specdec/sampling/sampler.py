@@ -13,7 +13,7 @@ from specdec.errors import NumericalError
 from specdec.sampling.grammar import Grammar, States
 from specdec.sampling.noise import Noise
 from specdec.sampling.processors import FREE, check_scores, judged, masked, name_of, takes_rows
-from specdec.sampling.scores import Scores, extremes, finite_argmax, no_distribution
+from specdec.sampling.scores import Scores, extremes, no_distribution
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies
 
@@ -111,23 +111,6 @@ class Sampler:
         if not self.sample or self._temperature is None:
             return None
         return self._temperature, self.noise.key(len(self.tokens))
-
-    def decide(self, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
-
-        ``depths`` are the rows', empty where the latter is not needed; ``scores`` are ``processed`` where there are
-        processors. A row whose logits are no distribution has a number that is no token.
-        """
-        best = own = finite_argmax(scores.logits)
-        if not depths:
-            return best, best
-        logits = scores.logits if scores.processed is None else scores.processed
-        if self.sample:
-            noise = {depth: self.noise.gumbel(len(self.tokens) + depth) for depth in sorted(set(depths))}
-            own = finite_argmax(torch.stack([noise[depth] for depth in depths]) + logits)
-        elif self.processors:
-            own = finite_argmax(logits)
-        return best, own
 
     def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""

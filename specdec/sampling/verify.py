@@ -17,12 +17,11 @@ the *bonus* token, which the target emits whether or not a draft row was right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -32,39 +31,48 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies
+from specdec.step.block import Block
 from specdec.step.device_copies import Later
 from specdec.step.tree import Draft
 
 __all__ = [
     "Verdict",
+    "Verification",
     "Verifier",
-    "last_row",
-    "look",
+    "longest",
     "match",
+    "place_of",
     "reject",
+    "rejecting",
     "typical",
     "verifier_for",
     "verify",
-    "walk_arrays",
 ]
 
 
 @dataclass(slots=True)
 class Verdict:
-    """``path``: accepted rows, ascending, the root first; ``tokens``: as many, the last one being the bonus token."""
+    """What verification says of a draft.
 
-    path: list[int]
-    tokens: list[int]
+    Attributes:
+        path: accepted rows, ascending, the root first.
+        tokens: as many, the last one being the bonus token.
+        scores: of the draft's scored rows, for who reads more of them.
+        readback: what the session's ``readback`` gave, see :class:`specdec.drafter.ReadbackSession`.
+    """
 
-    def cut(self, count: int) -> Verdict:
-        """The first ``count`` tokens and the rows that then are committed; the last token is the next root."""
-        return self if count == len(self.tokens) else Verdict(self.path[:count], self.tokens[:count])
+    path: Sequence[int]
+    tokens: Sequence[int]
+    scores: Scores | None = field(default=None, compare=False)
+    readback: Sequence[int] | None = field(default=None, compare=False)
+
+    def cut(self, count: int) -> None:
+        """Leave the first ``count`` tokens, and the rows that then are committed; the last token is the next root."""
+        if count < len(self.tokens):
+            self.path, self.tokens = self.path[:count], self.tokens[:count]
 
 
 Verifier = Callable[[Draft, Scores, Sampler], Verdict]
-
-Look = tuple[list[torch.Tensor], Callable[[Sequence[list[Any]]], Verdict]]
-"""What a rule has to read, which stays on a device until then, and the verdict by its numbers."""
 
 
 def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Verifier:
@@ -78,9 +86,38 @@ def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Ver
     return match
 
 
-def verify(scores: Scores, draft: Draft, sampler: Sampler) -> tuple[Verdict, Scores]:
-    """The verdict by the scores of the draft's rows, and what a session may read of them."""
-    return verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler), scores
+def verify(scores: Scores, draft: Draft, sampler: Sampler) -> Verdict:
+    """The verdict by the scores of the draft's rows."""
+    return verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler)
+
+
+class Verification:
+    """Verifies one sequence's drafts by what their forwards gave; this one reads the logits where they are.
+
+    Others: :class:`specdec.engine.device_step.DeviceVerification`, :class:`specdec.parallel.rows.ShardedVerification`.
+
+    Args:
+        sampler: of the sequence.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+
+    def prepare(self, draft: Draft) -> Draft:
+        """The draft as it is to be run; its tokens are known to the host where something of the step reads them."""
+        return draft.on_host() if type(draft.tokens) is Later else draft
+
+    def arrays(self, draft: Draft, rows: Sequence[int] | None) -> Mapping[str, npt.NDArray[Any]] | None:
+        """What a step needs on a device beside its rows; ``rows`` are the scored ones, None for all."""
+        return None
+
+    def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: Any) -> Verdict:
+        """The verdict, with its scores, by the :class:`specdec.target.TargetOutput` of the block."""
+        scores = output.scores(rows)
+        sampler = self.sampler
+        verdict = verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler)
+        verdict.scores = scores
+        return verdict
 
 
 def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
@@ -95,47 +132,6 @@ def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     return Verdict(path, tokens)
 
 
-def walk_arrays(draft: Draft, place: Callable[[int], int]) -> dict[str, npt.NDArray[Any]]:
-    """What :func:`last_row` needs: per row, where its parent's logits are, and whether it may be accepted.
-
-    ``place`` says where a scored row stands among the logits. Of equal siblings the first counts, as in ``match``.
-    """
-    places, eligible, seen = [0], [True], set[tuple[int, int]]()
-    unscored = draft.probes.difference(draft.read)
-    for row in range(1, len(draft)):
-        parent = draft.parents[row]
-        known = (parent, draft.tokens[row])
-        fit = row not in draft.probes and parent not in unscored and known not in seen
-        if fit:
-            seen.add(known)
-        places.append(place(parent) if fit else 0)
-        eligible.append(fit)
-    return {"parent_places": np.array(places, dtype=np.int64), "eligible": np.array(eligible, dtype=np.bool_)}
-
-
-def last_row(
-    own: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, eligible: torch.Tensor, closure: torch.Tensor
-) -> torch.Tensor:
-    """int64 [1], the row with which ``match`` ends its path, without a copy to the host.
-
-    Args:
-        own: [R] the target's own token after each scored row.
-        tokens: [T] the draft's.
-        places, eligible: of :func:`walk_arrays`, [T].
-        closure: [T, T] bool, whether row i sees row j.
-    """
-    wrong = (own.index_select(0, places) != tokens) | ~eligible
-    wrong[:1] = False
-    accepted = ~(closure & wrong).any(-1)
-    # The path is the longest accepted one, and its rows are those that its end sees.
-    return (accepted * closure.sum(-1)).argmax(-1, keepdim=True)
-
-
-def look(rule: Verifier, draft: Draft, scores: Scores, sampler: Sampler) -> Look:
-    """What ``reject`` or ``typical`` reads of all rows. No logits processor may need the rows' texts."""
-    return (rejecting if rule is reject else _typical_look)(draft, scores, sampler)
-
-
 def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     """Traverse the tree bottom-up, accepting the first node whose coin says so.
 
@@ -148,8 +144,13 @@ def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     return judge(device_copies.copy_out(tensors))
 
 
-def rejecting(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
-    """What ``reject`` computes: no row's numbers depend on a coin. Its verdict needs the tokens, however late."""
+def rejecting(
+    draft: Draft, scores: Scores, sampler: Sampler
+) -> tuple[list[torch.Tensor], Callable[[Sequence[list[Any]]], Verdict]]:
+    """What ``reject`` has to read, which stays on a device until then, and the verdict by its numbers.
+
+    No row's numbers depend on a coin. The verdict needs the draft's tokens, however late they are.
+    """
     found = _Traversal(draft, scores, sampler)
     position, order, none = len(sampler.tokens), [*found.left], found.sums[0][:0]
     every = found.alphas, found.sums, found.masses, found.totals, found.least
@@ -223,7 +224,7 @@ class _Traversal:
             q = q / self.totals[row]  # in half precision the sum may be far from 1
         children = self._below[row]
         for child in children:
-            token = _place(self._draft, child, p.device)
+            token = place_of(self._draft, child, p.device)
             drawn = _with(torch.zeros_like(p), token, 1.0) if q is None else q
             self.masses[child] = drawn[token]
             self._visit(child, (alpha * p[token] / drawn[token]).clamp(max=1.0), [*path, child])
@@ -239,7 +240,7 @@ class _Traversal:
         self.alphas[row], self.left[row] = alpha, p
 
 
-def _place(draft: Draft, row: int, device: torch.device) -> slice | torch.Tensor:
+def place_of(draft: Draft, row: int, device: torch.device) -> slice | torch.Tensor:
     """Where a row's token stands in [V]; unread, where a device may still be drawing it."""
     if isinstance(draft.tokens, Later):
         return draft.tokens.tensor[row : row + 1].to(device)
@@ -262,34 +263,10 @@ def typical(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
         p = sampler.distribution(scores, row, tokens)
         return float(torch.special.entr(p).sum()), [float(p[draft.tokens[child]]) for child in children]
 
-    return _longest(draft, scores, sampler, read)
+    return longest(draft, scores, sampler, read)
 
 
-def _typical_look(draft: Draft, scores: Scores, sampler: Sampler) -> Look:
-    """What ``typical`` reads of any row; the target's own tokens are decided already."""
-    below = draft.children()
-    above = [row for row in range(len(draft)) if below[row]]
-    chances = {row: sampler.probabilities(scores, row, []) for row in above}
-    entropies = [torch.special.entr(p).sum()[None] for p in chances.values()]
-    numbers = [p[_place(draft, child, p.device)] for row, p in chances.items() for child in below[row]]
-
-    def judge(found: Sequence[list[Any]]) -> Verdict:
-        left = iter(found[0][len(above) :])
-        known = {
-            row: (entropy, [next(left) for _ in below[row]]) for row, entropy in zip(above, found[0], strict=False)
-        }
-
-        def read(row: int, children: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
-            if math.isnan(known[row][0]):
-                sampler.distribution(scores, row, tokens)  # which says what is wrong with it
-            return known[row]
-
-        return _longest(draft, scores, sampler, read)
-
-    return [torch.cat([*entropies, *numbers]) if above else scores.logits.new_empty(0)], judge
-
-
-def _longest(
+def longest(
     draft: Draft,
     scores: Scores,
     sampler: Sampler,

@@ -6,14 +6,14 @@ is sent what it gave. Whoever drives it runs the passes one by one, or those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
 
 from specdec.errors import DraftError, shown
 
-__all__ = ["Pass", "Passes", "Waited", "alone", "resume", "run_together", "timed"]
+__all__ = ["Pass", "Passes", "Waited", "alone", "resume", "run_all", "run_together", "timed"]
 
 T = TypeVar("T")
 
@@ -70,16 +70,33 @@ def run_together(passes: Sequence[Pass]) -> list[Any]:
     return answers
 
 
+def run_all(several: Sequence[Passes[T]]) -> list[T | Exception]:
+    """What comes of each sequence's passes, or the error that it ended with; passes that wait together are run so."""
+    results: list[Any] = [*several]
+    places: Iterable[int] = range(len(several))
+    answers: Sequence[Any] = [None] * len(several)
+    while True:
+        waiting: list[Pass] = []
+        waits: list[int] = []
+        for place, answer in zip(places, answers, strict=True):
+            try:
+                waiting.append(resume(several[place], answer))
+                waits.append(place)
+            except StopIteration as done:
+                results[place] = done.value
+            except Exception as error:
+                results[place] = error
+        if not waiting:
+            return results
+        places, answers = waits, run_together(waiting)
+
+
 def alone(passes: Passes[T]) -> T:
     """What comes of passes, each run by itself."""
-    answer = None
-    while True:
-        try:
-            asked = resume(passes, answer)
-        except StopIteration as done:
-            result: T = done.value
-            return result
-        (answer,) = run_together([asked])
+    (result,) = run_all([passes])
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 @dataclass(slots=True)

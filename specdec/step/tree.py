@@ -8,13 +8,14 @@ one rule is lookahead's window mask, Medusa's tree, REST's trie and prompt looku
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from specdec.errors import DraftError, first_line, shown
+from specdec.step.device_copies import Later
 
 __all__ = ["Draft", "DraftBuilder", "Entry", "ancestors"]
 
@@ -109,6 +110,10 @@ class Draft:
     ) -> Draft:
         """The root and a single path below it."""
         return cls(tokens, range(-1, len(tokens) - 1), q=q or {}, match_length=match_length)
+
+    def on_host(self) -> Draft:
+        """The same draft with tokens that the host knows; it waits for them where a device is still drawing them."""
+        return replace(self, tokens=list(self.tokens)) if type(self.tokens) is Later else self
 
     def marked(self, probes: frozenset[int]) -> Draft:
         """The same rows, of which these are the probes and the root is none; their tree is not looked at again."""

@@ -115,8 +115,12 @@ def test_drafters_in_one_batch_change_no_token(family: str, dtype: torch.dtype, 
     assert set(ends) == {"length", "cancelled"}
     for one, request in zip((found[index] for index in range(len(requests))), reversed(requests), strict=True):
         own = engine if request.drafter is None else engine.with_drafter(request.drafter)
-        expected = own.generate(request.prompt, request.max_new_tokens, request.sampling)
-        assert one.token_ids == expected.token_ids[: len(one.token_ids)], request
+        expected = own.start(request.prompt, request.max_new_tokens, request.sampling, max_rows=request.max_rows)
+        with target.active():
+            expected.prefill()
+            while expected.finish_reason is None:
+                expected.step()
+        assert one.token_ids == expected.result().token_ids[: len(one.token_ids)], request
         assert one.finish_reason == "cancelled" or len(one.token_ids) == request.max_new_tokens
 
 

@@ -292,7 +292,7 @@ class Generations(RuleBasedStateMachine):
     @invariant()
     def states_agree(self) -> None:
         for one in getattr(self, "running", ()):
-            assert one.decoding._cache.length == len(one.decoding.tokens) - 1
+            assert one.decoding.context.cache.length == len(one.decoding.tokens) - 1
         if hasattr(self, "target"):
             assert self.target.model.config._attn_implementation != "specdec"
 

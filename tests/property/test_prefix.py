@@ -24,12 +24,14 @@ from hypothesis.stateful import (
 )
 
 from specdec import Engine, PrefixCache, PrefixTree
+from specdec.costs.prices import UNBATCHED
+from specdec.drafting.joint_forward import forward_together
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.sequence import SequenceState
+from specdec.engine.stepping import ScheduledRows
 from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
-from specdec.step.forward_passes import alone
 from specdec.target import FINAL
 from tests.fakes import Oracle, Spy
 from tests.models import VOCAB, target_of
@@ -220,8 +222,7 @@ class Talks(RuleBasedStateMachine):
         with self.target.active():
             for _ in range(chunks):
                 if decoding.prefilling:
-                    turn = decoding.chunk()
-                    decoding.absorb(turn, decoding._run(turn), 0.0)
+                    decoding._step()
         self.open.append(Open(decoding, text, expected))
         self.texts.append(text)
 
@@ -248,8 +249,10 @@ class Talks(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(self.open))
         if not one.decoding.prefilling:
             with self.target.active():
-                turn = one.decoding._run(alone(one.decoding.drafting()))
-            assert turn.logits is not None
+                rows = one.decoding.propose(UNBATCHED, False)
+                assert isinstance(rows, ScheduledRows)
+                (output,) = forward_together(self.target, [rows])
+            assert output.logits is not None
         self.open.remove(one)
 
     @rule(

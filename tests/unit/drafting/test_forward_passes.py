@@ -20,6 +20,7 @@ from specdec.drafter import BatchedSession, Context, Drafter, DrafterBase
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
 from specdec.engine import sequence as sequence_module
+from specdec.engine import step_observer
 from specdec.errors import DraftError
 from specdec.native import library as native
 from specdec.step import forward_passes
@@ -313,7 +314,7 @@ def test_a_step_s_drafting_is_its_own_and_its_share_of_passes(monkeypatch: pytes
         clock[0] += seconds
         return result
 
-    for module in (batches, sequence_module, engines, forward_passes):
+    for module in (batches, sequence_module, step_observer, engines, forward_passes):
         monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(Doubling, "double", lambda self, tokens: takes(8, double(self, tokens)))
     engine = Engine(Reciter(lambda text: 50), None, Doubling(lambda _: takes(1)), max_rows=8)

@@ -21,6 +21,7 @@ from specdec.drafting.joint_forward import ForwardRows, forward_together
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
 from specdec.engine import sequence as sequence_module
+from specdec.engine import step_observer
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Event, Scheduler
 from specdec.errors import ConfigError, PromptError
@@ -104,7 +105,7 @@ def test_a_beginning_is_the_prompt_s_time_and_a_draft_the_step_s(batch: int, mon
         clock[0] += seconds
         return result
 
-    for module in (batches, sequence_module, engines, forward_passes):
+    for module in (batches, sequence_module, step_observer, engines, forward_passes):
         monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     encode, start = Engine.encode, Several.start
     monkeypatch.setattr(Engine, "encode", lambda self, prompt: takes(10, encode(self, prompt)))

@@ -24,12 +24,14 @@ from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingPa
 from specdec.costs.curve import roofline
 from specdec.drafter import DeviceStep
 from specdec.engine import sequence as sequence_module
+from specdec.engine import step_observer
+from specdec.engine.device_step import DeviceVerification, decide, last_row, paths_of, walk_arrays
 from specdec.errors import ConfigError, NumericalError
 from specdec.results import Step
 from specdec.sampling import processors
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
-from specdec.sampling.verify import last_row, match, walk_arrays
+from specdec.sampling.verify import match
 from specdec.step import device_copies
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
@@ -117,13 +119,13 @@ def steps_of(
     if mode is None:
         out = engine.generate(PROMPT, NEW, sampling, logits_processor=processor)
         return out.token_ids, out.steps
-    sequence_module = engine.start(PROMPT, NEW, sampling, logits_processor=processor)
+    sequence = engine.start(PROMPT, NEW, sampling, logits_processor=processor)
     with mode, engine.target.active():
-        sequence_module.prefill()
+        sequence.prefill()
         mode.counts.clear()
-        while sequence_module.finish_reason is None:
-            noted(sequence_module.step())
-    return sequence_module.result().token_ids, found
+        while sequence.finish_reason is None:
+            noted(sequence.step())
+    return sequence.result().token_ids, found
 
 
 @pytest.mark.parametrize(("drafter", "family", "sampling"), each_once(ONCE, ("llama", "mistral"), SAMPLINGS))
@@ -281,7 +283,7 @@ def test_all_rows_at_once_are_the_rows_one_by_one(name: str, parents: list[int],
     assert sampler.takes_together
     assert not sampler.reads_drafts
     depths = [draft.depths[row] for row in rows]
-    paths = tokens[torch.from_numpy(sequence_module._paths(draft, rows))]
+    paths = tokens[torch.from_numpy(paths_of(draft, rows))]
     found = sampler.together(logits, paths, None, depths)
     scores = Scores(logits.clone(), rows)
     for own, row in zip(found, rows, strict=True):
@@ -347,13 +349,13 @@ def test_masks_of_a_grammar_are_sent_at_once(
         sampling = None if sampling is None else replace(sampling, acceptance="match")
     engine = Engine(target, None, options, max_rows=24, policy="off")
     text, expected = steps_of(engine, sampling, None, [Alternating()])
-    arrays = sequence_module.SequenceState._arrays
+    arrays = DeviceVerification.arrays
 
     def checked(own: Any, draft: Draft, rows: Any) -> Any:
         assert not isinstance(draft.tokens, device_copies.Later)
         return arrays(own, draft, rows)
 
-    request.getfixturevalue("monkeypatch").setattr(sequence_module.SequenceState, "_arrays", checked)
+    request.getfixturevalue("monkeypatch").setattr(DeviceVerification, "arrays", checked)
     got, steps = steps_of(engine, sampling, request.getfixturevalue("transfers"), [Alternating()])
     assert got == text
     assert all(token % 2 == place % 2 for place, token in enumerate(text))
@@ -538,7 +540,8 @@ def test_prefill_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(target, "forward", launched)
     monkeypatch.setattr(device_copies, "wait", wait)
-    monkeypatch.setattr(sequence_module, "perf_counter", lambda: now[0])
+    for module in (sequence_module, step_observer):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     begun = engine.start(PROMPT, NEW)
     begun.stats.seconds.prefill = 0.0  # without what it took to begin
     with target.active():
@@ -577,7 +580,7 @@ def test_the_device_walks_as_the_host_does(parents: list[int], data: st.DataObje
     logits = torch.tensor(data.draw(st.lists(st.permutations([0.0, 1.0, 2.0]), min_size=size, max_size=size)))
     scores = Scores(logits if rows is None else logits[rows], rows)
     sampler = Sampler(SamplingParams(), [1], 3, torch.device("cpu"))
-    decided = sampler.decide(scores, [0] * len(scores.logits))
+    decided = decide(sampler, scores, [0] * len(scores.logits))
     arrays = {name: torch.from_numpy(array) for name, array in walk_arrays(draft, scores.place).items()}
     closure = torch.from_numpy(ancestors(parents))
     last = last_row(decided[1], torch.tensor(tokens), arrays["parent_places"], arrays["eligible"], closure)
@@ -608,7 +611,7 @@ def test_a_number_that_is_none_is_refused(request: pytest.FixtureRequest) -> Non
         sampler = Sampler(sampling, [1, 2], 3, target.device)
         scores = Scores(torch.tensor([[0.0, torch.nan, 1.0], [1.0, 2.0, 3.0]]))
         scores.processed = sampler.together(scores.logits, torch.empty(0))
-        scores.decided(*device_copies.copy_out(sampler.decide(scores, [0, 1])))
+        scores.decided(*device_copies.copy_out(decide(sampler, scores, [0, 1])))
         assert sampler.token(scores, 1, [0]) in (0, 1, 2)
         with pytest.raises(NumericalError, match="logits are no distribution"):
             sampler.token(scores, 0, [])

@@ -1,0 +1,229 @@
+"""The device side of a step: all rows are decided where their logits are, and one copy says what came of them.
+
+A device with memory of its own makes every number that is read a wait. So what a step needs there goes in with its
+rows, in their one copy (``arrays``); processors, argmax, draws and what the rules ``reject`` and ``typical`` compute
+run on the device for all rows; and what verification and the drafter will read comes out in one copy (``verify``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.drafter import DeviceStep, DraftSession, ReadbackSession
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.scores import Scores, finite_argmax
+from specdec.sampling.verify import (
+    Verdict,
+    Verification,
+    Verifier,
+    longest,
+    match,
+    place_of,
+    reject,
+    rejecting,
+    verifier_for,
+    verify,
+)
+from specdec.step import device_copies
+from specdec.step.block import Block
+from specdec.step.tree import Draft
+from specdec.target import TargetOutput
+
+__all__ = ["DeviceVerification", "decide", "last_row", "paths_of", "walk_arrays"]
+
+Judge = Callable[[Sequence[list[Any]]], Verdict]
+"""The verdict of a rule, by the numbers of what it had to read."""
+
+
+class DeviceVerification(Verification):
+    """Verifies a sequence's drafts with one copy into the device and one out of it.
+
+    Args:
+        sampler: of the sequence.
+        session: of its drafter.
+        top_k: how many of each scored row's likeliest tokens the session reads.
+    """
+
+    def __init__(self, sampler: Sampler, session: DraftSession, top_k: int) -> None:
+        super().__init__(sampler)
+        self._top_k = top_k
+        self._session = session if isinstance(session, ReadbackSession) else None
+
+    def prepare(self, draft: Draft) -> Draft:
+        return draft.on_host() if self.sampler.reads_drafts else draft
+
+    def arrays(self, draft: Draft, rows: Sequence[int] | None) -> Mapping[str, npt.NDArray[Any]]:
+        arrays = {} if self._session is None else walk_arrays(draft, Scores(torch.empty(0), rows).place)
+        if rows is not None:
+            arrays["rows"] = np.array(rows, dtype=np.int64)
+        unread = self.sampler.unread
+        if unread is not None and self.sampler.takes_together:
+            arrays["unread"] = np.array(unread, dtype=np.int64)
+            arrays["paths"] = paths_of(draft, range(len(draft)) if rows is None else rows)
+        return arrays
+
+    def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Verdict:
+        sampler, late = self.sampler, draft.tokens if type(draft.tokens) is device_copies.Later else None
+        reads = self._session is not None or self._top_k > 1 or late is not None
+        if output.argmax is not None and not (reads or sampler.sample or sampler.processors):
+            return super().verify(draft, rows, block, output)  # one copy does for all sequences of a batch
+        if not sampler.takes_together:
+            return super().verify(draft, rows, block, output)
+        scores = output.scores(rows)
+        depths = self._process(draft, block, scores)
+        rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
+        read, judge = _read_of(rule, draft, scores, sampler)
+        best, own = decide(sampler, scores, () if rule is reject else depths)
+        top = [scores.top(self._top_k)] if self._top_k > 1 else []
+        if top and sampler.sample:
+            top.append(scores.logits.gather(1, top[0]).float())
+        asked = None if rule is not match else self._readback(draft, block, scores, output, own)
+        tensors = [best, *([] if own is best else [own]), *read, *top, *([] if late is None else [late.tensor])]
+        tensors += [] if asked is None else [asked]
+        numbers = iter(device_copies.copy_out([tensor.to(scores.logits.device) for tensor in tensors]))
+        most = next(numbers)
+        decided = most if own is best else next(numbers)
+        judged = [next(numbers) for _ in read]
+        scores.decided(most, () if rule is reject else decided, *(next(numbers) for _ in top))
+        if late is not None:
+            late.known(next(numbers))
+        verdict = verify(scores, draft, sampler) if judge is None else judge(judged)
+        verdict.scores, verdict.readback = scores, next(numbers, None)
+        return verdict
+
+    def _process(self, draft: Draft, block: Block, scores: Scores) -> list[int]:
+        """Have the processors judge the scored rows, without reading any; the rows' depths."""
+        rows = range(len(draft)) if scores.rows is None else scores.rows
+        depths = [draft.depths[row] for row in rows]
+        if self.sampler.processors:
+            device = scores.logits.device
+            paths = unread = torch.empty(0, dtype=torch.long, device=device)
+            if "paths" in block.sent:
+                sent = block.sent["paths"]
+                paths = block.tokens[0].index_select(0, sent.flatten()).view(sent.shape).to(device)
+                unread = block.sent["unread"].to(device)
+            scores.processed = self.sampler.together(
+                scores.logits, paths, unread, depths, lambda place: draft.path_tokens(rows[place])
+            )
+        return depths
+
+    def _readback(
+        self, draft: Draft, block: Block, scores: Scores, output: TargetOutput, own: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What the session asks of a step whose rows' ``own`` tokens are on the device."""
+        if self._session is None:
+            return None
+        device = own.device
+        walked = (
+            block.tokens[0],
+            block.sent["parent_places"],
+            block.sent["eligible"],
+            block.seen(len(draft), device),
+        )
+        last = last_row(own, *(tensor.to(device) for tensor in walked))
+        depth = walked[-1].to(device).index_select(0, last).sum(1) - 1
+        place = torch.searchsorted(block.sent["rows"].to(device), last) if "rows" in block.sent else last
+        return self._session.readback(DeviceStep(scores, output.taps, last, depth, own.index_select(0, place)))
+
+
+def paths_of(draft: Draft, rows: Sequence[int]) -> npt.NDArray[np.int64]:
+    """[R, D] of some rows those that lie between the root and each of them, itself last; filled up with the root."""
+    paths = np.zeros((len(rows), max(draft.depths)), dtype=np.int64)
+    for own, row in zip(paths, rows, strict=True):
+        while row > 0:
+            own[draft.depths[row] - 1], row = row, draft.parents[row]
+    return paths
+
+
+def walk_arrays(draft: Draft, place: Callable[[int], int]) -> dict[str, npt.NDArray[Any]]:
+    """What :func:`last_row` needs: per row, where its parent's logits are, and whether it may be accepted.
+
+    ``place`` says where a scored row stands among the logits. Of equal siblings the first counts, as in ``match``.
+    """
+    places, eligible, seen = [0], [True], set[tuple[int, int]]()
+    unscored = draft.probes.difference(draft.read)
+    for row in range(1, len(draft)):
+        parent = draft.parents[row]
+        known = (parent, draft.tokens[row])
+        fit = row not in draft.probes and parent not in unscored and known not in seen
+        if fit:
+            seen.add(known)
+        places.append(place(parent) if fit else 0)
+        eligible.append(fit)
+    return {"parent_places": np.array(places, dtype=np.int64), "eligible": np.array(eligible, dtype=np.bool_)}
+
+
+def last_row(
+    own: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, eligible: torch.Tensor, closure: torch.Tensor
+) -> torch.Tensor:
+    """int64 [1], the row with which ``match`` ends its path, without a copy to the host.
+
+    Args:
+        own: [R] the target's own token after each scored row.
+        tokens: [T] the draft's.
+        places, eligible: of :func:`walk_arrays`, [T].
+        closure: [T, T] bool, whether row i sees row j.
+    """
+    wrong = (own.index_select(0, places) != tokens) | ~eligible
+    wrong[:1] = False
+    accepted = ~(closure & wrong).any(-1)
+    # The path is the longest accepted one, and its rows are those that its end sees.
+    return (accepted * closure.sum(-1)).argmax(-1, keepdim=True)
+
+
+def decide(sampler: Sampler, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
+
+    ``depths`` are the rows', empty where the latter is not needed; ``scores`` are ``processed`` where there are
+    processors. A row whose logits are no distribution has a number that is no token.
+    """
+    best = own = finite_argmax(scores.logits)
+    if not depths:
+        return best, best
+    logits = scores.logits if scores.processed is None else scores.processed
+    if sampler.sample:
+        noise = {depth: sampler.noise.gumbel(len(sampler.tokens) + depth) for depth in sorted(set(depths))}
+        own = finite_argmax(torch.stack([noise[depth] for depth in depths]) + logits)
+    elif sampler.processors:
+        own = finite_argmax(logits)
+    return best, own
+
+
+def _read_of(rule: Verifier, draft: Draft, scores: Scores, sampler: Sampler) -> tuple[list[torch.Tensor], Judge | None]:
+    """What a rule reads of all rows, and its verdict by the numbers; none for ``match``, which reads what is decided.
+
+    No logits processor may need the rows' texts.
+    """
+    if rule is match:
+        return [], None
+    return (rejecting if rule is reject else _typical)(draft, scores, sampler)
+
+
+def _typical(draft: Draft, scores: Scores, sampler: Sampler) -> tuple[list[torch.Tensor], Judge]:
+    """What ``typical`` reads of any row; the target's own tokens are decided already."""
+    below = draft.children()
+    above = [row for row in range(len(draft)) if below[row]]
+    chances = {row: sampler.probabilities(scores, row, []) for row in above}
+    entropies = [torch.special.entr(p).sum()[None] for p in chances.values()]
+    numbers = [p[place_of(draft, child, p.device)] for row, p in chances.items() for child in below[row]]
+
+    def judge(found: Sequence[list[Any]]) -> Verdict:
+        left = iter(found[0][len(above) :])
+        known = {
+            row: (entropy, [next(left) for _ in below[row]]) for row, entropy in zip(above, found[0], strict=False)
+        }
+
+        def read(row: int, children: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
+            if math.isnan(known[row][0]):
+                sampler.distribution(scores, row, tokens)  # which says what is wrong with it
+            return known[row]
+
+        return longest(draft, scores, sampler, read)
+
+    return [torch.cat([*entropies, *numbers]) if above else scores.logits.new_empty(0)], judge

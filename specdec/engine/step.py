@@ -1,0 +1,117 @@
+"""One step of sequences that share a forward: propose, forward, verify, commit, observe.
+
+One sequence is a batch of one. Each keeps its own cache, drafting session and noise, and so nothing of its text depends
+on the others. A sequence whose prompt is not all run yet brings a chunk of it in the place of a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.drafting.joint_forward import forward_together
+from specdec.engine.step_observer import StepObserver
+from specdec.engine.stepping import ScheduledRows, Stepping
+from specdec.results import Step
+from specdec.step.forward_passes import Passes, run_all
+from specdec.target import Target, TargetOutput
+
+__all__ = ["Outcome", "step"]
+
+Outcome = tuple[Stepping, Step | Exception]
+"""A sequence, and the step that it took or why it ended."""
+
+
+def step(sequences: Sequence[Stepping], target: Target, observer: StepObserver, row_limit: int) -> list[Outcome]:
+    """One step; what came of each sequence that drafted, or failed. Those that fail leave the others as they are.
+
+    A forward has at most ``row_limit`` rows: drafts first, those that had to wait before the new ones, then chunks of
+    prompts. ``observer`` is told what happens and when; nothing of a text depends on it but by the rows it has drafted.
+    """
+    outcomes: list[Outcome] = []
+    drafted: list[Stepping] = []  # those that had to wait before
+    fresh: list[Stepping] = []
+    for sequence in sequences:
+        if sequence.scheduled is not None:
+            drafted.append(sequence)
+        elif not sequence.prefilling:
+            fresh.append(sequence)
+    observer.begin(fresh, len(sequences))
+    propose(fresh, observer, outcomes)
+    batch = schedule(drafted + fresh, sequences, row_limit)
+    observer.scheduled()
+    ran = forward(target, batch, outcomes)
+    observer.ran(ran)
+    for rows, output in ran:
+        sequence = rows.sequence
+        try:
+            verdict = sequence.verify(rows, output)
+            observer.verified()
+            sequence.commit(rows, verdict, output)
+            observer.committed()
+            sequence.observe(rows, verdict, output)
+            taken = observer.observed(rows, verdict)
+        except Exception as error:
+            outcomes.append((sequence, error))
+            observer.failed()
+        else:
+            if taken is not None:
+                outcomes.append((sequence, taken))
+    observer.end()
+    return outcomes
+
+
+def propose(sequences: Sequence[Stepping], observer: StepObserver, outcomes: list[Outcome]) -> None:
+    """Have each sequence draft; the passes that their sessions wait for are run together."""
+    waiting: list[tuple[Stepping, Passes[ScheduledRows]]] = []
+    for sequence in sequences:
+        try:
+            proposed = sequence.propose(observer.batch_load, observer.rests)
+        except Exception as error:
+            outcomes.append((sequence, error))
+            continue
+        if isinstance(proposed, ScheduledRows):
+            sequence.scheduled = proposed
+        else:
+            waiting.append((sequence, proposed))
+    if not waiting:
+        return
+    for (sequence, _), drafted in zip(waiting, run_all([passes for _, passes in waiting]), strict=True):
+        if isinstance(drafted, Exception):
+            outcomes.append((sequence, drafted))
+        else:
+            sequence.scheduled = drafted
+
+
+def schedule(drafted: Sequence[Stepping], sequences: Sequence[Stepping], row_limit: int) -> list[ScheduledRows]:
+    """The rows of the next forward: drafts in this order as far as they fit, then chunks of prompts."""
+    left = row_limit
+    batch: list[ScheduledRows] = []
+    for sequence in drafted:
+        scheduled = sequence.scheduled
+        if scheduled is not None and scheduled.block.rows <= left:
+            left -= scheduled.block.rows
+            sequence.scheduled = None
+            batch.append(scheduled)
+    for sequence in sequences:
+        if left and sequence.prefilling:
+            batch.append(sequence.chunk(left))
+            left -= batch[-1].block.rows
+    return batch
+
+
+def forward(
+    target: Target, batch: Sequence[ScheduledRows], outcomes: list[Outcome]
+) -> list[tuple[ScheduledRows, TargetOutput]]:
+    """Run all rows as one forward; those that ran, each with its part of the output.
+
+    Where it raises, each sequence's rows are run by themselves, which writes the same numbers to the same slots.
+    """
+    if not batch:
+        return []
+    try:
+        return [*zip(batch, forward_together(target, batch), strict=True)]
+    except Exception as error:
+        if len(batch) == 1:
+            outcomes.append((batch[0].sequence, error))
+            return []
+    return [pair for rows in batch for pair in forward(target, [rows], outcomes)]
