@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from specdec import Engine
+from specdec.native.library import library
 from tests.serving import Running, serving
 
 TOOLS = (
@@ -19,6 +20,7 @@ TOOLS = (
 @pytest.fixture(scope="session")
 def served_engine(tiny_engine: Engine) -> Engine:
     """An engine that drafts, whose tokenizer writes tools."""
+    library()  # which may have to be compiled, and not while a client waits
     tokenizer = copy.deepcopy(tiny_engine.tokenizer)
     tokenizer.chat_template = TOOLS + tokenizer.chat_template
     engine = tiny_engine.with_drafter("prompt_lookup")
