@@ -11,7 +11,7 @@ from specdec.settings.options import Given, with_options
 
 __all__ = ["serve"]
 
-_EXTRA = ("jinja2", "prometheus_client", "starlette", "uvicorn", "xgrammar")  # what only this command needs
+_EXTRA = ("jinja2", "prometheus_client", "ray", "starlette", "uvicorn", "xgrammar")  # what only this command needs
 
 
 @with_options(ServeConfig, without=["parallel"], file="configs/drafter/lookahead.yaml", setting="lookahead.window=15")
@@ -23,13 +23,14 @@ def serve(given: Given) -> None:
     config = resolve(ServeConfig, given)
     config.key  # noqa: B018  (a key that cannot be read is told before a model is loaded)
     try:
+        if config.ray:
+            from specdec.serve.ray_serve import serve_replicas
         from specdec.serve.server import serve as run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRA:
             raise
-        raise ConfigError(
-            f"specdec serve needs {error.name}, which is not installed; run {pip_line('serve')}"
-        ) from error
+        extra = "serve,ray" if config.ray else "serve"
+        raise ConfigError(f"specdec serve needs {error.name}, which is not installed; run {pip_line(extra)}") from error
     from specdec.engine.load import load
 
     def ready(address: str) -> None:
@@ -37,4 +38,7 @@ def serve(given: Given) -> None:
         line = f"{address} serves {config.name}, drafted by {drafter}"
         Console(stderr=True).print(line, soft_wrap=True, highlight=False)
 
-    run(lambda: load(config, config.drafter, config.policy), config, ready)
+    if config.ray:
+        serve_replicas(config, ready)
+    else:
+        run(lambda: load(config, config.drafter, config.policy), config, ready)

@@ -72,6 +72,14 @@ class ServeConfig(EngineOptions):
         list, "A web page's origin that may call the server; repeatable (CORS).", panel=_PANEL
     )
     max_body_bytes: AtLeast1 = option(8 << 20, "Most bytes of a request's body.", panel=_PANEL)
+    ray: bool = option(False, "Serve by Ray Serve, which keeps several replicas.", panel="Ray")
+    replicas: AtLeast1 = option(1, "Replicas under Ray Serve.", panel="Ray")
+    ray_options: str | None = option(
+        None,
+        "More options of the deployment, YAML such as '{autoscaling_config: {max_replicas: 4}}'.",
+        metavar="YAML",
+        panel="Ray",
+    )
     log_prompts: bool = option(False, "Write prompts and answers to the log.", panel=_PANEL)
 
     def __post_init__(self) -> None:
