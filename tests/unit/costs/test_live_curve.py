@@ -122,7 +122,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_curve_of_a_gpu_stays_as_it_was_measured(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the host's clock sees what a forward takes to launch. Whole steps end with a wait, and are compared."""
     monkeypatch.setattr(device_copies, "is_apart", lambda device: apart)
-    engine = Engine(target(), None, "jacobi", policy="cost")
+    engine = Engine(target(), None, "jacobi", policy="acceptance")
     assert engine.live is not None
     assert engine.fallback is not None
     run(engine.live, {1: 0.5, 8: 0.1})
