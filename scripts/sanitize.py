@@ -67,6 +67,7 @@ class Fault:
     report: str
 
 
+BLOCKS = ("tests/unit/native/test_blocks.py", "tests/unit/models/test_broken_gguf.py")
 NATIVE, BATCH = (
     "tests/unit/native/test_native.py",
     ("tests/unit/engine/test_batch.py", "tests/integration/test_batch.py"),
@@ -81,13 +82,13 @@ SANITIZERS = {
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",  # Python's own allocator gives pieces of what the sanitizer knows as one
         },
-        (NATIVE, "tests/unit/native/test_native_library.py", *BATCH),
+        (NATIVE, *BLOCKS, "tests/unit/native/test_native_library.py", *BATCH),
     ),
     "thread": Sanitizer(
         ("-fsanitize=thread", "-Wl,-Bsymbolic", str(TEAM)),
         ("libtsan.so", "libstdc++.so"),
         {"TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1", "PYTHONMALLOC": "malloc"},
-        (NATIVE, *BATCH),
+        (NATIVE, BLOCKS[0], *BATCH),
     ),
 }
 FAULTS = (

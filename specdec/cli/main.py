@@ -25,6 +25,7 @@ from rich.console import Console
 from specdec.cli import output as output_module
 from specdec.cli.chat import chat
 from specdec.cli.info import info
+from specdec.cli.quantize import quantize
 from specdec.cli.serve import serve
 from specdec.engine.config import ModelOptions, RunConfig, resolve
 from specdec.errors import ConfigError, PromptError, SpecdecError, SpecdecWarning, shown
@@ -115,7 +116,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (generate, chat, drafters, demo, info, pull, serve):
+    for command in (generate, chat, drafters, demo, info, pull, serve, quantize):
         app.command()(command)
     for entry in entry_points(group=COMMANDS):
         try:

@@ -131,7 +131,6 @@ class _Filling:
             self._ref(model, self._names[id(embedding)]).put(TiedEmbedding(store, embedding))
             if tied:
                 self._ref(model, self._names[id(head)]).put(PackedLinear(store, 0, store.outputs))
-                self._table.release(below.blocks)
         if not tied:
             self._place([self._ref(model, self._names[id(head)])])
         for name, parameter in list(model.named_parameters()):
@@ -165,8 +164,6 @@ class _Filling:
         biases = [self._dense(f"{name}.bias", bias.shape) for name, bias in biased]
         store = BlockWeight(blocks, torch.cat(biases) if biases else None, self._dtype)
         store.install(places)
-        for block in blocks:
-            self._table.release(block.blocks)
 
     def _tensor(self, name: str, shape: Sequence[int]) -> BlockTensor | TensorEntry:
         """A weight's blocks, or where it has others, the entry of the file."""

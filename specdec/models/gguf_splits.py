@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Regex, pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-__all__ = ["splitter"]
+__all__ = ["rules", "splitter"]
 
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA_3, _QWEN_2 = (GGUF_PRE_TOKENIZER_SPLITS[rule] for rule in ("llama3", "qwen2"))
@@ -35,6 +35,11 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _SPLITS: dict[str, tuple[str, ...]] = {rule: (split,) for rule, split in GGUF_PRE_TOKENIZER_SPLITS.items()}
 _SPLITS |= {rule: splits for rules, splits in _RULES for rule in rules.split()}
+
+
+def rules() -> tuple[str, ...]:
+    """All rules that are known here."""
+    return tuple(_SPLITS)
 
 
 def splitter(rule: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,16 +113,6 @@ class TensorTable:
                 "quantisation, or the model's folder of safetensors"
             ) from error
         return found.astype(np.float32, copy=False).reshape(entry.shape)
-
-    def release(self, rows: np.ndarray) -> None:
-        """Give back the pages that were read of a tensor: read again, they would come from the file."""
-        mapped = self.blob._mmap  # type: ignore[attr-defined]
-        if hasattr(mmap, "MADV_DONTNEED"):
-            begin = rows.__array_interface__["data"][0] - self.blob.__array_interface__["data"][0]
-            first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-            last = (begin + rows.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if first < last:
-                mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def widen(self, copy: Path) -> None:
         """Write the file again, with the tensors that transformers does not dequantise in float32.

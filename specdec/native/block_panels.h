@@ -21,33 +21,38 @@ int64_t specdec_panel_bytes(int format, int64_t outputs, int64_t inputs) {
     return (outputs + PANEL - 1) / PANEL * (inputs / f->values) * block_bytes(f);
 }
 
-/* Words of CHUNK codes, to `to`, PANEL words apart. */
+/* The bits of `from` that `mask` says, side by side. */
+INLINE uint32_t gather_bits(uint64_t from, uint64_t mask) {
+#ifdef __BMI2__
+    return (uint32_t)_pext_u64(from, mask);
+#else
+    uint32_t found = 0;
+    for (int at = 0; mask; mask &= mask - 1) found |= (uint32_t)(from >> __builtin_ctzll(mask) & 1) << at++;
+    return found;
+#endif
+}
+
+/* Bits [first, first + wide) of CHUNK codes go to words, PANEL words apart: first inputs' to the low half of each. */
+INLINE void put_bits(const uint8_t *codes, uint32_t *to, const int first, const int wide) {
+    const uint64_t mask = (((uint64_t)1 << wide) - 1) << first, four = wide == 8 ? 2 : 4; /* pairs of inputs at a time */
+    const uint64_t even = wide == 8 ? mask | mask << 16 : mask | mask << 16 | mask << 32 | mask << 48;
+    uint32_t word = 0;
+    int bits = 0;
+    for (int at = 0; at < CHUNK; at += 2 * four) {
+        uint64_t some = 0;
+        memcpy(&some, codes + at, 2 * four);
+        word |= gather_bits(some, even) << bits | gather_bits(some, even << 8) << (16 + bits);
+        bits += wide * four;
+        if (bits < 16 && at + 2 * four < CHUNK) continue;
+        *to = word, to += PANEL, word = 0, bits = 0;
+    }
+}
+
 INLINE void put_codes(const uint8_t *codes, uint32_t *to, const int bits) {
-    const int wide = bits == 8 ? 8 : bits >= 4 ? 4 : 2, each = 16 / wide; /* pairs of inputs in a word */
-    int word = 0;
-    for (; word < 16 / each; word++) {
-        uint32_t sum = 0;
-        for (int k = 0; k < each; k++) {
-            const uint32_t low = codes[2 * (word * each + k)] & ((1 << wide) - 1);
-            const uint32_t high = codes[2 * (word * each + k) + 1] & ((1 << wide) - 1);
-            sum |= low << wide * k | high << (16 + wide * k);
-        }
-        to[word * PANEL] = sum;
-    }
-    if (bits == 6)
-        for (int part = 0; part < 2; part++) {
-            uint32_t sum = 0;
-            for (int k = 0; k < 8; k++)
-                sum |= (uint32_t)(codes[16 * part + 2 * k] >> 4) << 2 * k |
-                       (uint32_t)(codes[16 * part + 2 * k + 1] >> 4) << (16 + 2 * k);
-            to[(word + part) * PANEL] = sum;
-        }
-    if (bits == 5 || bits == 3) {
-        uint32_t sum = 0;
-        for (int k = 0; k < 16; k++)
-            sum |= (uint32_t)(codes[2 * k] >> (bits - 1)) << k | (uint32_t)(codes[2 * k + 1] >> (bits - 1)) << (16 + k);
-        to[word * PANEL] = sum;
-    }
+    put_bits(codes, to, 0, bits == 8 ? 8 : bits >= 4 ? 4 : 2);
+    if (bits == 6) put_bits(codes, to + 4 * PANEL, 4, 2);
+    if (bits == 5) put_bits(codes, to + 4 * PANEL, 4, 1);
+    if (bits == 3) put_bits(codes, to + 2 * PANEL, 2, 1);
 }
 
 INLINE void put_any_codes(const uint8_t *codes, uint32_t *to, int bits) {

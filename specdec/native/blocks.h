@@ -16,69 +16,80 @@ typedef struct {
     int32_t type, values, bytes;  /* GGUF's number of it; values and bytes of a block in a file */
     int32_t bits, offset, group;  /* of a code; what is taken from it; values that have one scale */
     int32_t scales, minima, levels; /* how scales are kept; whether there are minima; codes number values of a list */
-    void (*read)(const uint8_t *block, Block256 *to);
+    void (*read)(const uint8_t *restrict block, Block256 *restrict to);
 } WeightFormat;
 
 INLINE uint16_t two_bytes(const uint8_t *from) { return (uint16_t)(from[0] | from[1] << 8); }
 
 /* Values [0, half) from the low four bits of as many bytes, and [half, 2 half) from the high ones. */
-INLINE void split_nibbles(const uint8_t *from, uint8_t *codes, const int half) {
+INLINE void split_nibbles(const uint8_t *restrict from, uint8_t *restrict codes, const int half) {
     for (int i = 0; i < half; i++) codes[i] = from[i] & 15, codes[half + i] = from[i] >> 4;
 }
 
 /* One more bit of 32 codes. */
-INLINE void add_bits(const uint8_t *from, uint8_t *codes, const int place) {
-    for (int i = 0; i < CHUNK; i++) codes[i] |= (from[i / 8] >> i % 8 & 1) << place;
+INLINE void add_bits(const uint8_t *restrict from, uint8_t *restrict codes, const int place) {
+    for (int i = 0; i < CHUNK / 8; i++) {
+        uint64_t some, bits;
+        memcpy(&some, codes + 8 * i, sizeof some);
+#ifdef __BMI2__
+        bits = _pdep_u64(from[i], 0x0101010101010101);
+#else
+        bits = 0;
+        for (int n = 0; n < 8; n++) bits |= (uint64_t)(from[i] >> n & 1) << 8 * n;
+#endif
+        some |= bits << place;
+        memcpy(codes + 8 * i, &some, sizeof some);
+    }
 }
 
-static void read_q4_0(const uint8_t *block, Block256 *to) {
+static void read_q4_0(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block);
     split_nibbles(block + 2, to->codes, 16);
 }
 
-static void read_q4_1(const uint8_t *block, Block256 *to) {
+static void read_q4_1(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block), to->m = two_bytes(block + 2);
     split_nibbles(block + 4, to->codes, 16);
 }
 
-static void read_q5_0(const uint8_t *block, Block256 *to) {
+static void read_q5_0(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block);
     split_nibbles(block + 6, to->codes, 16);
     add_bits(block + 2, to->codes, 4);
 }
 
-static void read_q5_1(const uint8_t *block, Block256 *to) {
+static void read_q5_1(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block), to->m = two_bytes(block + 2);
     split_nibbles(block + 8, to->codes, 16);
     add_bits(block + 4, to->codes, 4);
 }
 
-static void read_q8_0(const uint8_t *block, Block256 *to) {
+static void read_q8_0(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block);
     memcpy(to->codes, block + 2, 32);
 }
 
 /* Two bits of each of 256 codes: of 32 bytes those of four times 32 of them. */
-INLINE void add_pairs_of_bits(const uint8_t *from, uint8_t *codes, const int place) {
+INLINE void add_pairs_of_bits(const uint8_t *restrict from, uint8_t *restrict codes, const int place) {
     for (int part = 0; part < 2; part++)
         for (int turn = 0; turn < 4; turn++)
             for (int i = 0; i < 32; i++) codes[part * 128 + turn * 32 + i] |= (from[part * 32 + i] >> 2 * turn & 3) << place;
 }
 
 /* One bit of each of 256 codes: bit n of 32 bytes is of the n-th 32 of them. */
-INLINE void add_bits_across(const uint8_t *from, uint8_t *codes, const int place) {
+INLINE void add_bits_across(const uint8_t *restrict from, uint8_t *restrict codes, const int place) {
     for (int turn = 0; turn < 8; turn++)
         for (int i = 0; i < 32; i++) codes[turn * 32 + i] |= (from[i] >> turn & 1) << place;
 }
 
-static void read_q2_k(const uint8_t *block, Block256 *to) {
+static void read_q2_k(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block + 80), to->m = two_bytes(block + 82);
     for (int g = 0; g < 16; g++) to->scales[g] = block[g] & 15, to->minima[g] = block[g] >> 4;
     memset(to->codes, 0, MOST);
     add_pairs_of_bits(block + 16, to->codes, 0);
 }
 
-static void read_q3_k(const uint8_t *block, Block256 *to) {
+static void read_q3_k(const uint8_t *restrict block, Block256 *restrict to) {
     const uint8_t *scales = block + 96;
     to->d = two_bytes(block + 108);
     for (int g = 0; g < 16; g++)
@@ -97,27 +108,27 @@ INLINE void read_six_bits(const uint8_t *from, Block256 *to) {
     }
 }
 
-static void read_q4_k(const uint8_t *block, Block256 *to) {
+static void read_q4_k(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block), to->m = two_bytes(block + 2);
     read_six_bits(block + 4, to);
     for (int part = 0; part < 4; part++) split_nibbles(block + 16 + part * 32, to->codes + part * 64, 32);
 }
 
-static void read_q5_k(const uint8_t *block, Block256 *to) {
+static void read_q5_k(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block), to->m = two_bytes(block + 2);
     read_six_bits(block + 4, to);
     for (int part = 0; part < 4; part++) split_nibbles(block + 48 + part * 32, to->codes + part * 64, 32);
     add_bits_across(block + 16, to->codes, 4);
 }
 
-static void read_q6_k(const uint8_t *block, Block256 *to) {
+static void read_q6_k(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block + 208);
     memcpy(to->scales, block + 192, 16);
     for (int part = 0; part < 2; part++) split_nibbles(block + part * 64, to->codes + part * 128, 64);
     add_pairs_of_bits(block + 128, to->codes, 4);
 }
 
-static void read_iq4_xs(const uint8_t *block, Block256 *to) {
+static void read_iq4_xs(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block);
     for (int g = 0; g < 8; g++) {
         const int low = block[4 + g / 2] >> g % 2 * 4 & 15, high = two_bytes(block + 2) >> 2 * g & 3;
@@ -180,22 +191,32 @@ INLINE float value_in(const WeightFormat *f, const Block256 *block, int i) {
     return f->minima ? scaled - minimum_of(f, block, i / f->group) : scaled;
 }
 
+INLINE void dequantise_group(const WeightFormat *f, const Block256 *block, int first, float *y, const int group) {
+    const float scale = scale_of(f, block, first / group), minimum = minimum_of(f, block, first / group);
+    const uint8_t *codes = block->codes + first;
+    float values[CHUNK];
+    if (f->levels)
+        for (int i = 0; i < group; i++) values[i] = levels[codes[i]];
+    else if (f->bits == 8)
+        for (int i = 0; i < group; i++) values[i] = (int8_t)codes[i];
+    else
+        for (int i = 0; i < group; i++) values[i] = codes[i] - f->offset;
+    if (f->minima)
+        for (int i = 0; i < group; i++) y[first + i] = scale * values[i] - minimum;
+    else
+        for (int i = 0; i < group; i++) y[first + i] = scale * values[i];
+}
+
 /* y [count, values of a block] gets the weights of blocks as they lie in a file. */
-void specdec_dequantise(int format, const uint8_t *blocks, int64_t count, float *y) {
+void specdec_dequantise(int format, const uint8_t *blocks, int64_t count, float *y, int threads) {
     const WeightFormat *f = formats + format;
-    Block256 block;
-    for (int64_t n = 0; n < count; n++, blocks += f->bytes, y += f->values) {
-        f->read(blocks, &block);
-        for (int first = 0; first < f->values; first += f->group) { /* as value_in, a group at a time */
-            const float scale = scale_of(f, &block, first / f->group), minimum = minimum_of(f, &block, first / f->group);
-            float codes[CHUNK];
-            for (int i = 0; i < f->group; i++)
-                codes[i] = f->levels ? levels[block.codes[first + i]]
-                                     : f->bits == 8 ? (int8_t)block.codes[first + i] : block.codes[first + i] - f->offset;
-            if (f->minima)
-                for (int i = 0; i < f->group; i++) y[first + i] = scale * codes[i] - minimum;
-            else
-                for (int i = 0; i < f->group; i++) y[first + i] = scale * codes[i];
+    AS_TEAM {
+        SHARED(n, count) {
+            Block256 block;
+            f->read(blocks + n * f->bytes, &block);
+            for (int first = 0; first < f->values; first += f->group)
+                if (f->group == GROUP) dequantise_group(f, &block, first, y + n * f->values, GROUP);
+                else dequantise_group(f, &block, first, y + n * f->values, CHUNK);
         }
     }
 }

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 
 from specdec.native.formats import WeightFormat
 from specdec.native.library import library
-from specdec.native.types import CPart, CProduct, Kind
+from specdec.native.types import PANEL, CPart, CProduct, Kind
 from specdec.runners.linear import PackedWeight
-from specdec.runners.memory_pages import HugePages
+from specdec.runners.memory_pages import HugePages, release_pages
 
 __all__ = ["BlockTensor", "BlockWeight"]
 
 _PAGES = HugePages()
 _AT_ONCE = 1 << 18  # weights of a reference that are dequantised at once
+_BYTES_AT_ONCE = 8 << 20  # of a file that are laid in panels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +52,9 @@ class BlockTensor:
         rows = np.ascontiguousarray(rows)
         found = torch.empty(last - first, self.inputs)
         count = rows.nbytes // int(self.format.bytes)
-        library().specdec_dequantise(self.format.number, rows.ctypes.data, count, found.data_ptr())
+        threads = torch.get_num_threads()
+        library().specdec_dequantise(self.format.number, rows.ctypes.data, count, found.data_ptr(), threads)
+        release_pages(self.blocks[first:last])
         return found
 
 
@@ -103,16 +106,21 @@ class BlockWeight(PackedWeight):
         """The blocks in panels."""
         blocks, order = np.ascontiguousarray(part.blocks), part.order
         order = None if order is None else np.ascontiguousarray(order, dtype=np.int64)
-        number, sizes = part.format.number, (part.outputs, part.inputs)
-        panels = _PAGES.take(self._library.specdec_panel_bytes(number, *sizes))
-        self._library.specdec_lay_blocks(
-            number,
-            blocks.ctypes.data,
-            None if order is None else order.ctypes.data,
-            *sizes,
-            panels.data_ptr(),
-            torch.get_num_threads(),
-        )
+        number, size = part.format.number, self._library.specdec_panel_bytes
+        panels = _PAGES.take(size(number, part.outputs, part.inputs))
+        some = max(1, _BYTES_AT_ONCE // (PANEL * blocks.shape[1])) * PANEL
+        for first in range(0, part.outputs, some):  # so that few pages of the file stand beside what is laid of them
+            rows = blocks if order is not None else blocks[first : first + some]
+            self._library.specdec_lay_blocks(
+                number,
+                rows.ctypes.data,
+                None if order is None else order[first:].ctypes.data,
+                min(some, part.outputs - first),
+                part.inputs,
+                panels.data_ptr() + size(number, first, part.inputs),
+                torch.get_num_threads(),
+            )
+            release_pages(rows)
         return panels
 
     def dequantised(self, first: int, last: int) -> Iterator[torch.Tensor]:

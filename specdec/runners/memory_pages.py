@@ -14,10 +14,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["FilePages", "HugePages", "trim_heap"]
+__all__ = ["FilePages", "HugePages", "release_pages", "trim_heap"]
 
 Span = tuple[int, int]  # addresses [first, last)
 
@@ -72,6 +74,20 @@ class FilePages:
             first, last = _whole_pages(weight)
             if first < last and any(start <= first and last <= stop for start, stop in self._files):
                 libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def release_pages(rows: np.ndarray) -> None:
+    """Drop the pages that rows of a mapped file have alone: read again, they would come from the file. Linux only."""
+    mapped: Any = rows
+    while isinstance(mapped, np.ndarray):
+        mapped = mapped.base
+    if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED") or not rows.flags.c_contiguous:
+        return
+    begin = rows.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (begin + rows.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def trim_heap() -> None:

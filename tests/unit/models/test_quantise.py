@@ -1,0 +1,64 @@
+"""A model written in quantised blocks: the package gguf's numbers, the same tokens, or a clear word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from specdec import Engine
+from specdec.errors import CheckpointError, ConfigError
+from specdec.models.loading import load_model
+from specdec.models.quantise import quantise_model
+from specdec.models.tokenizer import load_tokenizer
+
+
+def load(place: str | Path, dtype: str = "float32") -> Any:
+    return load_model(place, dtype=dtype, device=None, device_map=None, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", pytest.param("q8_0", marks=pytest.mark.slow)])
+def test_a_model_is_written_and_read_again(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    quantise_model("tiny", kind, file)
+    written, own = load(file).state_dict(), load("tiny").state_dict()
+    blocks = gguf.GGMLQuantizationType[kind.upper()]
+    for name, weight in own.items():
+        if weight.ndim == 2:
+            rows = gguf.quants.quantize(weight.numpy(), blocks)
+            weight = torch.from_numpy(gguf.quants.dequantize(rows, blocks))
+        assert torch.equal(written[name], weight), name
+    text = "What is 12 + 30?\n\n It's na\u00efve."
+    found, expected = load_tokenizer(file), load_tokenizer("tiny")
+    assert found(text)["input_ids"] == expected(text)["input_ids"]
+    assert found.chat_template == expected.chat_template
+    engine = Engine.from_pretrained(file)
+    prompt = engine.encode(text)
+    plain = Engine(engine.target, engine.tokenizer, "none").generate(prompt, 20).token_ids
+    assert engine.generate(prompt, 20).token_ids == plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("q4_k", "a.gguf", "no quantiser for Q4_K; give one of .*q8_0"),
+        ("q9", "a.gguf", "--type is 'q9', which GGUF does not know; give one of"),
+        ("q8_0", "a.bin", "ends with .gguf"),
+        ("q8_0", "there.gguf", "exists; delete it"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(kind: str, name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "there.gguf").touch()
+    with pytest.raises(ConfigError, match=message):
+        quantise_model("tiny", kind, tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["there.gguf"]
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.models.quantise.rules", lambda: ("falcon",))  # which splits otherwise
+    with pytest.raises(CheckpointError, match="splits texts by a rule"):
+        quantise_model("tiny", "q8_0", tmp_path / "a.gguf")
+    assert not [*tmp_path.iterdir()]
