@@ -313,11 +313,14 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\
 
 
 @pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("sent", [b"", b"P", HEAD[:30], HEAD, HEAD + BODY[:9], HEAD + BODY, HEAD + BODY + HEAD])
-@pytest.mark.parametrize("read", [0, 1])
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        *((part, 0) for part in (b"", b"P", HEAD[:30], HEAD, HEAD + BODY[:9])),
+        *((HEAD + BODY + more, read) for more in (b"", HEAD) for read in (0, 1)),
+    ],
+)
 def test_a_client_that_vanishes_at_any_point(steady: Running, sent: bytes, read: int, reset: bool) -> None:
-    if read and not sent.startswith(HEAD + BODY):
-        pytest.skip("there is nothing to read")
     host, port = steady.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), SECONDS) as client:
         client.sendall(sent)
