@@ -158,6 +158,7 @@ class PrefixTree(PrefixCache):
         with self._lock:
             self._sweep()
             hidden = self._take(text)
+            self._running = [one for one in self._running if one.known.cache is not cache]  # where it looks again
             known = KeptText(target, text.version, cache, tokens, text.taps, text.known)
             self._running.append(_Running(known, weakref.ref(text)))
         if cache.length:

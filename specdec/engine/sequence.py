@@ -131,8 +131,15 @@ class SequenceState:
         self._traces, self._first_began = request.trace, 0.0
         self._top = request.logprobs
         self._logprobs: list[TokenLogprobs] = []
+        self._prefix_cache = request.prefix_cache
         self._kept = None if request.prefix_cache is None else self._take(request.prefix_cache)
         self.prefilling = cache.length < len(tokens) - 1
+
+    def look_again(self) -> None:
+        """Have what a text beside it has run meanwhile, if nothing of the prompt was known or run so far."""
+        if self._prefix_cache is not None and not self.context.cache.length:
+            self._kept = self._take(self._prefix_cache)
+            self.prefilling = self.context.cache.length < self.stats.prompt_tokens - 1
 
     def _take(self, prefix_cache: PrefixCache) -> KeptText:
         """Have what is known of the prompt's beginning; the session is shown it as if it had just been run."""

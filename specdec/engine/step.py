@@ -94,6 +94,8 @@ def schedule(drafted: Sequence[Stepping], sequences: Sequence[Stepping], row_lim
             batch.append(scheduled)
     for sequence in sequences:
         if left and sequence.prefilling:
+            sequence.look_again()
+        if left and sequence.prefilling:
             batch.append(sequence.chunk(left))
             left -= batch[-1].block.rows
     return batch

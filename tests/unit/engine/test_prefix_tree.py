@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, PrefixTree, SamplingParams
+from specdec import Engine, PrefixCache, PrefixTree, SamplingParams
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ConfigError
@@ -159,6 +159,25 @@ def test_requests_that_run_together_share_one_tree(tiny_engine: Engine) -> None:
                 stats = done[handle.index].stats
                 if turn or place > 2:
                     assert stats.reused_tokens >= len(tiny_engine.encode(system)) - 2
+
+
+def test_requests_that_come_together_have_what_the_first_one_ran() -> None:
+    """No text is known when they are admitted, and the first one fills the first forwards."""
+    engine = Engine(Reciter(whole_text), None, max_rows=1)
+    system = [token % 90 for token in range(200)]
+    prompts = [[*system, 90 + number, 3] for number in range(6)]
+    plain = [engine.generate(prompt, 5).token_ids for prompt in prompts]
+    for tree in (PrefixTree(LARGE), PrefixCache()):
+        rows, done = engine.target.forwards, {}
+        rows.clear()
+        for events in Scheduler(
+            engine, [Request(prompt, 5, prefix_cache=tree) for prompt in prompts], step_rows=50
+        ).run():
+            done |= {event.index: event.generation() for event in events if event.last}
+        assert [done[place].token_ids for place in range(6)] == plain
+        if isinstance(tree, PrefixTree):
+            assert sum(rows) < 200 + 6 * 60
+            assert all(done[place].stats.reused_tokens >= 150 for place in range(1, 6))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
