@@ -106,6 +106,9 @@ def test_a_prediction_of_another_text_lets_the_drafter_work() -> None:
     """What does not come true is tried more and more rarely, and the engine's own drafter drafts."""
     answer = [10, 11, 12, 13, 14, 15, 16, 17] * 40
     alone = reciting(answer, "prompt_lookup").generate([1], len(answer)).stats
+    for misleading in ([10, 11, 99], [12, 13, 98], [14, 15, 97], [16, 17, 96]):
+        led = reciting(answer, "prompt_lookup").generate([1], len(answer), prediction=misleading * 50).stats
+        assert led.steps <= alone.steps + 25
     stray = reciting(answer, "prompt_lookup").generate([1], len(answer), prediction=[*range(50, 90)] * 5).stats
     assert stray.steps <= alone.steps + 25
     assert (stray.accepted_prediction_tokens, stray.rejected_prediction_tokens) == (0, 200)
@@ -125,7 +128,7 @@ def test_a_drafter_is_shown_the_hidden_states_of_all_tokens(drafter: str, tmp_pa
             shown.setdefault(layer, []).append(rows[list(step.path)])
 
     engine.drafter = spy = Spy(engine.drafter, drafts.append, on_seen)
-    found = engine.generate(prompt, 40, prediction=[*plain[:10], 3, 4, *plain[15:20], 9, 9, 9, *plain[24:30]])
+    found = engine.generate(prompt, 40, prediction=[*plain[:10], *plain[11:20], 9, 9, 9, *plain[24:30]])
     assert found.token_ids == plain
     assert 0 < len(drafts) < found.stats.steps  # both drafted
     for layer in spy.taps:
@@ -273,6 +276,13 @@ def test_the_places_where_an_answer_may_go_on() -> None:
     assert text.branches() == [6, 5, 3]  # behind the 15, replaced, put in
     text.add(16)
     assert (text.place, text.agreed, text.away) == (7, 2, 0)
+
+
+def test_of_places_that_look_alike_the_next_one_counts() -> None:
+    text = PredictedText([1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 5])
+    for token in (1, 2, 3, 9, 50, 2):
+        text.add(token)
+    assert (text.left, text.found()) == (4, (6, 1))
 
 
 def test_the_command_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
