@@ -41,6 +41,9 @@ class Stepping(Protocol):
     def propose(self, batch_load: BatchLoad, rests: bool) -> ScheduledRows | Passes[ScheduledRows]:
         """The next draft, or the passes that its session waits for, to be run beside others'."""
 
+    def look_again(self) -> None:
+        """Have what a text beside it has run meanwhile, if nothing of the prompt was known or run so far."""
+
     def chunk(self, most: int) -> ScheduledRows:
         """The next tokens of the prompt, at most so many."""
 
