@@ -11,11 +11,13 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
+from transformers.cache_utils import DFlashCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from tests import heads
@@ -24,7 +26,7 @@ from tests.models import VOCAB, model_of
 __all__ = ["FAMILY", "REFERENCES", "Guess", "Reference"]
 
 FAMILY, SIZE = "llama", 32
-OUTER = [1, 2, 3]  # hidden layers that are read, by what comes before them
+OUTER, BLOCK_OUTER = [1, 2, 3], [1, 2]  # hidden layers that are read, by what comes before them
 Guess = Callable[[list[int], list[int]], torch.Tensor]
 """A text, its root last, and tokens guessed behind it, to [depths, V] logits: behind the root, and each of them."""
 
@@ -114,9 +116,8 @@ def speculators_model(name: str, config: dict[str, Any], tensors: heads.Tensors,
     assert set(missing) <= known
     for part in ("embed_tokens", "lm_head"):
         if f"{part}.weight" in missing:
-            getattr(model, part).weight.data = getattr(
-                model_of(FAMILY), f"get_{'in' if part[0] == 'e' else 'out'}put_embeddings"
-            )().weight.data
+            place = {"embed_tokens": "get_input_embeddings", "lm_head": "get_output_embeddings"}[part]
+            getattr(model, part).weight.data = getattr(model_of(FAMILY), place)().weight.data
     model.verifier_lm_head.weight.data.zero_()
     return model
 
@@ -177,6 +178,83 @@ def peagle(config: dict[str, Any], tensors: heads.Tensors) -> Guess:
     return guess
 
 
+def block_config(config: dict[str, Any]) -> tuple[dict[str, Any], Qwen3Config]:
+    """What a block's config says, wherever it stands, and the layers' config."""
+    inner = config.get("transformer_layer_config", config)
+    names = {*heads.layer_config(1, 1), "layer_types", "sliding_window"}
+    layers = {name: value for name, value in inner.items() if name in names}
+    windows = {"use_sliding_window": True} if "sliding_window" in layers else {}
+    return {**config, **config.get("dflash_config", {})}, Qwen3Config(**layers, **windows, attn_implementation="eager")
+
+
+def block_model(name: str, config: dict[str, Any], tensors: heads.Tensors) -> tuple[Any, int]:
+    """That package's head, and the number of its block's first row that drafts."""
+    told, inner = block_config(config)
+    own: dict[str, Any] = {"sample_from_anchor": name == "DSpark"}
+    if name == "DSpark":
+        kinds = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
+        own["markov_rank"] = tensors["markov_head.markov_w1.weight"].shape[1]
+        own["markov_head_type"] = next((kind for part, kind in kinds.items() if part in tensors), "vanilla")
+    if name == "DFlash2":
+        rank = tensors["candidate_selector.predecessor_codebook"].shape[1]
+        own |= {"conv_group_size": 8, "selector_rank": rank, "selector_top_k": told["selector_top_k"]}
+    later = told.get("sliding_window_non_causal", "dflash_config" in config)
+    model = speculators_model(
+        name, config, tensors, inner, block_size=told["block_size"], mask_token_id=0,
+        aux_hidden_state_layer_ids=BLOCK_OUTER, sliding_window_non_causal=later, **own,
+    )  # fmt: skip
+    return model, 0 if own["sample_from_anchor"] else 1
+
+
+def dflash(config: dict[str, Any], tensors: heads.Tensors, name: str = "DFlash") -> Guess:
+    """Its training has blocks begin anywhere in a text; here one does, behind all of it."""
+    model, first = block_model(name, config, tensors)
+
+    @torch.no_grad()
+    def guess(tokens: list[int], path: list[int]) -> torch.Tensor:
+        block, anchor = model.block_size, len(tokens) - 1
+        states = hidden_states(tokens[:-1])
+        raw = later(torch.cat([states[layer] for layer in BLOCK_OUTER], -1)[None], block + 1)
+        given = torch.tensor([[*tokens, *[0] * block]])
+        chosen = (torch.tensor([anchor]), torch.tensor([True]))
+        with patch("speculators.models.dflash.core.select_anchors", lambda *_: chosen):
+            hidden, logits, *_ = model._backbone_forward(
+                raw, given, torch.ones_like(given), raw[..., :SIZE], torch.zeros_like(given), max_anchors=1
+            )
+        before = torch.tensor([[*[tokens[-1]] * (first + 1), *path, *[0] * block]])[:, :block]
+        if name == "DSpark":
+            logits = logits + model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
+        elif name == "DFlash2":
+            best = logits.topk(model.candidate_selector.top_k, -1).indices
+            scores = model.candidate_selector.score_candidates(logits, hidden, before, best)
+            logits = torch.full_like(logits, -torch.inf).scatter(-1, best, scores)
+        return by_token(logits[0, first : first + 1 + len(path)], tensors)
+
+    return guess
+
+
+def muse(config: dict[str, Any], tensors: heads.Tensors) -> Guess:
+    """Transformers' own, with the cache that its generator gives it."""
+    own = MuseGlimmerAssistantConfig(**config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    own._attn_implementation = "eager"
+    model = MuseGlimmerAssistantModel(own).double().eval()
+    model.load_state_dict(tensors)
+    target = model_of(FAMILY)
+
+    @torch.no_grad()
+    def guess(tokens: list[int], path: list[int]) -> torch.Tensor:
+        states, block = hidden_states(tokens[:-1]), own.block_size
+        raw = torch.cat([states[layer + 1] for layer in own.target_layer_ids], -1)[None]
+        cache = DFlashCache(config=own)
+        cache.set_previous_accepted_tokens(len(tokens) - 1)
+        noise = target.get_input_embeddings()(torch.tensor([[tokens[-1], *[own.mask_token_id] * (block - 1)]]))
+        places = torch.arange(len(tokens) - 1 + block)[None]
+        found = model(noise_embeds=noise, context_hidden_states=raw, position_ids=places, past_key_values=cache)
+        return target.lm_head(found.last_hidden_state[0, 1 : 2 + len(path)])
+
+    return guess
+
+
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -193,11 +271,44 @@ _EAGLE3: dict[str, dict[str, Any]] = {
 }
 
 
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+def _windowed() -> tuple[dict[str, Any], heads.Tensors]:
+    """As that package writes it; a layer with a window sees no later rows of the block."""
+    config, tensors = heads.dflash(SIZE, VOCAB, draft=21, model_type="qwen3", **_WINDOWS)
+    told = {"aux_hidden_state_layer_ids": BLOCK_OUTER, "block_size": config["block_size"], "mask_token_id": 0}
+    return heads.speculators("dflash", config, 2, **told), tensors
+
+
+def _renamed_for_transformers() -> tuple[dict[str, Any], heads.Tensors]:
+    config, tensors = heads.dflash(SIZE, VOCAB)
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    told = {"model_type": "muse_glimmer_assistant", "mask_token_id": 0, "target_layer_ids": [0, 1], **_WINDOWS}
+    rope = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    del config["dflash_config"]
+    return {**config, **told, "rope_parameters": rope}, {
+        names.get(name, name): tensor for name, tensor in tensors.items()
+    }
+
+
 def _references() -> dict[str, Reference]:
     made: dict[str, tuple[str, Any, tuple[dict[str, Any], heads.Tensors]]] = {
         "eagle1": ("eagle", eagle1, heads.eagle1(SIZE, VOCAB)),
         **{name: ("eagle", eagle3, heads.eagle3(SIZE, VOCAB, **own)) for name, own in _EAGLE3.items()},
         "peagle": ("eagle", peagle, heads.peagle(SIZE, VOCAB, layers=2, draft=18)),
+        "dflash": ("dflash", dflash, heads.dflash(SIZE, VOCAB)),
+        "dflash, windows": ("dflash", dflash, _windowed()),
+        "dflash of transformers": ("dflash", muse, _renamed_for_transformers()),
+        "dflash2": ("dflash", partial(dflash, name="DFlash2"), heads.dflash(SIZE, VOCAB, kind="dflash2")),
+        **{
+            f"dspark, {markov}": (
+                "dflash",
+                partial(dflash, name="DSpark"),
+                heads.dflash(SIZE, VOCAB, kind="dspark", markov=markov, draft=draft, own=not draft),
+            )
+            for markov, draft in (("vanilla", 19), ("gated", 0), ("rnn", 0))
+        },
     }
     return {
         name: Reference(

@@ -132,12 +132,66 @@ def peagle(size: int, vocab: int, *, layers: int = 2, draft: int = 0, seed: int 
     return speculators("peagle", config, layers, eagle_aux_hidden_state_layer_ids=[1, 2, 3], mask_token_id=0), tensors
 
 
+def dflash(
+    size: int, vocab: int, *, kind: str = "dflash", layers: int = 2, block: int = 5, taps: tuple[int, ...] = (0, 1),
+    draft: int = 0, markov: str = "", rank: int = 6, confidence: bool = True, own: bool = False, seed: int = 0,
+    **changes: Any,
+) -> tuple[dict[str, Any], Tensors]:  # fmt: skip
+    """DFlash, DFlash2 or DSpark, as the authors publish it; ``taps`` are layers whose outputs are read."""
+    random = Random(seed)
+    tensors = {"fc.weight": random.matrix(size, len(taps) * size), "hidden_norm.weight": random.norm(size)}
+    for place in range(layers):
+        tensors |= layer(random, f"layers.{place}.", size, qk_norm=True)
+    tensors["norm.weight"] = random.norm(size)
+    if own or draft:
+        tensors["lm_head.weight"] = random.matrix(draft or vocab, size, gain=3.0)
+    if own:
+        tensors["embed_tokens.weight"] = random.matrix(vocab, size, gain=size**0.5)
+    if draft:
+        tensors |= draft_vocabulary(random, vocab, draft)
+    if markov:
+        tensors["markov_head.markov_w1.weight"] = random.matrix(vocab, rank, gain=3.0)
+        tensors["markov_head.markov_w2.weight"] = random.matrix(draft or vocab, rank, gain=3.0)
+        for name, outputs, inputs in (("gate_proj", rank, size + rank), ("joint_proj", 3 * rank, 2 * rank + size)):
+            if (markov, name) in (("gated", "gate_proj"), ("rnn", "joint_proj")):
+                tensors[f"markov_head.{name}.weight"] = random.matrix(outputs, inputs, gain=2.0)
+                tensors[f"markov_head.{name}.bias"] = random.matrix(outputs)
+        if confidence:
+            tensors["confidence_head.proj.weight"] = random.matrix(1, size + rank)
+            tensors["confidence_head.proj.bias"] = random.matrix(1)
+    if kind == "dflash2":
+        for place in range(layers):
+            for part in ("attention_conv", "mlp_conv"):
+                base = 0.3 * random.matrix(2, 2, size, gain=size**0.5)
+                base[:, 0] += 1
+                tensors[f"layers.{place}.{part}.base_kernel"] = base
+                tensors[f"layers.{place}.{part}.kernel_projection.weight"] = random.matrix(4 * size // 8, size)
+        for name in ("predecessor", "successor"):
+            tensors[f"candidate_selector.{name}_codebook"] = random.matrix(vocab, rank, gain=rank**0.5)
+        tensors["candidate_selector.hidden_projection.weight"] = random.matrix(rank, size)
+        changes.setdefault("selector_top_k", 6)
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        **layer_config(size, vocab, layers),
+        "block_size": block,
+        "draft_vocab_size": draft or vocab,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [*taps]},
+        **changes,
+    }
+    return config, tensors
+
+
 def speculators(kind: str, config: Mapping[str, Any], layers: int, **own: Any) -> dict[str, Any]:
     """A config as that package writes it, around the sizes of the layers."""
-    inner = {name: value for name, value in config.items() if name in layer_config(1, 1)}
+    names = {*layer_config(1, 1), "layer_types", "sliding_window"}
+    inner = {name: value for name, value in config.items() if name in names}
     return {
         "speculators_model_type": kind,
-        "transformer_layer_config": {"model_type": "llama", **inner, "num_hidden_layers": layers},
+        "transformer_layer_config": {
+            "model_type": config.get("model_type", "llama"),
+            **inner,
+            "num_hidden_layers": layers,
+        },
         "draft_vocab_size": config.get("draft_vocab_size", config["vocab_size"]),
         "norm_before_residual": False,
         "speculators_config": {

@@ -276,6 +276,28 @@ def _eagle(target: Target, tmp: Path) -> list[Options]:
     return made
 
 
+def _dflash(target: Target, tmp: Path) -> list[Options]:
+    """Random heads of every kind: trees and a chain; a bias by the token before, a selector, windows."""
+    size, vocab = target.hidden_size, target.vocab_size
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    made: list[Options] = []
+    for number, ((config, tensors), options) in enumerate(
+        (
+            (heads.dflash(size, vocab, kind="dspark", markov="vanilla", draft=vocab // 2 + 1), {"min_chance": 0.0}),
+            (heads.dflash(size, vocab, **windows), {"rows": 9, "min_chance": 0.0}),
+            (
+                heads.dflash(size, vocab, kind="dflash2", selector_top_k=min(6, vocab)),
+                {"branch": 3, "min_chance": 0.01},
+            ),
+            (heads.dflash(size, vocab, kind="dspark", markov="rnn", own=True), {"tokens": 3, "min_chance": 0.0}),
+            (heads.dflash(size, vocab, taps=(2, 0)), {"branch": 1}),
+        )
+    ):
+        folder = heads.write(tmp / f"dflash-{number}", config, tensors)
+        made.append({"head": str(folder), **options})
+    return made
+
+
 class Numerals:
     """A tokenizer for texts such as ``"3 1 4"``."""
 
@@ -336,6 +358,7 @@ def _auto(target: Target, tmp: Path) -> list[Options]:
 
 DRAFTER_OPTIONS: dict[str, Callable[[Target, Path], Sequence[Options]]] = {
     "auto": _auto,
+    "dflash": _dflash,
     "draft_model": _draft_model,
     "eagle": _eagle,
     "jacobi": lambda target, tmp: [{"guesses": 1}, {"guesses": 7}],

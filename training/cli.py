@@ -25,7 +25,7 @@ __all__ = ["convert", "distill_data", "show_sample", "train"]
 
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 TRAINABLE = ("kangaroo", "medusa")
-CONVERTED = ("kangaroo", "eagle")
+CONVERTED = ("kangaroo", "eagle", "dflash")
 
 
 @with_options(WeightsOptions, file="configs/train/kangaroo.yaml", setting="loop.lr=3e-4")

@@ -183,6 +183,10 @@ class BlockConfig(HeadConfig):
                 f"head.markov is {self.markov!r}, markov_rank {shown(self.markov_rank)} and confidence "
                 f"{self.confidence!r}; without a rank there is no such bias"
             )
+        if self.markov == "rnn" and not self.from_anchor:
+            raise ConfigError(
+                "head.markov is 'rnn' and from_anchor (sample_from_anchor) false; that bias begins with the last token"
+            )
         if self.conv_kernel and (self.conv_kernel > self.block_size or self.width % max(self.conv_group, 1)):
             raise ConfigError(
                 f"head.conv_kernel is {shown(self.conv_kernel)} and conv_group {shown(self.conv_group)}; the first is "

@@ -23,22 +23,21 @@ import torch
 
 from drafters.heads.chain_step import ChainStep, Guess, Nodes
 from drafters.heads.config import ChainConfig
+from drafters.heads.growth import Growth
 from drafters.heads.loading import describe, load_head
-from drafters.heads.session import HeadSession, Ranked, check_chance
+from drafters.heads.session import WIDTH, Behind, HeadSession, check_chance
 from drafters.heads.weights import Chain
-from drafters.shared.scored_tree import ScoredTree
 from drafters.shared.vocabulary import DraftVocabulary
 from drafters.shared.weights import weights_folder
-from specdec.drafter import Context, DrafterBase, Observation
+from specdec.drafter import Context, DrafterBase
 from specdec.settings.parsing import check_positive
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.tree import Draft
 from specdec.target import Target
 
 __all__ = ["Eagle", "EagleConfig"]
 
 _DEPTH = 6  # tokens below the root, where nothing is said
-_BRANCH, _WIDTH = 8, 8  # children of a row that are looked at, and rows of a level that are extended
+_BRANCH = 8  # children of a row that are looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ class Eagle(DrafterBase):
         assert isinstance(head.config, ChainConfig)
         self.vocabulary = DraftVocabulary(head.draft_tokens, target)
         self.step = ChainStep(head, self.vocabulary.head, target)
-        self.layers = head.config.taps  # in the order in which they are read
+        self.layers: Sequence[int] = head.config.taps  # in the order in which they are read
         self.taps = frozenset(self.layers)
         self.at_once = head.config.kind == "peagle"
         self.depth = config.tokens or head.config.depth or _DEPTH
@@ -117,47 +116,14 @@ class Eagle(DrafterBase):
         return self.step.guess(brought)
 
 
-class _Growth:
-    """The guesses of a step: a tree of tokens, each with the chance that it is reached. Node 0 is the root."""
-
-    def __init__(self, root: int) -> None:
-        self.tokens, self.parents, self.depths = [root], [-1], [0]
-        self.chances, self.reach = [1.0], [1.0]  # that it is right where its parent is; and that all above is, too
-        self.below = dict[int, list[int]]()  # of a node its children, likeliest first
-
-    def add(self, node: int, ranked: Ranked, sure: float) -> None:
-        """Put the guesses below a node, of whose chances so much is believed, likeliest first."""
-        for token, chance in ranked:
-            chance = min(1.0, sure * chance)
-            self.below.setdefault(node, []).append(len(self.tokens))
-            self.tokens.append(token)
-            self.parents.append(node)
-            self.depths.append(self.depths[node] + 1)
-            self.chances.append(chance)
-            self.reach.append(self.reach[node] * chance)
-
-    def best(self, most: int) -> list[int]:
-        """The likeliest nodes below the root, parents before children."""
-        return sorted(range(1, len(self.tokens)), key=self.reach.__getitem__, reverse=True)[:most]
-
-    def path(self, node: int) -> list[int]:
-        """Tokens below the root, down to and with a node."""
-        found = list[int]()
-        while node:
-            found.append(self.tokens[node])
-            node = self.parents[node]
-        return found[::-1]
-
-
 class EagleSession(HeadSession):
     def __init__(self, drafter: Eagle, context: Context) -> None:
-        step = drafter.step
-        rows = _WIDTH * drafter.depth + 1
-        least = drafter.config.min_chance
-        super().__init__(context, drafter.vocabulary, drafter.layers, step.specs, step.weights, rows, least)
-        self._drafter, self._step = drafter, step
-        self._grown: _Growth | None = None
-        self._promises = dict[int, float]()  # of an extended node, what the head promised of its likeliest child
+        step, config = drafter.step, drafter.config
+        rows = WIDTH * drafter.depth + 1
+        super().__init__(context, drafter, step.specs, step.weights, rows)
+        self._drafter, self._step, self._config = drafter, step, config
+        self._guess: Guess | None = None  # of the latest level
+        self._level: Sequence[int] = []
 
     def _absorb(self, features: torch.Tensor) -> None:
         block = self._own.text_block(self._tokens_of(features))
@@ -169,132 +135,28 @@ class EagleSession(HeadSession):
         first = self._own.cache.length + 1
         return self._context.tokens[first : first + len(features)]
 
-    def _learn(self, seen: Observation) -> None:
-        grown, self._grown = self._grown, None
-        self._own.commit(seen, [] if grown is None else grown.tokens, most=1)
-        if grown is None or seen.draft is None:
+    def _begin(self, deepest: int) -> Passes[None]:
+        features, drafter = self._own.catch_up(), self._drafter
+        tokens = self._tokens_of(features)
+        if not drafter.at_once:  # the head sees what was committed, up to and with the root's row
+            block = self._own.text_block(tokens)
+            self._guess = yield Pass(drafter.guess, Nodes(block, features))
+            self._own.read_text(block)
             return
-        node = 0
-        for token in seen.tokens:
-            if node not in grown.below:
-                break
-            children = grown.below[node]
-            right = next((child for child in children if grown.tokens[child] == token), None)
-            promised = self._promises.get(node, 0.0)
-            self._note(promised, promised > 0 and right == children[0], right is not None)
-            if right is None:
-                break
-            node = right
-
-    def passes(self, row_budget: int) -> Passes[Draft]:
-        context, drafter = self._context, self._drafter
-        most = min(row_budget - 1, self._most, drafter.config.rows or row_budget)
-        deepest = min(drafter.depth, context.remaining - 1)
-        self._own.begin()
-        if not self._behind or most < 1 or deepest < 1:
-            return Draft.chain([context.root])
-        guess = yield from (self._masked(deepest - 1) if drafter.at_once else self._first())
-        self._grown, self._promises = _Growth(context.root), {}
-        if self._draws:
-            return (yield from self._drawn(guess, most, deepest))
-        if drafter.at_once:
-            return self._at_once(guess, most)
-        return (yield from self._grow(guess, most, deepest))
-
-    def _first(self) -> Passes[Guess]:
-        """What follows the root: the head sees what was committed, up to and with the root's row."""
-        features = self._own.catch_up()
-        block = self._own.text_block(self._tokens_of(features))
-        guess: Guess = yield Pass(self._drafter.guess, Nodes(block, features))
-        self._own.read_text(block)
-        return guess
-
-    def _masked(self, masks: int) -> Passes[Guess]:
-        """What follows the root, and masks behind it, of which nothing is kept."""
-        features, state = self._own.catch_up(), self._step.mask_state
+        masks, state = deepest - 1, self._step.mask_state  # behind the root's row, and nothing of them is kept
         assert state is not None
-        block = self._own.text_block([*self._tokens_of(features), *[self._drafter.mask_token] * masks])
-        nodes = Nodes(block, features, state.expand(masks, -1), asked=masks + 1)
-        guess: Guess = yield Pass(self._drafter.guess, nodes)
+        block = self._own.text_block([*tokens, *[drafter.mask_token] * masks])
+        self._guess = yield Pass(drafter.guess, Nodes(block, features, state.expand(masks, -1), asked=masks + 1))
         self._own.cache.commit(range(len(features)))
-        return guess
 
-    def _grow(self, guess: Guess, most: int, deepest: int) -> Passes[Draft]:
-        """Level by level, as far as it pays."""
-        grown, branch = self._grown, min(self._drafter.config.branch, most)
-        assert grown is not None
-        level, passes = [0], 1
-        while True:
-            depth = grown.depths[level[0]]
-            scores = self._scores(guess.logits, [grown.path(node) for node in level])
-            for node, ranked in zip(level, self._ranked(scores, depth, branch), strict=True):
-                self._promises[node] = ranked[0][1] if ranked else 0.0
-                grown.add(node, ranked, self._sure)
-            best = grown.best(most)
-            kept = best[: self._count([grown.reach[node] for node in best])]
-            onward = [node for node in kept if grown.depths[node] == depth + 1][:_WIDTH]
-            if depth + 1 >= min(deepest, most) or not self._extending_pays([grown.reach[node] for node in onward]):
-                return self._draft(grown, kept, passes)
-            states = guess.states[[level.index(grown.parents[node]) for node in onward]]
-            level, passes = onward, passes + 1
-            guess = yield self._onward(grown, level, states)
-
-    def _onward(self, grown: _Growth, level: Sequence[int], states: torch.Tensor) -> Pass:
-        """Guesses through the head, with the head's own hidden states before them."""
-        block = self._own.draft_block(level, grown.parents, [grown.tokens[node] for node in level])
-        return Pass(self._drafter.guess, Nodes(block, states=states, asked=len(level)))
-
-    def _at_once(self, guess: Guess, most: int) -> Draft:
-        """All depths were asked for, so that a token is as likely behind any of those above it."""
-        grown, branch = self._grown, min(self._drafter.config.branch, most)
-        assert grown is not None
-        guesses = list[Ranked]()
-        for depth, logits in enumerate(guess.logits):
-            (ranked,) = self._ranked(self._scores(logits[None], [[]]), depth, branch)
-            if not ranked:
-                break
-            guesses.append(ranked)
-        if not guesses:
-            return self._draft(grown, [], 1)
-        believed = [[(token, min(self._sure * chance, 1.0)) for token, chance in ranked] for ranked in guesses]
-        tree = ScoredTree()
-        least = self._margin.least if self._least is None else None
-        tree.grow(lambda row: believed[tree.depths[row]], most, len(guesses), least)
-        kept = self._count(tree.reach[1:])
-        where = [0]
-        for row in range(1, min(len(tree), 1 + max(kept, 1))):
-            node, ranked, token = where[tree.parents[row]], guesses[tree.depths[row] - 1], tree.tokens[row]
-            self._promises.setdefault(node, ranked[0][1])
-            grown.add(node, [(token, dict(ranked)[token])], self._sure)
-            where.append(len(grown.tokens) - 1)
-        return self._draft(grown, where[1 : 1 + kept], 1)
-
-    def _drawn(self, guess: Guess, most: int, deepest: int) -> Passes[Draft]:
-        """A chain, each token drawn from the head's distribution, as far as it pays."""
-        grown, at_once = self._grown, self._drafter.at_once
-        assert grown is not None
-        q, passes, reached = dict[int, torch.Tensor](), 1, 1.0
-        for row in range(min(deepest, most)):
-            logits = guess.logits[row if at_once else 0][None]
-            drawn = self._draw(self._scores(logits, [grown.tokens[1:]])[0], row)
-            if drawn is None:
-                break
-            token, largest, q[row] = drawn
-            grown.add(row, [(token, 1.0)], 1.0)
-            # By q and by what became of other draws, never by the token itself.
-            reached *= (largest + self._accepted / self._guesses) / 2
-            price = 0.0 if at_once else self._price
-            if row + 1 == min(deepest, most) or not self._drawing_pays(reached, row + 1, price):
-                break
-            if not at_once:
-                guess = yield self._onward(grown, [row + 1], guess.states)
-                passes += 1
-        return Draft(grown.tokens, range(-1, len(grown.tokens) - 1), q=q, cost=passes * self._price)
-
-    def _draft(self, grown: _Growth, kept: Sequence[int], passes: int) -> Draft:
-        """The rows that are verified, likeliest first."""
-        rows = {0: 0, **{node: row for row, node in enumerate(kept, 1)}}
-        nodes = [0, *kept]
-        parents = [-1, *(rows[grown.parents[node]] for node in kept)]
-        chances = [grown.chances[node] for node in nodes]
-        return Draft([grown.tokens[node] for node in nodes], parents, cost=passes * self._price, chances=chances)
+    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
+        depth = grown.depths[level[0]]
+        assert self._guess is not None
+        if self._drafter.at_once:  # a token is as likely behind any of those above it
+            return Behind(self._guess.logits[depth][None])
+        if depth:
+            states = self._guess.states[[self._level.index(grown.parents[node]) for node in level]]
+            block = self._own.draft_block(level, grown.parents, [grown.tokens[node] for node in level])
+            self._guess = yield Pass(self._drafter.guess, Nodes(block, states=states, asked=len(level)))
+        self._level = level
+        return Behind(self._guess.logits)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from drafters.heads.growth import Growth
 from drafters.shared.own_cache import OwnCache
-from drafters.shared.scored_tree import Margin
+from drafters.shared.scored_tree import Guesses, Margin
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from specdec.costs.curve import pass_price
 from specdec.drafter import BatchedSession, Context, Observation
@@ -16,10 +18,14 @@ from specdec.errors import ConfigError, shown
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.forward_passes import Passes
+from specdec.step.tree import Draft
 
-__all__ = ["HeadSession", "Ranked", "check_chance"]
+__all__ = ["WIDTH", "Behind", "HeadSession", "check_chance"]
 
-Ranked = Sequence[tuple[int, float]]  # likeliest tokens first, each with the chance that it is the target's choice
+WIDTH = 8
+"""Rows of a level that are extended, at most."""
+
 
 _CHUNK = 512  # rows of text that a head takes at once
 _MOST, _FAINT = 63, 0.01  # rows below the root; one of a smaller chance is not looked at, even where rows are free
@@ -33,6 +39,37 @@ def check_chance(where: str, chance: float | None) -> None:
         raise ConfigError(f"{where}min_chance is {shown(chance)}; it is a probability, in [0, 1]")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Behind:
+    """What a head guesses behind some nodes.
+
+    Attributes:
+        logits: [N, d], or [1, d] where all of them are followed by the same.
+        accepted: of each node, the chance that its likeliest child is the target's choice, where the head says so.
+    """
+
+    logits: torch.Tensor
+    accepted: Sequence[float] | None = None
+
+
+class HeadDrafter(Protocol):
+    """What a session needs of its drafter.
+
+    Attributes:
+        vocabulary: among which the head proposes.
+        config: options: ``rows``, ``branch`` and ``min_chance``.
+        layers: hidden layers of the target, in the order in which the head reads them.
+        depth: tokens of a path, at most.
+        at_once: all depths come of one pass.
+    """
+
+    vocabulary: DraftVocabulary
+    config: Any
+    layers: Sequence[int]
+    depth: int
+    at_once: bool
+
+
 class HeadSession(BatchedSession):
     """One sequence's hidden states, the head's own cache, and the records of its guesses.
 
@@ -41,25 +78,29 @@ class HeadSession(BatchedSession):
 
     Args:
         context: the sequence's.
-        vocabulary: among which the head proposes.
-        taps: hidden layers, in the order in which the head reads them.
-        specs: what its layers cache.
+        drafter: see :class:`HeadDrafter`.
+        specs: what the head's layers cache.
         weights: how many a pass reads, for its price.
         rows: most rows of a pass behind the text.
-        least: chance from which on a row is verified and extended, whatever it costs; None: where it pays.
     """
 
     def __init__(
         self,
         context: Context,
-        vocabulary: DraftVocabulary,
-        taps: Sequence[int],
+        drafter: HeadDrafter,
         specs: Sequence[LayerSpec],
         weights: int,
         rows: int,
-        least: float | None,
     ) -> None:
-        self._context, self._vocabulary, self._taps, self._least = context, vocabulary, taps, least
+        vocabulary, options = drafter.vocabulary, drafter.config
+        self._context, self._vocabulary, self._taps = context, vocabulary, drafter.layers
+        # Of a row that is verified and extended, whatever it costs; None: where it pays.
+        self._least: float | None = options.min_chance
+        self._branch, self._rows = options.branch, options.rows or _MOST
+        self._deepest, self._at_once = drafter.depth, drafter.at_once
+        self._grown: Growth | None = None
+        self._promises = dict[int, float]()  # of an extended node, what the head promised of its likeliest child
+        self._passes = 0
         text = context.prompt_length + context.remaining
         self._device = specs[0].device
         cache = KVCache(specs, capacity=text, rows=max(rows, min(_CHUNK, text)))
@@ -72,11 +113,70 @@ class HeadSession(BatchedSession):
         self._noise = vocabulary.noise(context.noise) if sampled and not self._draws else None
         costs, length = context.costs, context.prompt_length
         self._price = pass_price(weights, context.target, costs, length)
-        self._most = min(_MOST, context.max_rows - 1)
+        self._most = min(self._rows, context.max_rows - 1)
         self._margin = Margin(costs, length, max(self._most, 1), _FAINT)
         self._steps = costs.steps(length, max(self._most, 1) + 1)
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
         self._accepted, self._guesses = _ACCEPTED * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+
+    def passes(self, row_budget: int) -> Passes[Draft]:
+        context = self._context
+        most, deepest = min(row_budget - 1, self._most), min(self._deepest, context.remaining - 1)
+        self._own.begin()
+        if not self._waiting or most < 1 or deepest < 1:
+            return Draft.chain([context.root])
+        yield from self._begin(deepest)
+        self._grown, self._promises, self._passes = Growth(context.root), {}, 1
+        grow = self._drawn if self._draws else self._tree
+        return (yield from grow(self._grown, most, min(deepest, most)))
+
+    def _tree(self, grown: Growth, most: int, deepest: int) -> Passes[Draft]:
+        """Level by level, as far as it pays; the rows that are verified, likeliest first."""
+        level = [0]
+        while True:
+            depth, behind = grown.depths[level[0]], (yield from self._behind(grown, level))
+            logits = behind.logits.expand(len(level), -1) if self._reads_prefix else behind.logits
+            scores = self._scores(logits, [grown.path(node) for node in level])
+            guesses = self._ranked(scores, depth, min(self._branch, most))
+            for place, node in enumerate(level):
+                ranked = guesses[place if len(guesses) > 1 else 0]
+                if behind.accepted is not None:
+                    ranked = _by_acceptance(ranked, behind.accepted[place if len(behind.accepted) > 1 else 0])
+                self._promises[node] = ranked[0][1] if ranked else 0.0
+                grown.extend(node, ranked, self._sure)
+            best = grown.best(most)
+            kept = best[: self._count([grown.reach[node] for node in best])]
+            level = [node for node in kept if grown.depths[node] == depth + 1][:WIDTH]
+            if depth + 1 == deepest or not self._extending_pays([grown.reach[node] for node in level]):
+                break
+            self._passes += not self._at_once
+        rows = {0: 0, **{node: row for row, node in enumerate(kept, 1)}}
+        nodes = [0, *kept]
+        parents = [-1, *(rows[grown.parents[node]] for node in kept)]
+        chances = [grown.chances[node] for node in nodes]
+        return Draft([grown.tokens[node] for node in nodes], parents, cost=self._cost, chances=chances)
+
+    def _drawn(self, grown: Growth, most: int, deepest: int) -> Passes[Draft]:
+        """A chain, each token drawn from the head's distribution, as far as it pays."""
+        q, reached = dict[int, torch.Tensor](), 1.0
+        for row in range(deepest):
+            behind = yield from self._behind(grown, [row])
+            drawn = self._draw(self._scores(behind.logits, [grown.tokens[1:]])[0], row)
+            if drawn is None:
+                break
+            token, largest, q[row] = drawn
+            grown.extend(row, [(token, 1.0)], 1.0)
+            # By q and by what became of other draws, never by the token itself.
+            likely = largest if behind.accepted is None else behind.accepted[0]
+            reached *= (likely + self._accepted / self._guesses) / 2
+            if row + 1 == deepest or not self._drawing_pays(reached, row + 1):
+                break
+            self._passes += not self._at_once
+        return Draft(grown.tokens, range(-1, len(grown.tokens) - 1), q=q, cost=self._cost)
+
+    @property
+    def _cost(self) -> float:
+        return self._passes * self._price
 
     def observe(self, seen: Observation) -> None:
         self._learn(seen)
@@ -86,11 +186,37 @@ class HeadSession(BatchedSession):
         parts = [part.to(self._device) for part in parts]  # a target's layers may lie on several
         self._own.defer(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
         prompt = len(self._context.tokens) == self._context.prompt_length
-        if (prompt and seen.draft is None) or self._behind > _CHUNK // 2:
+        if (prompt and seen.draft is None) or self._waiting > _CHUNK // 2:
             self._catch_up()
 
     def _learn(self, seen: Observation) -> None:
-        """Note what became of the latest guesses."""
+        """Note what became of the latest guesses, and keep of the head's rows those that are text."""
+        grown, self._grown = self._grown, None
+        # What follows the root rests on guessed states: the target's are told, and the head is run on them.
+        self._own.commit(seen, [] if grown is None else grown.tokens, most=1)
+        if grown is None or seen.draft is None:
+            return
+        node = 0
+        for token in seen.tokens:
+            if node not in grown.below:
+                break
+            children = grown.below[node]
+            right = next((child for child in children if grown.tokens[child] == token), None)
+            promised = self._promises.get(node, 0.0)
+            self._promised += promised
+            self._right += promised > 0 and right == children[0]
+            self._guesses += 1
+            self._accepted += right is not None
+            if right is None:
+                break
+            node = right
+
+    def _begin(self, deepest: int) -> Passes[None]:
+        """Have the head see what waits, and guess what follows the root, or all up to this depth."""
+        raise NotImplementedError
+
+    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
+        """What follows nodes of one depth."""
         raise NotImplementedError
 
     def _absorb(self, features: torch.Tensor) -> None:
@@ -98,7 +224,7 @@ class HeadSession(BatchedSession):
         raise NotImplementedError
 
     @property
-    def _behind(self) -> int:
+    def _waiting(self) -> int:
         """Rows that wait, in a text whose latest step is over."""
         return self._context.cache.length - self._own.cache.length
 
@@ -114,13 +240,6 @@ class HeadSession(BatchedSession):
     def _sure(self) -> float:
         """Guesses that were right in this text, for one that the head promised."""
         return self._right / self._promised
-
-    def _note(self, promised: float, right: bool, accepted: bool) -> None:
-        """Of a guess whose row was accepted: the chance of its likeliest token, and what came of it."""
-        self._promised += promised
-        self._right += right
-        self._guesses += 1
-        self._accepted += accepted
 
     def _place(self, depth: int) -> int:
         """Position of a token that is guessed behind a row of a depth."""
@@ -141,7 +260,7 @@ class HeadSession(BatchedSession):
             rows.append(self._vocabulary.gather(processed(whole, ids, self._processors)[0]))
         return torch.stack(rows)
 
-    def _ranked(self, scores: torch.Tensor, depth: int, count: int) -> list[Ranked]:
+    def _ranked(self, scores: torch.Tensor, depth: int, count: int) -> list[Guesses]:
         """Of each guess [N, d] behind rows of a depth the likeliest tokens; none where the head says NaN."""
         place, found = self._place(depth), list[Any]()
         for row in scores:
@@ -157,7 +276,7 @@ class HeadSession(BatchedSession):
         read = torch.stack((best.indices.double(), best.values.double())).tolist()
         return [self._named(*one) for one in zip(*read, strict=True)]
 
-    def _named(self, numbers: Sequence[float], chances: Sequence[float]) -> Ranked:
+    def _named(self, numbers: Sequence[float], chances: Sequence[float]) -> Guesses:
         pairs = zip(numbers, chances, strict=True)
         return [(self._vocabulary.token(int(number)), chance) for number, chance in pairs if chance > 0 and number >= 0]
 
@@ -185,10 +304,22 @@ class HeadSession(BatchedSession):
         """Whether to run the head for rows that are reached with such chances."""
         if self._least is not None:
             return bool(reach)
-        return sum(reach) * self._accepted / self._guesses > self._price
+        return sum(reach) * self._accepted / self._guesses > self._level_price
 
-    def _drawing_pays(self, reached: float, rows: int, price: float) -> bool:
-        """Whether one more drawn token is worth its row, and ``price``; by q and by what became of other draws."""
+    @property
+    def _level_price(self) -> float:
+        return 0.0 if self._at_once else self._price
+
+    def _drawing_pays(self, reached: float, rows: int) -> bool:
+        """Whether one more drawn token is worth its row, and a level."""
         if self._least is not None:
             return reached >= self._least
-        return reached * self._accepted / self._guesses > price + self._steps[rows + 1] - self._steps[rows]
+        return reached * self._accepted / self._guesses > self._level_price + self._steps[rows + 1] - self._steps[rows]
+
+
+def _by_acceptance(ranked: Guesses, accepted: float) -> Guesses:
+    """The same tokens, where the first one's chance is known from elsewhere: the others keep their share of it."""
+    if not ranked:
+        return ranked
+    scale = accepted / ranked[0][1]
+    return [(token, scale * chance) for token, chance in ranked]

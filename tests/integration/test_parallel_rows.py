@@ -30,7 +30,12 @@ from tests.tiers import each_once, matrix
 PROMPT, NEW = prompt_of(7), 28
 SAMPLING = SamplingParams(temperature=0.8, seed=5)
 WIDE = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
-UNBATCHED = ("eagle", "kangaroo", "none")  # reads layers of all rows; runs layers by itself; has nothing to split
+UNBATCHED = (
+    "dflash",
+    "eagle",
+    "kangaroo",
+    "none",
+)  # reads layers of all rows; runs layers by itself; has nothing to split
 
 _LOADING = threading.Lock()  # while a model is loaded, the default dtype of all threads is another
 Ask = Callable[[Engine], Any]

@@ -178,6 +178,59 @@ def test_what_is_wrong_is_named(case: str, tmp_path: Path) -> None:
         make_drafter({"name": "eagle", "head": str(folder)}, target_of("llama"))
 
 
+BLOCKS: dict[str, tuple[Spoil, str]] = {
+    "no size": (lambda c, t: c.pop("block_size"), "block_size in its config is None"),
+    "no mask": (lambda c, t: c["dflash_config"].pop("mask_token_id"), "mask_token_id"),
+    "mask outside": (lambda c, t: c["dflash_config"].update(mask_token_id=99), "mask_token is 99"),
+    "no taps": (lambda c, t: c["dflash_config"].pop("target_layer_ids"), "head.taps is empty|no 3 hidden states"),
+    "no norm": (
+        lambda c, t: t.pop("layers.1.self_attn.k_norm.weight"),
+        r"'layers.1.self_attn.k_norm.weight' is missing",
+    ),
+    "no second layer": (lambda c, t: [t.pop(n) for n in [*t] if n.startswith("layers.0.")], "'layers.0.* is missing"),
+    "half a bias": (lambda c, t: t.pop("markov_head.markov_w2.weight"), "'markov_head.markov_w2.weight' is missing"),
+    "odd confidence": (
+        lambda c, t: t.update({"confidence_head.proj.weight": torch.ones(1, 3)}),
+        r"is \(1, 3\), expected",
+    ),
+    "deep": (lambda c, t: c.update(num_target_layers=36), "of a model of 36 layers, and this one has 3"),
+    "kind of bias": (lambda c, t: c.update(markov_head_type="lstm"), "head.markov is 'lstm'"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_what_is_wrong_with_a_block_is_named(case: str, tmp_path: Path) -> None:
+    spoil, message = BLOCKS[case]
+    config, tensors = heads.dflash(SIZE, VOCAB, kind="dspark", markov="vanilla")
+    spoil(config, tensors)
+    folder = heads.write(tmp_path, config, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        make_drafter({"name": "dflash", "head": str(folder)}, target_of("llama"))
+
+
+def test_blocks_are_told_apart_by_their_tensors(tmp_path: Path) -> None:
+    for number, (kind, own) in enumerate((("dflash", {}), ("dspark", {"markov": "gated"}), ("dflash2", {}))):
+        folder = written(tmp_path / str(number), heads.dflash(SIZE, VOCAB, kind=kind, **own))
+        found = find(folder)
+        assert found.format.name == kind
+        assert found.config.taps == [1, 2]  # the outputs of layers 0 and 1
+        assert describe(folder, "dflash")[2].endswith(f"blocks of {5 if kind == 'dspark' else 4} tokens")
+        out = tmp_path / f"out-{number}"
+        convert(folder, out, "dflash", target_of("llama"))
+        before, after = (load_head(place, "dflash", target_of("llama")).state_dict() for place in (folder, out))
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_last_layers_state_is_the_normed_one(tmp_path: Path) -> None:
+    """As transformers counts hidden states; ``speculators`` counts what the layers give."""
+    folder = written(tmp_path / "plain", heads.dflash(SIZE, VOCAB, taps=(0, 2)))
+    assert load_head(folder, "dflash", target_of("llama")).config.taps == [1, FINAL]
+    config, tensors = heads.dflash(SIZE, VOCAB, taps=(0, 2))
+    told = {"aux_hidden_state_layer_ids": [1, 3], "block_size": 5, "mask_token_id": 0}
+    folder = heads.write(tmp_path / "speculators", heads.speculators("dflash", config, 2, **told), tensors)
+    assert load_head(folder, "dflash", target_of("llama")).config.taps == [1, 3]
+
+
 def test_another_targets_head_is_refused(tmp_path: Path) -> None:
     target = target_of("llama")
     for made, message in (

@@ -1,0 +1,188 @@
+"""A DFlash head at work: blocks of masks behind the texts of one sequence or of several.
+
+The context has no queries: each layer's keys and values of it come straight from the target's hidden states. Rows of a
+block see all of it and each other, later ones too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from drafters.heads.config import BlockConfig
+from drafters.heads.layers import LayerStep, Linear, embedding_of, normed, product, rotary_of, specs_of
+from drafters.heads.weights import Block as BlockWeights
+from specdec.runners.attention import attend_all
+from specdec.runners.linear import linear_kernel
+from specdec.step.batched_rows import rows_of
+from specdec.step.block import Block, Rows
+from specdec.target import Target
+
+__all__ = ["Blank", "BlockStep", "Sequel"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blank:
+    """What a sequence brings.
+
+    Attributes:
+        block: T rows of text that the head has not seen, and behind them those of a block; none of its tokens are read.
+        features: [T, taps x D] hidden states of the target, for the text.
+        root: the last token, which the block begins with.
+    """
+
+    block: Block
+    features: torch.Tensor
+    root: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequel:
+    """The answer: of each token of a block the ``hidden`` state [B, W] after the last norm, and ``logits`` [B, d]."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+class BlockStep:
+    """The weights of a head, laid out for drafting.
+
+    Args:
+        head: as it was read; it is not needed any more.
+        target_head: the target's head, over the draft vocabulary if there is one; used unless the head has its own.
+        target: whose embedding is used, unless the head has its own.
+        drafted: tokens of a block that are wanted; the others' rows are run, as they were in training.
+    """
+
+    def __init__(self, head: BlockWeights, target_head: Linear, target: Target, drafted: int) -> None:
+        self.config = config = head.config
+        like = next(head.layers.parameters())
+        self.device, self.dtype = like.device, like.dtype
+        self._embed, self._fc = embedding_of(head, target), product(head.fc)
+        self._head = linear_kernel(head.lm_head.weight.detach()) if config.own_head else target_head
+        layers: list[Any] = [*head.layers]
+        self._layers = [LayerStep(layer, config) for layer in layers]
+        self._norms = [
+            (layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()) for layer in layers
+        ]
+        self._convolutions = [
+            tuple(
+                _Convolution(getattr(layer, part), config) if config.conv_kernel else _Plain()
+                for part in ("attention_conv", "mlp_conv")
+            )
+            for layer in layers
+        ]
+        self._hidden_norm, self._norm = head.hidden_norm.weight.detach(), head.norm.weight.detach()
+        self._rotary = rotary_of(config, self.device)
+        self.specs = specs_of(config, self.device, self.dtype, windows=False)
+        self._first = 0 if config.from_anchor else 1
+        self._wanted = slice(self._first, self._first + drafted)
+        size = (config.draft_vocab or config.vocab_size) * config.width
+        self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
+
+    def _context(self, features: torch.Tensor) -> torch.Tensor:
+        """[T, W] what keys and values of the text follow from."""
+        return normed(self._fc(features.to(self.device, self.dtype)), self._hidden_norm, self.config.norm_eps)
+
+    @torch.no_grad()
+    def absorb(self, block: Block, features: torch.Tensor) -> None:
+        """Store keys and values of a text's next rows."""
+        context = self._context(features)
+        cos, _, signed_sin = self._rotary.look_up(block, context)
+        for place, layer in enumerate(self._layers):
+            block.store(*layer.keys_values(context, (cos, signed_sin)), place)
+
+    @torch.no_grad()
+    def run(self, brought: Sequence[Blank]) -> list[Sequel]:
+        """What each sequence's block holds; keys and values of all rows are stored."""
+        config, rows = self.config, rows_of([one.block for one in brought])
+        sizes = [len(one.features) for one in brought]
+        context = torch.split(self._context(torch.cat([one.features for one in brought])), sizes)
+        masks = [config.mask_token] * (config.block_size - 1)
+        tokens = [token for one in brought for token in (one.root, *masks)]
+        hidden = self._embed(tokens).to(self.device, self.dtype)
+        cos, _, signed_sin = self._rotary.look_up(rows, hidden)
+        masked = [row for _, _, last in rows.parts for row in range(last - config.block_size, last)]
+        own, all_rows = (cos[masked], signed_sin[masked]), (cos, signed_sin)
+        for place, (layer, (before, after)) in enumerate(zip(self._layers, self._norms, strict=True)):
+            attention, mlp = self._convolutions[place]
+            inputs, kernels = attention.prepared(normed(hidden, before, config.norm_eps))
+            parts = zip(context, torch.split(inputs, config.block_size), strict=True)
+            keyed = torch.cat([part for both in parts for part in both])
+            rows.store(*layer.keys_values(keyed, all_rows), place)
+            found = self._attended(layer.queries(inputs, own), rows, place)
+            hidden = hidden + attention.finished(layer.attended(found), kernels)
+            inputs, kernels = mlp.prepared(normed(hidden, after, config.norm_eps))
+            hidden = hidden + mlp.finished(layer.mlp(inputs), kernels)
+        wanted = torch.cat([part[self._wanted] for part in torch.split(hidden, config.block_size)])
+        last = normed(wanted, self._norm, config.norm_eps)
+        drafted = [len(last) // len(brought)] * len(brought)
+        pairs = zip(torch.split(last, drafted), torch.split(self._head(last), drafted), strict=True)
+        return [Sequel(*pair) for pair in pairs]
+
+    def _attended(self, queries: torch.Tensor, rows: Rows, place: int) -> torch.Tensor:
+        """[1, Hq, N, d] what the rows of blocks find with their queries, as many."""
+        found = []
+        for own, (block, _, _) in zip(torch.split(queries, self.config.block_size, 2), rows.parts, strict=True):
+            end = block.length + block.rows
+            keys, values = (store[place].narrow(2, 0, end) for store in (block.cache.keys, block.cache.values))
+            window = self.config.window(place)
+            if window is None:
+                found.append(attend_all(own, keys, values))
+            else:
+                mask = self._mask(end, window)
+                grouped = keys.shape[1] != own.shape[1]
+                found.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, enable_gqa=grouped))
+        return torch.cat(found, 2)
+
+    def _mask(self, end: int, window: int) -> torch.Tensor:
+        """[B, end] bool: what a block's rows, the last of ``end`` positions, see through a window."""
+        size = self.config.block_size
+        places = torch.arange(end, device=self.device)
+        own, first = places[end - size :, None], end - size
+        if self.config.window_from_anchor:
+            seen = places >= first - window
+        else:
+            seen = (own - places).abs() <= window
+        later = places > own
+        return seen & ~later if self.config.window_causal else seen.expand(size, -1)
+
+
+class _Plain:
+    """What goes in and comes out of a layer's part, as it is."""
+
+    def prepared(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs, inputs
+
+    def finished(self, outputs: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+        return outputs
+
+
+class _Convolution(_Plain):
+    """A convolution over a block's rows, each of which sees those before it, with kernels that follow from the row."""
+
+    def __init__(self, weights: Any, config: BlockConfig) -> None:
+        self._base, self._projection = weights.base_kernel.detach(), product(weights.kernel_projection)
+        self._taps, self._group, self._rows = config.conv_kernel, config.conv_group, config.block_size
+
+    def prepared(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes into a layer's part, [N, W], and the kernels [N, taps, groups] of what comes out."""
+        kernels = self._projection(inputs).view(len(inputs), 2, self._taps, -1)
+        return self._convolved(inputs, kernels[:, 0], self._base[0]), kernels[:, 1]
+
+    def finished(self, outputs: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+        """[N, W] of what came out."""
+        return self._convolved(outputs, kernels, self._base[1])
+
+    def _convolved(self, rows: torch.Tensor, kernels: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        blocks = rows.view(-1, self._rows, rows.shape[-1])
+        weights = base + kernels.repeat_interleave(self._group, -1)  # [N, taps, W]
+        weights = weights.view(-1, self._rows, *weights.shape[1:])
+        total = blocks * weights[:, :, 0]
+        for tap in range(1, self._taps):
+            total[:, tap:] += blocks[:, :-tap] * weights[:, tap:, tap]
+        return total.view(rows.shape)

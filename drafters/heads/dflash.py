@@ -1,0 +1,149 @@
+"""DFlash (arXiv 2602.06036), DFlash2 and DSpark: one pass over a block of masks drafts all its tokens.
+
+A block is the last token and masks behind it. Its rows see the whole text, by keys and values that follow from hidden
+states of the target, and each other. So all tokens come of one pass, each as likely behind any of those before it;
+DSpark's bias and DFlash2's selector say it anew behind each, and DSpark's confidence, how likely it is to be accepted.
+Of what they say a tree grows, as far as its rows pay. Nothing of a block is kept: what became text is seen by the
+target's hidden states.
+
+When sampling, tokens are ranked with the noise with which the target will draw; under ``reject`` a chain is drawn, and
+carries its q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from drafters.heads.block_step import Blank, BlockStep, Sequel
+from drafters.heads.growth import Growth
+from drafters.heads.loading import describe, load_head
+from drafters.heads.session import Behind, HeadSession, check_chance
+from drafters.heads.transitions import Transitions
+from drafters.heads.weights import Block
+from drafters.shared.vocabulary import DraftVocabulary
+from drafters.shared.weights import weights_folder
+from specdec.drafter import Context, DrafterBase
+from specdec.settings.parsing import check_positive
+from specdec.step.forward_passes import Pass, Passes
+from specdec.target import Target
+
+__all__ = ["DFlash", "DFlashConfig"]
+
+_BRANCH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig:
+    """Options.
+
+    Attributes:
+        head: folder of a trained head, DFlash, DFlash2 or DSpark, in any format that `specdec drafters --check` knows;
+            None is the one in this package that was trained for the model.
+        tokens: depth of a draft, at most; None is the block's.
+        rows: rows of a draft below the root, at most; None leaves it to what pays.
+        branch: children of a row, at most; 1 makes a chain. Under ``reject`` it is 1.
+        min_chance: verify whatever is reached with this chance, by the head, as far as ``rows`` and ``tokens`` go; None
+            takes what pays by measured costs.
+        check_target: refuse a model that is not the one the head was trained for.
+    """
+
+    head: str | None = None
+    tokens: int | None = None
+    rows: int | None = None
+    branch: int = _BRANCH
+    min_chance: float | None = None
+    check_target: bool = True
+
+    def __post_init__(self) -> None:
+        check_positive("dflash.", tokens=self.tokens, rows=self.rows, branch=self.branch)
+        check_chance("dflash.", self.min_chance)
+
+
+class DFlash(DrafterBase):
+    """A trained DFlash, DFlash2 or DSpark head: a block of tokens in one pass."""
+
+    name = "dflash"
+    draws = False
+    needs_draft = False
+    at_once = True
+    Config = DFlashConfig
+
+    def __init__(self, config: DFlashConfig, head: Block, target: Target) -> None:
+        super().__init__(config)
+        own = head.config
+        self.vocabulary = DraftVocabulary(head.draft_tokens, target)
+        self.depth = min(config.tokens or own.drafted, own.drafted)
+        self.step = BlockStep(head, self.vocabulary.head, target, self.depth)
+        self.transitions = Transitions(head)
+        self.layers: Sequence[int] = own.taps  # in the order in which they are read
+        self.taps = frozenset(self.layers)
+
+    @classmethod
+    def build(cls, config: DFlashConfig, target: Target) -> DFlash:
+        """Load the head for a target.
+
+        Raises:
+            CheckpointError: no head, a broken one, or one of another model.
+        """
+        folder = weights_folder(config.head, target, "dflash.head")
+        head = load_head(folder, cls.name, target, check_target=config.check_target)
+        assert isinstance(head, Block)
+        return cls(config, head.to(target.head_device, target.dtype), target)
+
+    @classmethod
+    def describe_weights(cls, folder: Path) -> list[str]:
+        """What a folder holds, for ``specdec drafters --check``.
+
+        Raises:
+            CheckpointError: no head of this drafter's.
+        """
+        return describe(folder, cls.name)
+
+    def start(self, context: Context) -> DFlashSession:
+        return DFlashSession(self, context)
+
+    def run(self, brought: Sequence[Blank]) -> list[Sequel]:
+        """The block of each sequence."""
+        return self.step.run(brought)
+
+
+class DFlashSession(HeadSession):
+    def __init__(self, drafter: DFlash, context: Context) -> None:
+        step = drafter.step
+        super().__init__(context, drafter, step.specs, step.weights, 2 * step.config.block_size)
+        self._drafter, self._step = drafter, step
+        self._sequel: Sequel | None = None
+        self._states = dict[int, torch.Tensor]()  # of a recurrent bias, after a node
+
+    def _absorb(self, features: torch.Tensor) -> None:
+        block = self._own.text_block(range(len(features)))
+        self._step.absorb(block, features)
+        self._own.read_text(block, root=False)
+
+    def _begin(self, deepest: int) -> Passes[None]:
+        features = self._own.catch_up()
+        block = self._own.text_block(range(len(features) + self._step.config.block_size))
+        self._sequel = yield Pass(self._drafter.run, Blank(block, features, self._context.root))
+        self._own.cache.commit(range(len(features)))
+        self._states = {}
+
+    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
+        yield from ()
+        sequel, transitions = self._sequel, self._drafter.transitions
+        assert sequel is not None
+        depth, before = grown.depths[level[0]], [grown.tokens[node] for node in level]
+        if not transitions.known:
+            level = level[:1]
+        hidden, logits = (states[depth].expand(len(level), -1) for states in (sequel.hidden, sequel.logits))
+        states = None
+        if transitions.recurrent and depth:
+            states = torch.stack([self._states[grown.parents[node]] for node in level])
+        said = transitions.said(hidden, logits, before[: len(level)], states)
+        if said.states is not None:
+            self._states |= dict(zip(level, said.states, strict=True))
+        accepted = None if said.acceptance is None else said.acceptance.tolist()
+        return Behind(said.logits, accepted)

@@ -1,0 +1,96 @@
+"""What a block's rows say once the token before them is known: DSpark's bias and confidence, DFlash2's selector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drafters.heads.layers import product
+from drafters.heads.weights import Block
+
+__all__ = ["Transitions"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """Of N nodes: ``logits`` [N, d], the chance of ``acceptance`` [N], if the head tells, and ``states`` [N, r] of a
+    recurrent bias.
+    """
+
+    logits: torch.Tensor
+    acceptance: torch.Tensor | None
+    states: torch.Tensor | None
+
+
+class Transitions:
+    """The heads behind a block.
+
+    Args:
+        head: as it was read.
+
+    Attributes:
+        known: what a row says follows from the token before it; else it is the same behind all.
+        recurrent: and from all tokens before that.
+    """
+
+    def __init__(self, head: Block) -> None:
+        self.config = config = head.config
+        self.known = config.markov != "none" or config.selector_rank > 0 or config.confidence == "markov"
+        self.recurrent = config.markov == "rnn"
+        markov: Any = head.markov_head if config.markov_rank else None
+        self._w1 = None if markov is None else markov.markov_w1.weight.detach()
+        self._w2 = None if markov is None else product(markov.markov_w2)
+        gate: Any = {"gated": "gate_proj", "rnn": "joint_proj"}.get(config.markov)
+        self._gate = None if gate is None else product(getattr(markov, gate))
+        self._confidence = product(head.confidence_head.proj) if config.confidence != "none" else None
+        selector: Any = head.candidate_selector if config.selector_rank else None
+        self._before = None if selector is None else selector.predecessor_codebook.detach()
+        self._after = None if selector is None else selector.successor_codebook.detach()
+        self._projection = None if selector is None else product(selector.hidden_projection)
+
+    @torch.no_grad()
+    def said(
+        self, hidden: torch.Tensor, logits: torch.Tensor, before: Sequence[int], states: torch.Tensor | None
+    ) -> Said:
+        """What rows ``hidden`` [N, W] with ``logits`` [N, d] say behind the tokens ``before`` them.
+
+        ``states`` [N, r]: of a recurrent bias, after the rows before; None at first.
+        """
+        tokens = torch.tensor([*before], device=hidden.device)
+        known = None if self._w1 is None else self._w1[tokens]  # [N, r]
+        if known is not None and self._w2 is not None:
+            bias, states = self._bias(known, hidden, states)
+            logits = logits + self._w2(bias)
+        if self._before is not None:
+            logits = self._selected(hidden, logits, tokens)
+        acceptance = None
+        if self._confidence is not None:
+            read = hidden if self.config.confidence == "hidden" or known is None else torch.cat((hidden, known), -1)
+            acceptance = self._confidence(read)[:, 0].sigmoid()
+        return Said(logits, acceptance, states)
+
+    def _bias(
+        self, known: torch.Tensor, hidden: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[N, r] what the bias follows from, and the states after these rows."""
+        if self._gate is None:
+            return known, None
+        if not self.recurrent:
+            return self._gate(torch.cat((hidden, known), -1)).sigmoid() * known, None
+        states = torch.zeros_like(known) if states is None else states
+        gate, candidate, output = self._gate(torch.cat((states, known, hidden), -1)).chunk(3, -1)
+        gate = gate.sigmoid()
+        return output.tanh(), gate * states + (1 - gate) * candidate.tanh()
+
+    def _selected(self, hidden: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The likeliest candidates' logits, each with its score behind the token before; -inf for the others."""
+        assert self._before is not None
+        assert self._after is not None
+        assert self._projection is not None
+        best = logits.topk(self.config.selector_top, -1)
+        context = self._before[tokens] * self._projection(hidden)
+        scores = best.values + (context[:, None] * self._after[best.indices]).sum(-1)
+        return torch.full_like(logits, -torch.inf).scatter(-1, best.indices, scores)
