@@ -282,16 +282,15 @@ def test_a_full_queue_is_429(gate: Gate) -> None:
 
 def test_closing_a_stream_cancels_it_and_frees_its_cache(gate: Gate) -> None:
     with serving(gate.engine, max_num_seqs=1) as running:
-        stream = running.openai().completions.create(model="tiny", prompt=[5, 6], max_tokens=50, stream=True)
         steps = iter(range(1000))
 
         def slow(text: list[int]) -> int:
             if next(steps) > 2:
-                gate.waits.set()
                 assert gate.opened.wait(SECONDS)
             return 300
 
         gate.target.rule = slow
+        stream = running.openai().completions.create(model="tiny", prompt=[5, 6], max_tokens=50, stream=True)
         next(iter(stream))
         stream.close()
         running.call(_gone(running))
