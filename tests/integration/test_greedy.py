@@ -100,7 +100,7 @@ def test_every_drafter_has_drafts_accepted(
         store = build_datastore([tmp_path / "corpus.txt"], tiny_engine.tokenizer, tmp_path / "datastore")
         options["datastore"] = str(store.path)
     engine = Engine(tiny_engine.target, tiny_engine.tokenizer, options, costs=tiny_engine.costs)
-    out = engine.generate(TEXT, 40)
+    out = engine.generate(TEXT, 40, prediction=plain.text if drafter == "prediction" else None)
     assert out.token_ids == plain.token_ids
     assert out.stats.tokens_per_step > 1.2
 

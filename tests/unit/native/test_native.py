@@ -331,8 +331,8 @@ def test_the_likeliest_tokens_are_found_with_the_logits(
             blocks = [
                 Block(target.new_cache(capacity=16, rows=16), ids, device=target.device) for ids in ([3, 4, 5], [6, 7])
             ]
-            parts = [ForwardRows(block, rows) for block, rows in zip(blocks, (None, (1,)), strict=True)]
-            outputs = forward_together(target, parts, top_k=32)
+            parts = [ForwardRows(block, rows, top_k=32) for block, rows in zip(blocks, (None, (1,)), strict=True)]
+            outputs = forward_together(target, parts)
             outputs.append(target.forward(blocks[0], top_k=32))
     finally:
         torch.set_num_threads(before)
@@ -436,8 +436,9 @@ def test_what_comes_next_is_drawn_with_the_logits(dtype: torch.dtype, threads: i
             for position in range(20):
                 blocks[0].draw, blocks[2].draw = (0.8, noise.key(position)), (1.5, noise.key(position + 1))
                 wanted = (None, None, (0, 2))
-                parts = [ForwardRows(block, rows) for block, rows in zip(blocks, wanted, strict=True)]
-                together = forward_together(target, parts, top_k=1 + position % 2)
+                top_k = 1 + position % 2
+                parts = [ForwardRows(block, rows, top_k=top_k) for block, rows in zip(blocks, wanted, strict=True)]
+                together = forward_together(target, parts)
                 first, none, last = (output.scores(rows) for output, rows in zip(together, wanted, strict=True))
                 alone = target.forward(blocks[0]).scores(None)
                 for scores in (first, alone):
