@@ -27,7 +27,7 @@ from specdec.serve.metrics import Metrics
 from specdec.serve.plan import Plan, Planner
 from specdec.serve.prompts import Encoder
 
-__all__ = ["Service"]
+__all__ = ["Service", "sampling_defaults"]
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Service:
         self._tokenizer = copy.deepcopy(engine.tokenizer)
         self.encoder = Encoder(engine, self._tokenizer)
         self.planner = Planner(
-            engine, self.encoder, lambda: self._grammars, _defaults(engine, config), self._speculation
+            engine, self.encoder, lambda: self._grammars, sampling_defaults(engine, config), self._speculation
         )
         self.drafters = _drafters(engine, config)
         kept = config.prefix_bytes if config.prefix_bytes is not None else config.cache_bytes or _PREFIX_BYTES
@@ -177,15 +177,15 @@ def _drafters(engine: Engine, config: ServeConfig) -> dict[str, Drafter | None]:
     return {name: None if name == own else make_drafter(name, engine.target) for name in dict.fromkeys([*names, own])}
 
 
-def _defaults(engine: Engine, config: ServeConfig) -> dict[str, Any]:
+def sampling_defaults(engine: Engine, config: ServeConfig) -> dict[str, Any]:
     """The checkpoint's sampling, where it was asked for."""
     if config.generation_config == "openai":
         return {}
-    found: Any = getattr(getattr(engine.target, "model", None), "generation_config", None)
-    if found is None:
+    own: Any = getattr(getattr(engine.target, "model", None), "generation_config", None)
+    if own is None:
         return {}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    values = {name: getattr(found, name, None) for name in names}
-    if not found.do_sample:
+    values = {name: getattr(own, name, None) for name in names}
+    if not own.do_sample:
         values["temperature"] = 0.0
     return {name: value for name, value in values.items() if value is not None}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from specdec.cli import main as cli
 from specdec.errors import ConfigError
 from specdec.serve.config import API_KEY, ServeConfig, is_loopback
 from specdec.serve.server import address_of, bound_socket
+from specdec.serve.service import sampling_defaults
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.1", "::", "example.org", ""])
@@ -99,3 +103,20 @@ def test_a_missing_package_is_told_with_the_extra(
     monkeypatch.setitem(sys.modules, package, None)
     assert cli.main(["serve", "--model", "nosuch", "--port", "0"]) == 2
     assert "run pip install '.[serve]'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1), None),
+        (GenerationConfig(do_sample=False), {"temperature": 0.0}),
+        (None, {}),
+    ],
+)
+def test_defaults_are_the_checkpoint_s_where_they_are_asked_for(own: Any, expected: dict[str, float] | None) -> None:
+    engine: Any = SimpleNamespace(target=SimpleNamespace(model=SimpleNamespace(generation_config=own)))
+    assert sampling_defaults(engine, ServeConfig(model="tiny")) == {}
+    defaults = sampling_defaults(engine, ServeConfig(model="tiny", generation_config="model"))
+    if expected is None:
+        expected = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+    assert defaults == expected
