@@ -201,13 +201,14 @@ class SequenceState:
         if rests or context.remaining <= 1:
             return self._scheduled(Draft.chain(context.tokens[-1:]), row_budget, False, began)
         if self._batched:
-            return self._drafting(row_budget, began)
+            return self._drafting(row_budget)
         draft = propose_at_once(self._session, row_budget, self.drafter.name, self._target)
         return self._scheduled(draft, row_budget, True, began)
 
-    def _drafting(self, row_budget: int, began: float) -> Passes[ScheduledRows]:
+    def _drafting(self, row_budget: int) -> Passes[ScheduledRows]:
         """The next draft of a session that waits for passes."""
         waited = self.context.waited
+        began = perf_counter() - waited.others  # others' sessions may have drafted since this generator was made
         passes = proposing(self._session, row_budget, self.drafter.name, self._target)
         draft = yield from timed(passes, waited, together=not self.context.isolated)
         self.stats.seconds.passes = waited.passes
