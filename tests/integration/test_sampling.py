@@ -144,6 +144,8 @@ def test_other_lossless_rules(drafter: str, acceptance: str, tmp_path: Path) -> 
         if acceptance == "auto" and not any(draft.q for draft in drafts):
             assert texts == [Engine(target).generate(prompt, 3, p).token_ids for p in params[:20]]
         else:
-            assert any(len(draft) > 1 for draft in drafts) == (drafter not in ("none", "prediction"))  # nothing predicted
+            assert any(len(draft) > 1 for draft in drafts) == (
+                drafter not in ("none", "prediction")
+            )  # nothing predicted
             texts += [one.token_ids for one in engine.generate_batch([prompt] * 280, 3, params[20:], batch=40)]
             assert_joint([text[:2] for text in texts], joint_of(model, prompt, 2))
