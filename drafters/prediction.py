@@ -50,7 +50,7 @@ from specdec.target import Target
 __all__ = ["PredictedText", "Prediction", "PredictionConfig"]
 
 _NEAR = 64  # occurrences of a token that are looked at for the nearest place that ends as the answer does
-_WHOLE = 64  # tokens of a match: so many are as good as all that went before
+_WHOLE = 64  # tokens that count as agreed before the answer begins
 _FIRM = 8  # tokens in a row after which the answer is where it seems to be; fewer are found anywhere
 _LONG = 16  # tokens of the answer after which it no longer stands beside the place where it left
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -84,7 +83,9 @@ def load_and_tell(options: argparse.Namespace) -> None:
         answer = llama(options.llama, options.file, threads)
         loaded = time.perf_counter()
         answer(prompt, 1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not getrusage's, which begins with what the process held that started this one.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) / 1024
     seconds = [imported - BEGAN, loaded - imported, time.perf_counter() - loaded]
     print(json.dumps({"seconds": dict(zip(LOADED, seconds, strict=True)), "peak MiB": peak}))
 

@@ -148,8 +148,9 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
     """Compile one variant; its bytes of shared memory.
 
     Raises:
-        ValueError: it specialises on a number, and so would be compiled anew in the midst of decoding.
-        SlowError: it reads keys or weights number by number, or its numbers find no place in registers.
+        ValueError: it specialises on a number, and so would be compiled anew in the midst of decoding; or it reads keys
+            or weights number by number.
+        SlowError: it reads fewer than 16 bytes at once, or its numbers find no place in registers.
     """
     fixed = [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize or p.name in types)]
     if fixed:
@@ -169,8 +170,10 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
     if kernel in (step._attend, product._product):
         narrow = set(re.findall(r"cp\.async\.c\S+ \[[^]]*\], \[[^]]*\], (\S+?),", found.asm["ptx"])) - {"0x10", "16"}
         rows = constants.get("INPUTS", constants.get("WIDTH"))
-        if rows % 8 == 0 and (narrow or "cp.async" not in found.asm["ptx"]):
-            raise SlowError(f"it does not read 16 bytes at once but {narrow or 'no tile ahead'}")
+        if rows % 8 == 0 and "cp.async" not in found.asm["ptx"]:
+            raise ValueError("it reads keys or weights number by number")
+        if rows % 8 == 0 and narrow:
+            raise SlowError(f"it does not read 16 bytes at once but {narrow}")
     full = kernel is tree._tree and types["query"] == "fp32"  # without tensor cores its scores do not fit
     if not full and (spilled := stack_of(found.asm["cubin"])):
         raise SlowError(f"it keeps {spilled} bytes of its numbers in memory, as registers are too few")

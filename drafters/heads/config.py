@@ -200,5 +200,5 @@ class BlockConfig(HeadConfig):
 
 
 def aux_layers(layers: int) -> list[int]:
-    """The hidden layers that EAGLE-3 reads of a target of so many layers, where nothing else is said."""
+    """The hidden layers that EAGLE-3 reads of a target with this number of layers, by default."""
     return sorted({2, layers // 2, max(layers - 3, 0)})

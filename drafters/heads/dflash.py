@@ -14,19 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from drafters.heads.block_step import Blank, BlockStep, Sequel
 from drafters.heads.growth import Growth
-from drafters.heads.loading import describe, load_head
-from drafters.heads.session import Behind, HeadSession, check_chance
+from drafters.heads.session import Behind, HeadDrafter, HeadSession, check_chance
 from drafters.heads.transitions import Transitions
-from drafters.heads.weights import Block
-from drafters.shared.vocabulary import DraftVocabulary
-from drafters.shared.weights import weights_folder
-from specdec.drafter import Context, DrafterBase
+from drafters.heads.weights import Block, HeadWeights
+from specdec.drafter import Context
 from specdec.settings.parsing import check_positive
 from specdec.step.forward_passes import Pass, Passes
 from specdec.target import Target
@@ -63,45 +59,20 @@ class DFlashConfig:
         check_chance("dflash.", self.min_chance)
 
 
-class DFlash(DrafterBase):
+class DFlash(HeadDrafter):
     """A trained DFlash, DFlash2 or DSpark head: a block of tokens in one pass."""
 
     name = "dflash"
-    draws = False
-    needs_draft = False
     at_once = True
     Config = DFlashConfig
 
-    def __init__(self, config: DFlashConfig, head: Block, target: Target) -> None:
-        super().__init__(config)
+    def __init__(self, config: DFlashConfig, head: HeadWeights, target: Target) -> None:
+        super().__init__(config, head, target)
+        assert isinstance(head, Block)
         own = head.config
-        self.vocabulary = DraftVocabulary(head.draft_tokens, target)
         self.depth = min(config.tokens or own.drafted, own.drafted)
         self.step = BlockStep(head, self.vocabulary.head, target, self.depth)
         self.transitions = Transitions(head)
-        self.layers: Sequence[int] = own.taps  # in the order in which they are read
-        self.taps = frozenset(self.layers)
-
-    @classmethod
-    def build(cls, config: DFlashConfig, target: Target) -> DFlash:
-        """Load the head for a target.
-
-        Raises:
-            CheckpointError: no head, a broken one, or one of another model.
-        """
-        folder = weights_folder(config.head, target, "dflash.head")
-        head = load_head(folder, cls.name, target, check_target=config.check_target)
-        assert isinstance(head, Block)
-        return cls(config, head.to(target.head_device, target.dtype), target)
-
-    @classmethod
-    def describe_weights(cls, folder: Path) -> list[str]:
-        """What a folder holds, for ``specdec drafters --check``.
-
-        Raises:
-            CheckpointError: no head of this drafter's.
-        """
-        return describe(folder, cls.name)
 
     def start(self, context: Context) -> DFlashSession:
         return DFlashSession(self, context)

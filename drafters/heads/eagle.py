@@ -17,19 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from drafters.heads.chain_step import ChainStep, Guess, Nodes
-from drafters.heads.config import ChainConfig
 from drafters.heads.growth import Growth
-from drafters.heads.loading import describe, load_head
-from drafters.heads.session import WIDTH, Behind, HeadSession, check_chance
-from drafters.heads.weights import Chain
-from drafters.shared.vocabulary import DraftVocabulary
-from drafters.shared.weights import weights_folder
-from specdec.drafter import Context, DrafterBase
+from drafters.heads.session import WIDTH, Behind, HeadDrafter, HeadSession, check_chance
+from drafters.heads.weights import Chain, HeadWeights
+from specdec.drafter import Context
 from specdec.settings.parsing import check_positive
 from specdec.step.forward_passes import Pass, Passes
 from specdec.target import Target
@@ -68,45 +63,19 @@ class EagleConfig:
         check_chance("eagle.", self.min_chance)
 
 
-class Eagle(DrafterBase):
+class Eagle(HeadDrafter):
     """A trained EAGLE head, chain or tree."""
 
     name = "eagle"
-    draws = False
-    needs_draft = False
     Config = EagleConfig
 
-    def __init__(self, config: EagleConfig, head: Chain, target: Target) -> None:
-        super().__init__(config)
-        assert isinstance(head.config, ChainConfig)
-        self.vocabulary = DraftVocabulary(head.draft_tokens, target)
+    def __init__(self, config: EagleConfig, head: HeadWeights, target: Target) -> None:
+        super().__init__(config, head, target)
+        assert isinstance(head, Chain)
         self.step = ChainStep(head, self.vocabulary.head, target)
-        self.layers: Sequence[int] = head.config.taps  # in the order in which they are read
-        self.taps = frozenset(self.layers)
         self.at_once = head.config.kind == "peagle"
         self.depth = config.tokens or head.config.depth or _DEPTH
         self.mask_token = head.config.mask_token
-
-    @classmethod
-    def build(cls, config: EagleConfig, target: Target) -> Eagle:
-        """Load the head for a target.
-
-        Raises:
-            CheckpointError: no head, a broken one, or one of another model.
-        """
-        folder = weights_folder(config.head, target, "eagle.head")
-        head = load_head(folder, cls.name, target, check_target=config.check_target)
-        assert isinstance(head, Chain)
-        return cls(config, head.to(target.head_device, target.dtype), target)
-
-    @classmethod
-    def describe_weights(cls, folder: Path) -> list[str]:
-        """What a folder holds, for ``specdec drafters --check``.
-
-        Raises:
-            CheckpointError: no head of this drafter's.
-        """
-        return describe(folder, cls.name)
 
     def start(self, context: Context) -> EagleSession:
         return EagleSession(self, context)

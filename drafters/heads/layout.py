@@ -246,7 +246,7 @@ class _Sizes:
         return windows if any(windows) else []
 
     def _depth(self) -> int:
-        """Tokens that it was published to draft, where that is told."""
+        """Tokens that the head drafts by its config; 0 where the config does not say."""
         told = self.told("depth")
         methods = (self._values.get("speculators_config") or {}).get("proposal_methods") or [{}]
         found = told if told is not None else methods[0].get("speculative_tokens", 0)

@@ -27,7 +27,7 @@ def load_head(folder: Path, drafter: str, target: Target, *, check_target: bool 
 
     Args:
         folder: of any format that is known, see :mod:`drafters.heads.formats`.
-        drafter: who is to draft with it.
+        drafter: name of the drafter that loads it.
         target: its model.
         check_target: refuse one that is known to have been trained for another model of the same sizes.
 

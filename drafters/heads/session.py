@@ -1,27 +1,32 @@
-"""What sessions of heads share: hidden states that wait, guesses ranked or drawn, and what they have been worth."""
+"""What drafters with a head share: its loading, hidden states that wait, guesses ranked or drawn, and their records."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from drafters.heads.growth import Growth
+from drafters.heads.loading import describe, load_head
+from drafters.heads.weights import HeadWeights
 from drafters.shared.own_cache import OwnCache
 from drafters.shared.scored_tree import Guesses, Margin
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
+from drafters.shared.weights import weights_folder
 from specdec.costs.curve import pass_price
-from specdec.drafter import BatchedSession, Context, Observation
+from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.forward_passes import Passes
 from specdec.step.tree import Draft
+from specdec.target import Target
 
-__all__ = ["WIDTH", "Behind", "HeadSession", "check_chance"]
+__all__ = ["WIDTH", "Behind", "HeadDrafter", "HeadSession", "check_chance"]
 
 WIDTH = 8
 """Rows of a level that are extended, at most."""
@@ -52,29 +57,55 @@ class Behind:
     accepted: Sequence[float] | None = None
 
 
-class HeadDrafter(Protocol):
-    """What a session needs of its drafter.
+class HeadDrafter(DrafterBase):
+    """A drafter with a trained head.
 
     Attributes:
+        config: options: ``head``, ``check_target``, ``rows``, ``branch`` and ``min_chance``.
         vocabulary: among which the head proposes.
-        config: options: ``rows``, ``branch`` and ``min_chance``.
         layers: hidden layers of the target, in the order in which the head reads them.
         depth: tokens of a path, at most.
         at_once: all depths come of one pass.
     """
 
-    vocabulary: DraftVocabulary
-    config: Any
-    layers: Sequence[int]
+    draws = False
+    needs_draft = False
+    at_once = False
     depth: int
-    at_once: bool
+
+    def __init__(self, config: Any, head: HeadWeights, target: Target) -> None:
+        super().__init__(config)
+        self.vocabulary = DraftVocabulary(head.draft_tokens, target)
+        self.layers: Sequence[int] = head.config.taps
+        self.taps = frozenset(self.layers)
+
+    @classmethod
+    def build(cls, config: Any, target: Target) -> HeadDrafter:
+        """Load the head for a target.
+
+        Raises:
+            CheckpointError: no head, a broken one, or one of another model.
+        """
+        source = "Download one that was trained for it (docs/heads.md says which formats are read)"
+        folder = weights_folder(config.head, target, f"{cls.name}.head", source=source)
+        head = load_head(folder, cls.name, target, check_target=config.check_target)
+        return cls(config, head.to(target.head_device, target.dtype), target)
+
+    @classmethod
+    def describe_weights(cls, folder: Path) -> list[str]:
+        """What a folder holds, for ``specdec drafters --check``.
+
+        Raises:
+            CheckpointError: no head of this drafter's.
+        """
+        return describe(folder, cls.name)
 
 
 class HeadSession(BatchedSession):
     """One sequence's hidden states, the head's own cache, and the records of its guesses.
 
-    The head's cache holds row i once the hidden state of position i is known: the engine commits before it tells. What
-    is told waits until the head is run anyway, but for a prompt's chunks, which go in as they come.
+    The head's cache holds row i once the hidden state of position i is known, which is when the engine has committed
+    it. Hidden states wait until the head's next pass; those of a prompt's chunks go in as they come.
 
     Args:
         context: the sequence's.
@@ -192,7 +223,7 @@ class HeadSession(BatchedSession):
     def _learn(self, seen: Observation) -> None:
         """Note what became of the latest guesses, and keep of the head's rows those that are text."""
         grown, self._grown = self._grown, None
-        # What follows the root rests on guessed states: the target's are told, and the head is run on them.
+        # Rows behind the root were computed from guessed states. The head's next pass reads the target's own.
         self._own.commit(seen, [] if grown is None else grown.tokens, most=1)
         if grown is None or seen.draft is None:
             return

@@ -28,6 +28,6 @@ class Calibration:
         return self._right / self._promised
 
     def learn(self, promised: float, right: float) -> None:
-        """Of guesses whose chances sum up to ``promised`` so many were right."""
+        """Note that ``right`` guesses were right, of guesses whose chances add up to ``promised``."""
         self._right = self._memory * self._right + right
         self._promised = self._memory * self._promised + promised

@@ -144,11 +144,12 @@ def embedded_weights(drafter: str) -> dict[str, Path]:
     return {str(read_config(folder)["target"]): folder for folder in folders}
 
 
-def weights_folder(given: str | None, target: Target, option: str) -> Path:
+def weights_folder(given: str | None, target: Target, option: str, *, source: str | None = None) -> Path:
     """The folder that was given, else the one in this package whose weights were trained for the target.
 
     Args:
         option: the one that takes it: medusa.heads, ...
+        source: where such weights come from, as a sentence; None where ``specdec train`` makes them.
 
     Raises:
         CheckpointError: none was given, and this package holds none for the model.
@@ -160,10 +161,10 @@ def weights_folder(given: str | None, target: Target, option: str) -> Path:
     if any(own.startswith(kind) for own in held):
         kind = fingerprint(target)
     if kind not in held:
+        holds = f"; what the package holds is for {', '.join(held)}" if held else ""
+        source = source or f"Train some with `specdec train {drafter} --model ...`"
         raise CheckpointError(
-            f"{drafter} has no {part} for this model ({kind}); what the package holds is for "
-            f"{', '.join(held) or 'none'}. Train some with `specdec train {drafter} --model ...` and give the folder "
-            f"as {option}"
+            f"{drafter} has no {part} for this model ({kind}){holds}. {source} and give the folder as {option}"
         )
     return held[kind]
 

@@ -22,6 +22,7 @@ from specdec.bench.records import Output
 from specdec.bench.rival import Rival
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
+from specdec.models.gguf_writer import add_settings, add_weights
 from specdec.models.transformers_target import TransformersTarget
 
 __all__ = ["LlamaCpp"]
@@ -132,37 +133,13 @@ def write_gguf(engine: Engine, path: Path) -> None:
     config = target.config if isinstance(target, TransformersTarget) else None
     if config is None or config.model_type != "llama" or (kind := str(target.dtype)[6:]) not in _TYPES:
         raise ConfigError(f"llama.cpp is given Llamas in {', '.join(_TYPES)}; the target is {target.name}")
-    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-    from gguf.quants import quantize
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     assert isinstance(target, TransformersTarget)
     writer = GGUFWriter(path, "llama")
-    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(key_heads)
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
-    writer.add_rope_dimension_count(dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_settings(writer, config)
     writer.add_tokenizer_model("no_vocab")
-
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for key, tensor in target.named_weights():
-        if key == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        turned = heads if "q_proj" in key else key_heads if "k_proj" in key else 0
-        if turned:
-            tensor = tensor.view(turned, 2, dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
-        values = tensor.detach().float().contiguous().numpy()
-        chosen = GGMLQuantizationType[_TYPES[kind] if values.ndim == 2 else "F32"]
-        writer.add_tensor(str(names.get_name(key, (".weight",))), quantize(values, chosen), raw_dtype=chosen)
+    add_weights(writer, "llama", config, target.named_weights(), GGMLQuantizationType[_TYPES[kind]])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -83,8 +83,10 @@ def describe_weights(folder: Path) -> tuple[str, list[str]]:
     """The drafter that reads the weights in a folder, and what it says of them, line by line.
 
     Raises:
-        CheckpointError: no drafter reads them; the message has each one's reason.
+        CheckpointError: there is no such folder, or no drafter reads it; then the message has each one's reason.
     """
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {str(folder)!r}; give the one that holds the weights of a drafter")
     reasons = list[str]()
     for name in drafter_names():
         describe = getattr(drafter_type(name), "describe_weights", None)

@@ -17,6 +17,7 @@ from specdec.errors import CheckpointError, ConfigError, first_line
 from specdec.models.gguf import require_gguf
 from specdec.models.gguf_splits import rules, splitter
 from specdec.models.gguf_tokenizer import read_tokenizer
+from specdec.models.gguf_writer import add_settings, add_weights
 from specdec.models.loading import load_model
 from specdec.models.tokenizer import load_tokenizer
 from specdec.runners.rotary import rope_kinds
@@ -59,23 +60,26 @@ def quantise_model(model: str | Path, kind: str, out: Path) -> None:
         )
     with replacing(out) as place:
         own = tokenizer.backend_tokenizer.pre_tokenizer
-        for rule in (
-            rule for rule in rules() if _splits_alike(rule, own)
-        ):  # of splitting a text: a tokenizer has the expression, and a file its name
+
+        def begun(rule: str) -> Any:
+            """A file without weights, whose tokenizer splits texts by this rule."""
             writer = gguf.GGUFWriter(place, _FAMILIES[config.model_type])
-            _add_settings(writer, config, str(model))
+            writer.add_name(Path(model).name)
+            add_settings(writer, config)
             _add_tokenizer(writer, tokenizer, config.vocab_size, rule)
-            if _reads_alike(writer, place, tokenizer):
+            return writer
+
+        # A tokenizer has the expression that splits a text, and a file the name of a rule.
+        for rule in (rule for rule in rules() if _splits_alike(rule, own)):
+            if _reads_alike(begun(rule), place, tokenizer):
                 break
         else:
             raise CheckpointError(
                 f"the tokenizer of {model} splits texts by a rule that GGUF has no name for here; convert it with "
                 "llama.cpp"
             )
-        writer = gguf.GGUFWriter(place, _FAMILIES[config.model_type])
-        _add_settings(writer, config, str(model))
-        _add_tokenizer(writer, tokenizer, config.vocab_size, rule)
-        _add_weights(writer, loaded, blocks)
+        writer = begun(rule)
+        add_weights(writer, _FAMILIES[config.model_type], config, loaded.state_dict().items(), blocks)
         _write(writer)
 
 
@@ -104,23 +108,6 @@ def _quantises(kind: Any) -> bool:
     except (NotImplementedError, ValueError):
         return False
     return True
-
-
-def _add_settings(writer: Any, config: Any, name: str) -> None:
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_name(Path(name).name)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
-    writer.add_rope_dimension_count(dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, size: int, rule: str) -> None:
@@ -170,29 +157,6 @@ def _reads_alike(writer: Any, place: Path, tokenizer: Any) -> bool:
     some = range(0, len(tokenizer), max(1, len(tokenizer) // 200))
     texts = [*_PROBES, *(tokenizer.decode([token]) for token in some)]
     return all(list(found(text)["input_ids"]) == list(tokenizer(text)["input_ids"]) for text in texts)
-
-
-def _add_weights(writer: Any, model: Any, blocks: Any) -> None:
-    import gguf
-
-    config, family = model.config, _FAMILIES[model.config.model_type]
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    width = gguf.GGML_QUANT_SIZES[blocks][0]
-    for key, tensor in model.state_dict().items():
-        if key == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        place, _, part = key.rpartition(".")
-        count = heads.get(place.rpartition(".")[2], 0) if family == "llama" else 0
-        values = tensor.detach().float()
-        if count:  # llama.cpp rotates neighbours
-            values = values.view(count, 2, tensor.shape[0] // count // 2, -1).transpose(1, 2).reshape(tensor.shape)
-        kind = gguf.GGMLQuantizationType.F32
-        if values.ndim == 2:
-            kind = gguf.GGMLQuantizationType.BF16 if values.shape[1] % width else blocks
-        rows = gguf.quants.quantize(np.ascontiguousarray(values.numpy()), kind)
-        writer.add_tensor(f"{names.get_name(place)}.{part}", rows, raw_dtype=kind)
 
 
 def _write(writer: Any) -> None:

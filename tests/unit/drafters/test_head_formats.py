@@ -122,6 +122,15 @@ def test_check_says_who_drafts_with_it(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(CheckpointError, match=r"no drafter reads .*eagle: .*kangaroo: .*medusa: "):
         describe_weights(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"there is no folder .*absent'; give the one that holds"):
+        describe_weights(tmp_path / "absent")
+
+
+def test_no_head_is_said_with_where_they_come_from() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"eagle has no head for this model \(.*\)\. Download one .* as eagle\.head"
+    ):
+        make_drafter("eagle", target_of("llama"))
 
 
 Spoil = Callable[[dict[str, Any], heads.Tensors], object]
