@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from transformers import MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from drafters.heads import dflash, eagle
+from drafters.heads import session as head_session
 from drafters.heads.loading import load_head
 from drafters.heads.weights import HeadWeights
 from drafters.kangaroo.adapter import Adapter
@@ -330,8 +330,7 @@ def test_every_drafter(
         elif "head" in options:
             head = load_head(Path(options["head"]), drafter, models.target_of(family))
             loaded[options["head"]] = head.to(torch.float32)
-    for module in (dflash, eagle):
-        monkeypatch.setattr(module, "load_head", lambda folder, *_, **__: loaded[str(folder)])
+    monkeypatch.setattr(head_session, "load_head", lambda folder, *_, **__: loaded[str(folder)])
     for kind in (Adapter, MedusaHeads):
         monkeypatch.setattr(kind, "from_pretrained", lambda folder: loaded[str(folder)])
     for kind in (Adapter, MedusaHeads, HeadWeights):
