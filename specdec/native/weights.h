@@ -11,24 +11,37 @@ void specdec_count_highs(const uint16_t *values, int64_t count, int64_t *found) 
  * written: the weight, the odd ones and their ends, for which there is room. */
 void specdec_code(const Product *p, const uint16_t *values, uint8_t *weight, Odd *odd, int64_t *odd_end) {
     const int64_t panels = padded(p->outputs) / PANEL;
-    uint8_t codes[256] = {0};
-    for (int i = 1; i < CODES; i++) codes[p->highs[i]] = i;
+    uint8_t codes[256], places[PANEL];
+    memset(codes, CODES, sizeof codes); /* which is none */
+    for (int i = CODES - 1; i > 0; i--) codes[p->highs[i]] = i;
+    codes[0] = 0;
+    for (int o = 0; o < PANEL; o++) places[o] = place_of(o);
     int64_t known = 0;
     for (int64_t panel = 0; panel < panels; odd_end[panel++] = known) {
-        uint8_t *to = weight + panel * p->inputs / 2 * CODE_BYTES;
-        memset(to, 0, p->inputs / 2 * CODE_BYTES);
-        for (int64_t i = 0; i < p->inputs; i++)
-            for (int64_t o = 0; o < PANEL && panel * PANEL + o < p->outputs; o++) {
-                const uint16_t value = values[(panel * PANEL + o) * p->inputs + i];
-                const int64_t place = place_of(o) + i % 2;
-                uint8_t *step = to + i / 2 * CODE_BYTES;
-                if (value >> 8 && !codes[value >> 8])
-                    odd[known++] = (Odd){(int32_t)(panel * PANEL + o), (int32_t)i, widen(value)};
-                else {
-                    step[place] = value & 255;
-                    step[LOWS + place % PANEL] |= codes[value >> 8] << (place < PANEL ? 0 : 4);
-                }
+        const uint16_t *first = values + panel * PANEL * p->inputs;
+        const int rows = p->outputs - panel * PANEL < PANEL ? p->outputs - panel * PANEL : PANEL;
+        uint8_t *step = weight + panel * p->inputs / 2 * CODE_BYTES;
+        for (int64_t i = 0; i < p->inputs; i += 2, step += CODE_BYTES) {
+            uint8_t high[LOWS] = {0}, any = 0;
+            if (rows < PANEL) memset(step, 0, LOWS);
+            for (int o = 0; o < rows; o++) {
+                uint32_t pair;
+                memcpy(&pair, first + o * p->inputs + i, sizeof pair);
+                step[places[o]] = pair, step[places[o] + 1] = pair >> 16;
+                const uint8_t even = codes[pair >> 8 & 255], uneven = codes[pair >> 24];
+                high[places[o]] = even, high[places[o] + 1] = uneven;
+                any |= even | uneven;
             }
+            if (any & CODES)
+                for (int n = 0; n < 2 * rows; n++) { /* of either input all outputs */
+                    const int o = n % rows, place = places[o] + n / rows;
+                    if (high[place] != CODES) continue;
+                    const int64_t at = i + n / rows;
+                    odd[known++] = (Odd){(int32_t)(panel * PANEL + o), (int32_t)at, widen(first[o * p->inputs + at])};
+                    step[place] = high[place] = 0;
+                }
+            for (int n = 0; n < PANEL; n++) step[LOWS + n] = high[n] | high[n + PANEL] << 4;
+        }
     }
 }
 
