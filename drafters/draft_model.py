@@ -32,7 +32,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.settings.parsing import check_positive
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.tree import Draft
+from specdec.step.tree import Draft, Hints
 from specdec.target import Target
 
 __all__ = ["DraftModel", "DraftModelConfig", "embedded_draft_model", "fitting"]
@@ -226,7 +226,7 @@ class DraftModelSession(BatchedSession):
                 break
             logits = self._shared((yield self._run(tree.tokens[level[0] :], tree.parents)).logits)
             passes += 1
-        return Draft(tree.tokens, tree.parents, q=q, cost=passes * self._price)
+        return Draft(tree.tokens, tree.parents, q=q, hints=Hints(cost=passes * self._price))
 
     def _grow_there(self, logits: torch.Tensor, root: torch.Tensor, widths: list[int]) -> Passes[Draft]:
         """As ``_grow``, of full levels, and nothing is read: the next level embeds tokens that are on the device."""
@@ -249,7 +249,7 @@ class DraftModelSession(BatchedSession):
             if depth + 1 < len(widths):
                 logits = self._shared((yield self._run(device_copies.Later(tokens[-1]), parents)).logits)
                 paths = torch.cat((paths.repeat_interleave(best.shape[1], 0), tokens[-1][:, None]), 1)
-        return Draft(device_copies.Later(torch.cat(tokens)), parents, q=q, cost=len(widths) * self._price)
+        return Draft(device_copies.Later(torch.cat(tokens)), parents, q=q, hints=Hints(cost=len(widths) * self._price))
 
     def _run(self, tokens: Sequence[int], parents: Sequence[int]) -> Pass:
         """The draft's last rows, which hold these tokens, through the model."""

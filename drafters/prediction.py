@@ -44,7 +44,7 @@ from specdec.errors import ConfigError
 from specdec.settings.parsing import check_positive
 from specdec.step import device_copies
 from specdec.step.forward_passes import Passes
-from specdec.step.tree import Draft, DraftBuilder
+from specdec.step.tree import Draft, DraftBuilder, Hints
 from specdec.target import Target
 
 __all__ = ["PredictedText", "Prediction", "PredictionConfig"]
@@ -201,12 +201,12 @@ class PredictionSession:
         if not text.away:
             size = min(most, max(1, int(config.factor * text.agreed)))
             path = text.tokens[text.place : text.place + size]
-            return Draft.chain([context.root, *path], match_length=text.agreed)
+            return Draft.chain([context.root, *path], hints=Hints(match_length=text.agreed))
         builder = DraftBuilder(context.root)
         for place in text.branches():
             size = min(config.branch_tokens, most)
             builder.add_path(text.tokens[place : place + size], row_budget=most + 1)
-        return builder.build(match_length=1)
+        return builder.build(hints=Hints(match_length=1))
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context

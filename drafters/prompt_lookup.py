@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
 from specdec.settings.parsing import check_positive
-from specdec.step.tree import Draft, DraftBuilder
+from specdec.step.tree import Draft, DraftBuilder, Hints
 
 __all__ = ["PromptLookup", "PromptLookupConfig"]
 
@@ -81,11 +81,11 @@ class PromptLookupSession:
         length, starts = self._matches()
         if len(starts) <= 1:
             path = self._continuation(starts[0], size) if starts else []
-            return Draft.chain([context.root, *path], match_length=length)
+            return Draft.chain([context.root, *path], hints=Hints(match_length=length))
         builder = DraftBuilder(context.root)
         for start in starts:
             builder.add_path(self._continuation(start, size), row_budget=row_budget)
-        return builder.build(match_length=length)
+        return builder.build(hints=Hints(match_length=length))
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context

@@ -17,7 +17,7 @@ from drafters.rest.datastore import Datastore
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
 from specdec.settings.parsing import check_positive
-from specdec.step.tree import Draft
+from specdec.step.tree import Draft, Hints
 from specdec.target import Target
 
 __all__ = ["Cursor", "SuffixAutomaton", "SuffixAutomatonConfig", "SuffixAutomatonDrafter"]
@@ -206,7 +206,7 @@ class SuffixAutomatonSession:
         else:  # the separator is no token, and a file may hold others that are none
             size = self._context.target.vocab_size
             path = list(takewhile(lambda token: token < size, path))
-        return Draft.chain([context.root, *path], match_length=length)
+        return Draft.chain([context.root, *path], hints=Hints(match_length=length))
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context

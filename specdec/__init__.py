@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specdec.models.transformers_target import TransformersTarget
     from specdec.results import Chunk, Generation, Statistics, Step
     from specdec.settings.sampling_params import SamplingParams
-    from specdec.step.tree import Draft, DraftBuilder
+    from specdec.step.tree import Draft, DraftBuilder, Hints
     from specdec.target import FINAL, Target
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "DrafterWrapper",
     "Engine",
     "Generation",
+    "Hints",
     "Observation",
     "PrefixCache",
     "PrefixTree",
@@ -71,6 +72,7 @@ _HOMES = {
     "step.tree": (
         "Draft",
         "DraftBuilder",
+        "Hints",
     ),
     "target": (
         "FINAL",

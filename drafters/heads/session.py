@@ -23,7 +23,7 @@ from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.forward_passes import Passes
-from specdec.step.tree import Draft
+from specdec.step.tree import Draft, Hints
 from specdec.target import Target
 
 __all__ = ["WIDTH", "Behind", "HeadDrafter", "HeadSession", "check_chance"]
@@ -185,7 +185,7 @@ class HeadSession(BatchedSession):
         nodes = [0, *kept]
         parents = [-1, *(rows[grown.parents[node]] for node in kept)]
         chances = [grown.chances[node] for node in nodes]
-        return Draft([grown.tokens[node] for node in nodes], parents, cost=self._cost, chances=chances)
+        return Draft([grown.tokens[node] for node in nodes], parents, hints=Hints(chances=chances, cost=self._cost))
 
     def _drawn(self, grown: Growth, most: int, deepest: int) -> Passes[Draft]:
         """A chain, each token drawn from the head's distribution, as far as it pays."""
@@ -203,7 +203,7 @@ class HeadSession(BatchedSession):
             if row + 1 == deepest or not self._drawing_pays(reached, row + 1):
                 break
             self._passes += not self._at_once
-        return Draft(grown.tokens, range(-1, len(grown.tokens) - 1), q=q, cost=self._cost)
+        return Draft(grown.tokens, range(-1, len(grown.tokens) - 1), q=q, hints=Hints(cost=self._cost))
 
     @property
     def _cost(self) -> float:

@@ -43,7 +43,7 @@ from specdec.settings.parsing import check_positive
 from specdec.step import device_copies
 from specdec.step.block import Block
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.tree import Draft, Entry
+from specdec.step.tree import Draft, Entry, Hints
 from specdec.target import Target
 
 __all__ = ["Kangaroo", "KangarooConfig", "check_adapter"]
@@ -274,7 +274,7 @@ class KangarooSession(BatchedSession):
         entry = Entry(drafter.exit_layer, torch.cat(features))
         if self._stays:
             self._tokens = device_copies.Later(torch.cat([own.to(self._ids.device) for own in unread]))
-        return Draft(self._tokens, parents, q=q, entry=entry, cost=cost)
+        return Draft(self._tokens, parents, q=q, entry=entry, hints=Hints(cost=cost))
 
     def _unread(self, reached: float, rows: int, most: int) -> tuple[int, list[float]]:
         """How many unread tokens of a guess are verified, and :meth:`_onward` of the first."""

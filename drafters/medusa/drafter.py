@@ -31,7 +31,7 @@ from specdec.costs.curve import pass_price
 from specdec.drafter import BatchedSession, Context, DeviceStep, DrafterBase, Observation
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.tree import Draft
+from specdec.step.tree import Draft, Hints
 from specdec.target import FINAL, Target
 
 __all__ = ["Medusa", "MedusaConfig"]
@@ -190,13 +190,13 @@ class MedusaSession(BatchedSession):
         ranked = self._guesses[:deepest]
         sure = self._calibration.share
         if not ranked:
-            return Draft([context.root], [-1], cost=self._price)
+            return Draft([context.root], [-1], hints=Hints(cost=self._price))
         tree, size = self._tree(ranked, row_budget - 1, sure)
         token_of = drafter.vocabulary.token
         tokens = [context.root, *(token_of(int(number)) for number in tree.tokens[1:size])]
         wrong = max(1 - sure * ranked[0][1][0], 0.01)
         # As many tokens as a match that is right so often goes on for.
-        return Draft(tokens, tree.parents[:size], match_length=int(1 / wrong), cost=self._price)
+        return Draft(tokens, tree.parents[:size], hints=Hints(match_length=int(1 / wrong), cost=self._price))
 
     def _tree(self, ranked: Ranked, most: int, sure: float) -> tuple[ScoredTree, int]:
         """The given tree, or else one of the likeliest nodes; and how many of its rows are verified."""

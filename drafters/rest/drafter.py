@@ -17,7 +17,7 @@ from drafters.rest.datastore import Datastore, opened
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
 from specdec.settings.parsing import check_positive
-from specdec.step.tree import Draft, DraftBuilder
+from specdec.step.tree import Draft, DraftBuilder, Hints
 from specdec.target import Target
 
 __all__ = ["Rest", "RestConfig", "frequent_prefixes"]
@@ -108,7 +108,7 @@ class RestSession:
             rows = [0]
             for parent, token in frequent_prefixes(continuations, count):
                 rows.append(builder.add(rows[parent], token))
-        return builder.build(match_length=length)
+        return builder.build(hints=Hints(match_length=length))
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context

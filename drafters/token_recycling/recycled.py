@@ -18,7 +18,7 @@ from drafters.shared.calibration import Calibration
 from drafters.shared.scored_tree import Guesses, Margin, ScoredTree
 from specdec.drafter import Context, Observation
 from specdec.sampling.scores import Scores
-from specdec.step.tree import Draft
+from specdec.step.tree import Draft, Hints
 
 __all__ = ["KEPT", "Distributions", "DrawnSession", "Guess"]
 
@@ -114,7 +114,8 @@ class DrawnSession:
         tree.grow(guesses, most, deepest, self._margin.least if self._weighs else None, sure)
         size = 1 + self._margin.size(tree.reach[1:]) if self._weighs else len(tree)
         self._tokens, self._parents, self._chances = tree.tokens[:size], tree.parents[:size], tree.chances[:size]
-        return Draft(self._tokens, self._parents, chances=[min(sure * chance, 1.0) for chance in self._chances])
+        chances = [min(sure * chance, 1.0) for chance in self._chances]
+        return Draft(self._tokens, self._parents, hints=Hints(chances=chances))
 
     def _after(self, before: int | None, token: int, depth: int) -> list[tuple[int, float]]:
         """What is likeliest to come after a token at a depth, likeliest first, with the chance of each."""

@@ -26,7 +26,7 @@ from specdec.drafting.sessions import proposing
 from specdec.errors import ConfigError
 from specdec.settings.parsing import check_positive
 from specdec.step.forward_passes import Passes
-from specdec.step.tree import Draft
+from specdec.step.tree import Draft, Hints
 from specdec.target import Target
 
 __all__ = ["PARTS", "Merged", "MergedConfig", "Record"]
@@ -161,7 +161,7 @@ class MergedSession(BatchedSession):
                     f"{part.draft.entry.layer}, other parts' rows at the embedding; leave it out of {self._name}.parts"
                 )
             part.place(tree, least)
-            cost += part.draft.cost
+            cost += part.draft.hints.cost
         self._needed = needed = tree.needed
         best = tree.best(row_budget - 1 - len(needed))
         if best and self._planned is not None:
@@ -171,7 +171,10 @@ class MergedSession(BatchedSession):
             del best[count:]
         size = 1 + len(needed) + len(best)
         if tree.is_chain:
-            self._rows, self._draft = range(size), Draft(tree.tokens[:size], range(-1, size - 1), cost=cost)
+            self._rows, self._draft = (
+                range(size),
+                Draft(tree.tokens[:size], range(-1, size - 1), hints=Hints(cost=cost)),
+            )
         else:
             self._rows = [0, *sorted([*needed, *best])]
             self._draft = self._taken(tree, cost)
@@ -185,7 +188,7 @@ class MergedSession(BatchedSession):
             probes = frozenset(kept[row] for row in tree.needed & tree.probes)
             read = {kept[part.rows[own]] for part in self._parts if part.active for own in part.draft.read}
         tokens, parents = [tree.tokens[row] for row in rows], [kept[tree.parents[row]] for row in rows[1:]]
-        return Draft(tokens, [-1, *parents], probes=probes, read=sorted(read), cost=cost)
+        return Draft(tokens, [-1, *parents], probes=probes, read=sorted(read), hints=Hints(cost=cost))
 
     def sources(self) -> list[str]:
         """Of each row of the latest draft, the part that proposed it first."""
@@ -240,7 +243,7 @@ class MergedSession(BatchedSession):
             if size > 1 and part.added:
                 mine = part.added.__contains__
                 net = sum(map(mine, accepted)) - prices.price(self._length, size, size - sum(map(mine, rows)))
-            part.bandit.judge(prices, self._length, net=net, cost=part.draft.cost)
+            part.bandit.judge(prices, self._length, net=net, cost=part.draft.hints.cost)
 
     def _show(self, part: MergedPart, seen: Observation, readback: Sequence[int] | None) -> None:
         """Have a part observe the step as it was, but of the taps its own, and its own answer."""

@@ -118,8 +118,8 @@ class MergedPart:
         if len(draft) == 1:
             self.rows, self.kinds, self.added = [0], [0], range(0)
             return
-        match = min(draft.match_length.bit_length(), MATCHES)
-        if draft.is_chain and first == 1 and not (draft.read or draft.probes or draft.chances):
+        match = min(draft.hints.match_length.bit_length(), MATCHES)
+        if draft.is_chain and first == 1 and not (draft.read or draft.probes or draft.hints.chances):
             self._lay(tree, least, match)
         else:
             self._merge(tree, least, match)
@@ -135,7 +135,7 @@ class MergedPart:
         self.kinds = [first + min(own, DEPTHS) for own in range(min(size + 1, len(tokens)))]
 
     def _merge(self, tree: Tree, least: float, match: int) -> None:
-        draft, first, chance_of, given = self.draft, len(tree.tokens), self.bandit.chance, self.draft.chances
+        draft, first, chance_of, given = self.draft, len(tree.tokens), self.bandit.chance, self.draft.hints.chances
         size, probes = len(draft), draft.probes
         self.rows, self.kinds = rows, kinds = [0], [0]
         chances, ranks = [1.0], [0] * size

@@ -104,9 +104,9 @@ class AcceptancePolicy:
         """As :meth:`RowPolicy.learn`; a draft of the root alone, for which no model ran, is not judged."""
         rows = len(draft)
         self.prices.learn(rows, len(path), length)
-        if rows == 1 and not draft.cost:
+        if rows == 1 and not draft.hints.cost:
             return
-        spent = self.prices.step(length, rows) - 1 + self._fixed(length) + draft.cost
+        spent = self.prices.step(length, rows) - 1 + self._fixed(length) + draft.hints.cost
         self._left = min(self._left + len(path) - 1 - spent, _MOST)
         if self._left >= _START:
             self._patience.paid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from numbers import Integral
 
@@ -11,7 +12,7 @@ from specdec.drafter import BatchedSession, Context, Drafter, DraftSession
 from specdec.errors import DraftError, shown
 from specdec.step.device_copies import Later
 from specdec.step.forward_passes import Passes
-from specdec.step.tree import Draft, Entry
+from specdec.step.tree import NO_HINTS, Draft, Entry, Hints
 from specdec.target import Target
 
 __all__ = ["propose_at_once", "proposing", "session_of", "top_k_of"]
@@ -80,6 +81,8 @@ def _misfit(draft: Draft, target: Target) -> str | None:
             odd = [row for row in rows if not isinstance(row, Integral) or isinstance(row, bool)]
             if odd:
                 return f"{what} {_typed(odd[0])}; {what}s are integers"
+    if draft.hints is not NO_HINTS and (wrong := _wrong_hints(draft.hints, len(draft))) is not None:
+        return f"a draft {wrong}"
     if type(draft.q) is dict and not draft.q and draft.entry is None:
         return None
     if type(draft.q) is not dict and not isinstance(draft.q, Mapping):
@@ -100,6 +103,22 @@ def _misfit(draft: Draft, target: Target) -> str | None:
             f"a draft whose entry.hidden is {_kind(hidden)}; it must be {str(target.dtype).removeprefix('torch.')} of "
             f"shape {shape}: one row per draft row, in the same order"
         )
+    return None
+
+
+def _wrong_hints(hints: Hints, rows: int) -> str | None:
+    """What is wrong with the hints of a draft of so many rows, or None."""
+    if not isinstance(hints, Hints):
+        return f"whose hints are {_typed(hints)}; they must be Hints, such as Hints(match_length=3)"
+    match, chances, cost = hints.match_length, hints.chances, hints.cost
+    if type(match) is not int or match < 0:
+        return f"whose hints.match_length is {_typed(match)}; it must be an integer >= 0"
+    if type(chances) not in (tuple, list) or len(chances) not in (0, rows):
+        return (
+            f"whose hints.chances are {_typed(chances)}; they must be a list of {rows} numbers, one per row, or empty"
+        )
+    if not isinstance(cost, float | int) or not 0 <= cost < math.inf:
+        return f"whose hints.cost is {_typed(cost)}; it must be a number >= 0"
     return None
 
 

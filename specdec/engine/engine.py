@@ -26,6 +26,8 @@ from specdec.engine.prompt import Prompt, is_chat, token_ids
 from specdec.engine.requests import BatchOptions, Options, Request, make_requests
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.sequence import SequenceState
+from specdec.engine.step import step
+from specdec.engine.step_observer import StepObserver
 from specdec.engine.text_stream import stop_strings
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
 from specdec.models.around_layers import GENERATION
@@ -44,6 +46,8 @@ from specdec.step import device_copies
 from specdec.target import Target
 
 __all__ = ["Engine", "Prompt", "SequenceState"]
+
+_ANY = 1 << 62  # row limit of a forward that only the draft's own limit bounds
 
 
 class Engine:
@@ -388,6 +392,12 @@ class Engine:
     def begin(self, request: Request) -> SequenceState:
         """The generation of a request that was prepared: its cache and its drafting session are made."""
         return SequenceState(self.predicting() if request.prediction else self, request)
+
+    def advance(self, sequence: SequenceState) -> None:
+        """Take one step of one sequence by itself; raises what ended it."""
+        for _, outcome in step((sequence,), self.target, StepObserver(self.live), _ANY):
+            if isinstance(outcome, Exception):
+                raise outcome
 
     def prepare(self, request: Request) -> Request:
         """A request as ``begin`` takes it: its prompt as token ids, every option checked and filled in.

@@ -24,7 +24,6 @@ from specdec.engine.requests import Request
 from specdec.engine.sequence import SequenceState, Setup, cache_sizes
 from specdec.engine.step import step
 from specdec.engine.step_observer import StepObserver
-from specdec.engine.stepping import Stepping
 from specdec.errors import ConfigError
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.settings.arguments import checked
@@ -193,9 +192,8 @@ class Scheduler:
                 events.append(self._event(sequence, outcome))
             return events
 
-    def _event(self, sequence: Stepping, outcome: Step | Exception) -> Event:
+    def _event(self, sequence: SequenceState, outcome: Step | Exception) -> Event:
         """What came of a sequence, which is let go of where that was its end."""
-        assert isinstance(sequence, SequenceState)
         index = self._running[sequence].index
         if isinstance(outcome, Exception) or sequence.finish_reason is not None:
             del self._running[sequence]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, cast
 
@@ -17,14 +18,12 @@ from specdec.costs.live_curve import LiveCosts
 from specdec.costs.policy import RowPolicy
 from specdec.costs.prices import UNBATCHED, BatchLoad
 from specdec.drafter import BatchedSession, Context, Drafter, DraftSession, MergingSession, Observation
+from specdec.drafting.joint_forward import ForwardRows
 from specdec.drafting.sessions import propose_at_once, proposing, session_of, top_k_of
 from specdec.engine.device_step import DeviceVerification
 from specdec.engine.prediction import appeared
 from specdec.engine.prefix_cache import KeptText, PrefixCache
 from specdec.engine.requests import Request
-from specdec.engine.step import step
-from specdec.engine.step_observer import StepObserver
-from specdec.engine.stepping import ScheduledRows
 from specdec.engine.text_stream import TextStream
 from specdec.errors import DraftError
 from specdec.parallel.rows import ShardedTarget, ShardedVerification
@@ -38,9 +37,7 @@ from specdec.step.forward_passes import Passes, timed
 from specdec.step.tree import Draft
 from specdec.target import Target, TargetOutput
 
-__all__ = ["SequenceState", "Setup", "cache_sizes"]
-
-_ANY = 1 << 62  # rows of a forward, where nothing bounds them but the draft's own bound
+__all__ = ["ScheduledRows", "SequenceState", "Setup", "cache_sizes"]
 
 
 class Setup(Protocol):
@@ -64,17 +61,51 @@ class Setup(Protocol):
         ``steady``: by the curve as it was measured.
         """
 
+    def advance(self, sequence: SequenceState) -> None:
+        """Take one step of one sequence by itself; raises what ended it."""
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledRows(ForwardRows):
+    """The rows that one sequence has in a forward of the target: a draft, or a chunk of its prompt.
+
+    Attributes:
+        sequence: the sequence.
+        draft: as proposed; None for a chunk of the prompt.
+        asked: whether the drafting session proposed the draft. A plain step while drafting rests is shown to the
+            session as a chunk of the prompt is.
+        accepted: the path that verification found, before the text's end cut it.
+        drafting, making: seconds spent on proposing the draft, and on turning it into rows of a forward.
+    """
+
+    sequence: SequenceState = field(kw_only=True)
+    draft: Draft | None = None
+    asked: bool = False
+    drafting: float = 0.0
+    making: float = 0.0
+    accepted: Sequence[int] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rows are a draft that goes through all layers and gets logits for every row."""
+        return self.draft is not None and self.entry is None and self.rows is None
+
 
 class SequenceState:
     """One generation under way, of a request that ``Engine.prepare`` gave; made by ``Engine.begin`` and ``start``.
 
-    It is what :func:`specdec.engine.step.step` drives, by itself in ``prefill``, ``step`` and ``chunks``, or together
-    with others in a :class:`specdec.engine.scheduler.Scheduler`. The caller holds ``target.active()`` around all three.
+    :func:`specdec.engine.step.step` calls ``propose``, ``chunk``, ``verify``, ``commit``, ``observe`` and ``learn``.
+    One sequence alone runs by ``prefill``, ``step`` and ``chunks``; many run in a
+    :class:`specdec.engine.scheduler.Scheduler`. The caller holds ``target.active()`` around either.
 
     Attributes:
         context: text, cache, sampling and bounds, as the drafting session sees them. The sampler reads the same text.
-        finish_reason: why it ended; None while it goes on.
-        others: see :class:`specdec.engine.stepping.Stepping`.
+        drafter, stats, steps: of the sequence.
+        draws: whether its tokens are sampled.
+        fallback: decides whether the next step drafts; None if every step drafts.
+        prefilling: whether tokens of the prompt before the last one have still to be run.
+        scheduled: a draft that has not been run yet because a forward had no room for it.
+        finish_reason: why the text ended; None while it goes on.
     """
 
     def __init__(self, engine: Setup, request: Request) -> None:
@@ -83,7 +114,7 @@ class SequenceState:
         assert request.eos_ids is not None
         assert isinstance(request.stop_token_ids, frozenset)
         target.check_unchanged()
-        self._target, self.drafter = target, engine.drafter
+        self._engine, self._target, self.drafter = engine, target, engine.drafter
         self._sampler = Sampler(
             sampling, tokens, target.vocab_size, target.head_device, request.logits_processor, request.sample
         )
@@ -123,7 +154,6 @@ class SequenceState:
         self._session = session_of(self.drafter, self.context)
         self._batched = isinstance(self._session, BatchedSession)
         self._verification = _verification(target, self._sampler, self._session, self._top_k)
-        self._observer = StepObserver(live)
         self.finish_reason: str | None = None
         self.stats = Statistics(prompt_tokens=len(tokens), lossy=sampling.lossy)
         self.steps: list[Step] = []
@@ -170,22 +200,18 @@ class SequenceState:
     def prefill(self) -> None:
         """Run the prompt but its last token, in chunks, with no logits."""
         while self.prefilling:
-            self._step()
+            self._engine.advance(self)
         began = perf_counter()
         device_copies.wait(self._target.head_device)
         self.stats.seconds.prefill += perf_counter() - began
 
     def step(self) -> Step:
         """One draft, one target forward, at least one token. The prompt has been run."""
-        self._step()
+        self._engine.advance(self)
         return self.steps[-1]
 
-    def _step(self) -> None:
-        for _, outcome in step((self,), self._target, self._observer, _ANY):
-            if isinstance(outcome, Exception):
-                raise outcome
-
     def chunk(self, most: int) -> ScheduledRows:
+        """The next tokens of the prompt, at most ``most``."""
         began, cache = perf_counter(), self.context.cache
         start, size = cache.length, min(self._chunk, most)
         known = self.tokens[start : min(start + size, self.stats.prompt_tokens - 1)]
@@ -194,6 +220,7 @@ class SequenceState:
         return ScheduledRows(block, (), taps=taps, top_k=0, sequence=self, making=perf_counter() - began)
 
     def propose(self, batch_load: BatchLoad, rests: bool) -> ScheduledRows | Passes[ScheduledRows]:
+        """The next draft, or the passes that its session waits for; ``rests``: the root alone."""
         context = self.context
         self._batch_load = UNBATCHED if context.isolated else batch_load
         row_budget = self._row_budget(rests)
@@ -250,6 +277,7 @@ class SequenceState:
         return row_budget
 
     def verify(self, rows: ScheduledRows, output: TargetOutput) -> Verdict:
+        """The accepted rows and the emitted tokens, cut where the text ends; for a chunk all of its rows."""
         if rows.draft is None:
             return Verdict(range(rows.block.rows), rows.block.ids)
         verdict = self._verification.verify(rows.draft, rows.rows, rows.block, output)
@@ -261,6 +289,7 @@ class SequenceState:
         return verdict
 
     def commit(self, rows: ScheduledRows, verdict: Verdict, output: TargetOutput) -> None:
+        """Append the accepted rows to the cache and the emitted tokens to the text."""
         context = self.context
         context.cache.commit(verdict.path)
         if rows.draft is not None:
@@ -271,6 +300,7 @@ class SequenceState:
             self._kept.keep(output.taps, verdict.path)
 
     def observe(self, rows: ScheduledRows, verdict: Verdict, output: TargetOutput) -> None:
+        """Show the drafting session what became of its draft."""
         if self.finish_reason is not None:
             if self._kept is not None:
                 self._kept.end()
@@ -283,6 +313,7 @@ class SequenceState:
             self._session.observe(Observation(rows.draft, path, tokens, verdict.scores, output.taps, verdict.readback))
 
     def learn(self, rows: ScheduledRows, verdict: Verdict) -> None:
+        """Give the row policy the step's outcome, and the step its trace."""
         if self._traces:
             self.steps[-1].trace = self._trace(rows, self.steps[-1])
         policy, length = self.context.policy, rows.block.length

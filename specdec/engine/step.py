@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.drafting.joint_forward import forward_together
+from specdec.engine.sequence import ScheduledRows, SequenceState
 from specdec.engine.step_observer import StepObserver
-from specdec.engine.stepping import ScheduledRows, Stepping
 from specdec.results import Step
 from specdec.step.forward_passes import Passes, run_all
 from specdec.target import Target, TargetOutput
 
 __all__ = ["Outcome", "step"]
 
-Outcome = tuple[Stepping, Step | Exception]
+Outcome = tuple[SequenceState, Step | Exception]
 """A sequence, and the step that it took or why it ended."""
 
 
-def step(sequences: Sequence[Stepping], target: Target, observer: StepObserver, row_limit: int) -> list[Outcome]:
+def step(sequences: Sequence[SequenceState], target: Target, observer: StepObserver, row_limit: int) -> list[Outcome]:
     """One step; what came of each sequence that drafted, or failed. Those that fail leave the others as they are.
 
     A forward has at most ``row_limit`` rows: drafts first, those that had to wait before the new ones, then chunks of
     prompts. ``observer`` is told what happens and when; nothing of a text depends on it but by the rows it has drafted.
     """
     outcomes: list[Outcome] = []
-    drafted: list[Stepping] = []  # those that had to wait before
-    fresh: list[Stepping] = []
+    drafted: list[SequenceState] = []  # those that had to wait before
+    fresh: list[SequenceState] = []
     for sequence in sequences:
         if sequence.scheduled is not None:
             drafted.append(sequence)
@@ -60,9 +60,9 @@ def step(sequences: Sequence[Stepping], target: Target, observer: StepObserver, 
     return outcomes
 
 
-def propose(sequences: Sequence[Stepping], observer: StepObserver, outcomes: list[Outcome]) -> None:
+def propose(sequences: Sequence[SequenceState], observer: StepObserver, outcomes: list[Outcome]) -> None:
     """Have each sequence draft; the passes that their sessions wait for are run together."""
-    waiting: list[tuple[Stepping, Passes[ScheduledRows]]] = []
+    waiting: list[tuple[SequenceState, Passes[ScheduledRows]]] = []
     for sequence in sequences:
         try:
             proposed = sequence.propose(observer.batch_load, observer.rests)
@@ -82,7 +82,9 @@ def propose(sequences: Sequence[Stepping], observer: StepObserver, outcomes: lis
             sequence.scheduled = drafted
 
 
-def schedule(drafted: Sequence[Stepping], sequences: Sequence[Stepping], row_limit: int) -> list[ScheduledRows]:
+def schedule(
+    drafted: Sequence[SequenceState], sequences: Sequence[SequenceState], row_limit: int
+) -> list[ScheduledRows]:
     """The rows of the next forward: drafts in this order as far as they fit, then chunks of prompts."""
     left = row_limit
     batch: list[ScheduledRows] = []

@@ -8,7 +8,7 @@ from time import perf_counter
 from specdec.costs.fallback import Fallback
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.prices import UNBATCHED, BatchLoad
-from specdec.engine.stepping import ScheduledRows, Stepping
+from specdec.engine.sequence import ScheduledRows, SequenceState
 from specdec.results import Step
 from specdec.sampling.verify import Verdict
 from specdec.target import TargetOutput
@@ -34,7 +34,7 @@ class StepObserver:
         self._fallback: Fallback | None = None
         self._asked = 0, False  # of how many sequences the fallback was asked, and whether one of them samples
 
-    def begin(self, drafting: Sequence[Stepping], running: int) -> None:
+    def begin(self, drafting: Sequence[SequenceState], running: int) -> None:
         """So many sequences run, and these of them draft next."""
         self.batch_load = BatchLoad(running, round((running - 1) * self._rows_each)) if running > 1 else UNBATCHED
         # Whether a drafter pays is known where all draft by it; where several share a forward, each does as it likes.

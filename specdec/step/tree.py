@@ -17,7 +17,7 @@ import torch
 from specdec.errors import DraftError, first_line, shown
 from specdec.step.device_copies import Later
 
-__all__ = ["Draft", "DraftBuilder", "Entry", "ancestors"]
+__all__ = ["NO_HINTS", "Draft", "DraftBuilder", "Entry", "Hints", "ancestors"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +32,29 @@ class Entry:
     hidden: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a drafter knows of its draft's worth. Row policies and mergers read it; verification does not.
+
+    Attributes:
+        match_length: tokens at the text's end that the drafter found elsewhere, or another measure of how sure it is.
+            Drafts of similar lengths are judged by how such drafts have fared.
+        chances: per row, the probability that it is right where its parent is, 1 for the root. Left empty, the
+            probabilities are estimated from the drafter's earlier rows.
+        cost: plain steps of the target that a model took to make the draft. Verifying its rows is not included.
+    """
+
+    match_length: int = 0
+    chances: Sequence[float] = ()
+    cost: float = 0.0
+
+
+NO_HINTS = Hints()
+
+
 @dataclass(slots=True, eq=False)
 class Draft:
-    """T rows of one step. Nobody changes a draft that was made; it is not frozen, as that would take a step longer.
+    """The T rows of one step. A draft is not changed once it is made; it is not frozen because that would be slower.
 
     Attributes:
         tokens: T token ids; ``tokens[0]`` is the root. On a device they may be
@@ -45,11 +65,7 @@ class Draft:
         q: for a row whose children were *sampled*: the distribution [V] they were drawn from, without replacement and
             in row order. Never set it for children that were chosen (argmax, n-gram): that would bias the output.
         entry: hidden states of rows that already passed the first layers, or None.
-        match_length: tokens of the text's end that the draft's source had found elsewhere, or another measure of how
-            sure it is; drafts of like lengths are judged by how such drafts have fared.
-        cost: plain steps that a model took to make it, besides the rows; for policies that read no clock.
-        chances: of each row, that it is right where its parent is, the root's being 1; empty where the drafter leaves
-            it to others to judge by how such rows have fared.
+        hints: what the drafter knows of the draft's worth.
 
     Raises:
         DraftError: the rows do not form a tree in topological order, or name rows that do not exist.
@@ -64,9 +80,7 @@ class Draft:
     read: Sequence[int] = ()
     q: Mapping[int, torch.Tensor] = field(default_factory=dict)
     entry: Entry | None = None
-    match_length: int = 0
-    cost: float = 0.0
-    chances: Sequence[float] = ()
+    hints: Hints = NO_HINTS
     depths: list[int] = field(init=False)
     is_chain: bool = field(init=False)
 
@@ -106,10 +120,10 @@ class Draft:
 
     @classmethod
     def chain(
-        cls, tokens: Sequence[int], *, q: Mapping[int, torch.Tensor] | None = None, match_length: int = 0
+        cls, tokens: Sequence[int], *, q: Mapping[int, torch.Tensor] | None = None, hints: Hints = NO_HINTS
     ) -> Draft:
         """The root and a single path below it."""
-        return cls(tokens, range(-1, len(tokens) - 1), q=q or {}, match_length=match_length)
+        return cls(tokens, range(-1, len(tokens) - 1), q=q or {}, hints=hints)
 
     def on_host(self) -> Draft:
         """The same draft with tokens that the host knows; it waits for them where a device is still drawing them."""
@@ -204,9 +218,9 @@ class DraftBuilder:
             rows.append(parent)
         return rows
 
-    def build(self, *, read: Sequence[int] = (), match_length: int = 0) -> Draft:
+    def build(self, *, read: Sequence[int] = (), hints: Hints = NO_HINTS) -> Draft:
         """The draft as it stands."""
-        return Draft(self._tokens, self._parents, probes=frozenset(self._probes), read=read, match_length=match_length)
+        return Draft(self._tokens, self._parents, probes=frozenset(self._probes), read=read, hints=hints)
 
 
 def ancestors(parents: Sequence[int]) -> npt.NDArray[np.bool_]:

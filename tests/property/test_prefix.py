@@ -28,8 +28,7 @@ from specdec.costs.prices import UNBATCHED
 from specdec.drafting.joint_forward import forward_together
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.engine.sequence import SequenceState
-from specdec.engine.stepping import ScheduledRows
+from specdec.engine.sequence import ScheduledRows, SequenceState
 from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.target import FINAL
@@ -218,11 +217,12 @@ class Talks(RuleBasedStateMachine):
         """A text that is left for now, with all of its prompt run or not: its cache serves others as far as it went."""
         text = self.choose(data, cut, more)
         expected = plain(self.family, text, 9)
-        decoding = self.engine(sizes, text, expected).start(text, 9, prefix_cache=self.kept[kept])
+        engine = self.engine(sizes, text, expected)
+        decoding = engine.start(text, 9, prefix_cache=self.kept[kept])
         with self.target.active():
             for _ in range(chunks):
                 if decoding.prefilling:
-                    decoding._step()
+                    engine.advance(decoding)
         self.open.append(Open(decoding, text, expected))
         self.texts.append(text)
 

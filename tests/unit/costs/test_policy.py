@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
+from specdec import Context, Draft, DrafterBase, Engine, Hints, Observation, SamplingParams
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.measuring import describe
 from specdec.costs.policy import AcceptancePolicy, Patience, check_policy
@@ -182,7 +182,7 @@ def test_what_a_model_computed_for_a_draft_is_paid_for() -> None:
         for _ in range(4):
             rooms.append(policy.row_budget(9, 0))
             cost = 0.5 if rooms[-1] > 1 else 0.0
-            policy.learn(Draft(tokens, range(-1, len(tokens) - 1), cost=cost), [0], 0)
+            policy.learn(Draft(tokens, range(-1, len(tokens) - 1), hints=Hints(cost=cost)), [0], 0)
         assert rooms == [9, 9, 2, 1]
 
 

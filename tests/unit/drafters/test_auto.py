@@ -12,7 +12,7 @@ import torch
 from drafters.auto import Auto, AutoConfig
 from drafters.union.bandit import Bandit, kind_of
 from drafters.union.parts import MergedPart, Tree
-from specdec import Draft, Engine, SamplingParams
+from specdec import Draft, Engine, Hints, SamplingParams
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.prices import BatchLoad, Prices
 from specdec.errors import ConfigError
@@ -115,7 +115,7 @@ def test_rows_that_held_less_than_they_promised_are_trusted_less() -> None:
 
 
 def chain_of(size: int, match: int = 0) -> Draft:
-    return Draft.chain([9, *range(1, size + 1)], match_length=match)
+    return Draft.chain([9, *range(1, size + 1)], hints=Hints(match_length=match))
 
 
 def reach_of(record: Bandit, draft: Draft, *before: Draft) -> list[float]:
@@ -131,7 +131,7 @@ def test_a_drafter_that_knows_its_chances_is_believed() -> None:
     for parents, reach in (([-1, 0, 1, 2], [1, 0.5, 0.1, 0.09]), ([-1, 0, 0, 1], [1, 0.5, 0.2, 0.45])):
         drafter, tree = Fixed(), Tree(7)
         part = MergedPart(drafter, Bandit(drafter, 0.9), context_of([7]))
-        part.draft = Draft([7, 1, 2, 3], parents, chances=[1, 0.5, 0.2, 0.9])
+        part.draft = Draft([7, 1, 2, 3], parents, hints=Hints(chances=[1, 0.5, 0.2, 0.9]))
         part.place(tree, 0.0)
         assert tree.reach == pytest.approx(reach)
 
@@ -193,7 +193,10 @@ def test_rows_that_cannot_pay_are_left_out_before_they_are_merged() -> None:
         for bandit, depth in product(bandits, range(1, 9)):
             for _ in range(chooser.randrange(20)):
                 bandit.note(kind_of(3, depth, 0, False), chooser.random() < 0.6)
-        drafts = [chain_of(8, match=7), Draft([9, 1, 2, 3, 4], [-1, 0, 0, 1, 1], chances=[1, 0.6, 0.2, 0.5, 0.1])]
+        drafts = [
+            chain_of(8, match=7),
+            Draft([9, 1, 2, 3, 4], [-1, 0, 0, 1, 1], hints=Hints(chances=[1, 0.6, 0.2, 0.5, 0.1])),
+        ]
         for number, least in enumerate((0.0, prices.least(0, 17))):
             tree = Tree(9)
             for bandit, drafter, draft in zip(bandits, drafters, drafts, strict=True):

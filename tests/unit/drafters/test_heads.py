@@ -104,7 +104,7 @@ def test_confidence_is_the_chance_that_the_policy_is_told(tmp_path: Path) -> Non
     Engine(target_of("llama"), None, drafter, max_rows=24).generate(PROMPT, 8)
     told = [draft for draft in drafts if len(draft) > 1]
     assert told
-    assert all(len(draft.chances) == len(draft) and draft.chances[0] == 1 for draft in told)
+    assert all(len(draft.hints.chances) == len(draft) and draft.hints.chances[0] == 1 for draft in told)
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_a_row_is_as_likely_as_its_lead_says_in_logits() -> None:
         sums = logits / temperature + context.noise.gumbel(len(context.tokens))[:4]
         chances = torch.softmax(sums * temperature / 1.25, -1)
         assert session._chances[1:] == pytest.approx(chances[list(draft.tokens[1:])].tolist())
-        assert draft.chances[1:] == pytest.approx([0.75 * chance for chance in session._chances[1:]])
+        assert draft.hints.chances[1:] == pytest.approx([0.75 * chance for chance in session._chances[1:]])
 
 
 def scores_of(shares: dict[int, float]) -> tuple[list[int], list[float]]:
@@ -230,7 +230,7 @@ def test_promises_follow_what_was_right() -> None:
             session.observe(Observation(draft, [0], [emitted], rows))
             context.tokens[-1] = 5
         draft = session.propose(9)
-        kept[emitted] = len(draft), max(draft.chances[1:], default=0.0)
+        kept[emitted] = len(draft), max(draft.hints.chances[1:], default=0.0)
     assert kept[5][0] > 1 == kept[6][0]
     assert kept[5][1] > 0.6 > kept[6][1]
 

@@ -15,7 +15,18 @@ from drafters.token_recycling.drafter import TokenRecycling, TokenRecyclingConfi
 from drafters.union.bandit import Bandit, kind_of
 from drafters.union.drafter import Union, UnionConfig
 from drafters.union.parts import MergedPart, Tree, part_of
-from specdec import FINAL, Context, Draft, Drafter, DrafterBase, DraftSession, Engine, Observation, SamplingParams
+from specdec import (
+    FINAL,
+    Context,
+    Draft,
+    Drafter,
+    DrafterBase,
+    DraftSession,
+    Engine,
+    Hints,
+    Observation,
+    SamplingParams,
+)
 from specdec.errors import ConfigError
 from specdec.sampling.scores import Scores
 from specdec.step.tree import Entry
@@ -118,12 +129,12 @@ def test_q_is_dropped_as_equal_rows_are_merged() -> None:
 def test_a_tree_costs_what_its_parts_cost() -> None:
     class Costly(Fixed):
         def propose(self, row_budget: int) -> Draft:
-            return Draft([self.context.root, *self.tokens], range(-1, len(self.tokens)), cost=0.5)
+            return Draft([self.context.root, *self.tokens], range(-1, len(self.tokens)), hints=Hints(cost=0.5))
 
     both = union_of(Costly([3, 4]), Costly()).start(context_of([1, 2])).propose(9)
-    assert (list(both.tokens), both.cost) == ([2, 3, 4], 1.0)
+    assert (list(both.tokens), both.hints.cost) == ([2, 3, 4], 1.0)
     short = union_of(Costly([3, 4]), Fixed(), rows=1).start(context_of([1, 2])).propose(9)
-    assert (list(short.tokens), short.cost) == ([2, 3], 0.5)
+    assert (list(short.tokens), short.hints.cost) == ([2, 3], 0.5)
 
 
 @st.composite
@@ -172,7 +183,7 @@ def test_the_tree_is_what_its_parts_propose(some: list[Fixed], rows: int) -> Non
 @pytest.mark.parametrize("match", [0, 1, 9])
 def test_a_chain_by_itself_is_placed_as_any_tree_is(match: int, faint: float) -> None:
     """The short way for what nothing can meet, against the general one; and what a part after it finds there."""
-    first, second = Draft.chain([2, *range(3, 15)], match_length=match), Draft([2, 3, 5, 4], [-1, 0, 1, 1])
+    first, second = Draft.chain([2, *range(3, 15)], hints=Hints(match_length=match)), Draft([2, 3, 5, 4], [-1, 0, 1, 1])
     for seen in (0, 3, 40):
         found = []
         for general in (False, True):
@@ -183,7 +194,7 @@ def test_a_chain_by_itself_is_placed_as_any_tree_is(match: int, faint: float) ->
             parts = [MergedPart(Fixed(), bandit, context_of([2])) for _ in range(2)]
             for part, part.draft in zip(parts, (first, second), strict=True):
                 if general:
-                    part._merge(tree, faint, min(part.draft.match_length.bit_length(), 6))
+                    part._merge(tree, faint, min(part.draft.hints.match_length.bit_length(), 6))
                 else:
                     part.place(tree, faint)
             kinds = [part.kinds[1:] for part in parts]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import specdec
-from specdec import Draft, Engine, SamplingParams, TransformersTarget
+from specdec import Draft, Engine, Hints, SamplingParams, TransformersTarget
 from specdec.errors import ConfigError, DraftError, PromptError, SpecdecError
 from specdec.settings.arguments import ARGUMENTS, checked
 from specdec.step.tree import Entry
@@ -473,6 +473,13 @@ class Duck:
         (lambda root: Draft([root, 3], [-1, 0], probes={"1"}), "as probes and read are"),
         (lambda root: Draft([root, 3], [-1, 0], read=3), "as probes and read are"),
         (lambda root: Draft([root, 3], [-1, 0], q=[0.5]), "q is [0.5], of type list"),
+        (lambda root: Draft([root, 3], [-1, 0], hints=3), "hints are 3, of type int; they must be Hints"),
+        (lambda root: Draft.chain([root], hints=Hints(match_length=0.5)), "match_length is 0.5, of type float"),
+        (lambda root: Draft.chain([root], hints=Hints(match_length=-1)), "match_length is -1, of type int"),
+        (lambda root: Draft.chain([root, 3], hints=Hints(chances=[1.0])), "they must be a list of 2 numbers"),
+        (lambda root: Draft.chain([root], hints=Hints(chances=0.5)), "chances are 0.5, of type float"),
+        (lambda root: Draft.chain([root], hints=Hints(cost="a")), "cost is 'a', of type str"),
+        (lambda root: Draft.chain([root], hints=Hints(cost=float("nan"))), "cost is nan, of type float"),
         (lambda root: Draft([root, 3], [-1, 0], q={0: [0.5] * VOCAB}), "q of row 0 is [0.5,"),
         (
             lambda root: Draft([root, 3], [-1, 0], q={0: torch.ones(3)}),
