@@ -19,6 +19,7 @@ from specdec.drafter import DeviceStep, DraftSession, ReadbackSession
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores, finite_argmax
 from specdec.sampling.verify import (
+    Readback,
     Verdict,
     Verification,
     Verifier,
@@ -42,7 +43,7 @@ Judge = Callable[[Sequence[list[Any]]], Verdict]
 
 
 class DeviceVerification(Verification):
-    """Verifies a sequence's drafts with one copy into the device and one out of it.
+    """Verifies a sequence's drafts with one copy into the device and one out of it, which it may share with others.
 
     Args:
         sampler: of the sequence.
@@ -68,13 +69,10 @@ class DeviceVerification(Verification):
             arrays["paths"] = paths_of(draft, range(len(draft)) if rows is None else rows)
         return arrays
 
-    def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Verdict:
+    def read(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Readback | None:
         sampler, late = self.sampler, draft.tokens if type(draft.tokens) is device_copies.Later else None
-        reads = self._session is not None or self._top_k > 1 or late is not None
-        if output.argmax is not None and not (reads or sampler.sample or sampler.processors):
-            return super().verify(draft, rows, block, output)  # one copy does for all sequences of a batch
         if not sampler.takes_together:
-            return super().verify(draft, rows, block, output)
+            return None  # its processors read each row themselves
         scores = output.scores(rows)
         depths = self._process(draft, block, scores)
         rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
@@ -84,18 +82,31 @@ class DeviceVerification(Verification):
         if top and sampler.sample:
             top.append(scores.logits.gather(1, top[0]).float())
         asked = None if rule is not match else self._readback(draft, block, scores, output, own)
-        tensors = [best, *([] if own is best else [own]), *read, *top, *([] if late is None else [late.tensor])]
-        tensors += [] if asked is None else [asked]
-        numbers = iter(device_copies.copy_out([tensor.to(scores.logits.device) for tensor in tensors]))
-        most = next(numbers)
-        decided = most if own is best else next(numbers)
-        judged = [next(numbers) for _ in read]
-        scores.decided(most, () if rule is reject else decided, *(next(numbers) for _ in top))
-        if late is not None:
-            late.known(next(numbers))
-        verdict = verify(scores, draft, sampler) if judge is None else judge(judged)
-        verdict.scores, verdict.readback = scores, next(numbers, None)
-        return verdict
+        tokens = [] if late is None else [late.tensor]
+        tensors = [*([] if own is best else [own]), *read, *top, *tokens, *([] if asked is None else [asked])]
+        argmax, first, last = scores.row_argmax()
+
+        def verdict_of(found: Sequence[list[Any]]) -> Verdict:
+            numbers = iter(found)
+            most = next(numbers)[first:last]
+            decided = most if own is best else next(numbers)
+            judged = [next(numbers) for _ in read]
+            scores.decided(most, () if rule is reject else decided, *(next(numbers) for _ in top))
+            if late is not None:
+                late.known(next(numbers))
+            verdict = verify(scores, draft, sampler) if judge is None else judge(judged)
+            verdict.scores, verdict.readback = scores, next(numbers, None)
+            return verdict
+
+        device = best.device
+        return Readback([argmax.tokens, *(tensor.to(device) for tensor in tensors)], verdict_of)
+
+    def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Verdict:
+        readback = self.read(draft, rows, block, output)
+        if readback is None:
+            return super().verify(draft, rows, block, output)
+        Readback.copy([readback])
+        return readback.verdict()
 
     def _process(self, draft: Draft, block: Block, scores: Scores) -> list[int]:
         """Have the processors judge the scored rows, without reading any; the rows' depths."""
@@ -183,7 +194,8 @@ def decide(sampler: Sampler, scores: Scores, depths: Sequence[int]) -> tuple[tor
     ``depths`` are the rows', empty where the latter is not needed; ``scores`` are ``processed`` where there are
     processors. A row whose logits are no distribution has a number that is no token.
     """
-    best = own = finite_argmax(scores.logits)
+    argmax, first, last = scores.row_argmax()
+    best = own = argmax.tokens[first:last]
     if not depths:
         return best, best
     logits = scores.logits if scores.processed is None else scores.processed

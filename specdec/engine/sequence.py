@@ -30,7 +30,7 @@ from specdec.parallel.rows import ShardedTarget, ShardedVerification
 from specdec.parallel.target import ParallelTarget
 from specdec.results import Chunk, Generation, Statistics, Step, StepTrace, TokenLogprobs
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.verify import Verdict, Verification, match, verifier_for
+from specdec.sampling.verify import Readback, Verdict, Verification, match, verifier_for
 from specdec.step import device_copies
 from specdec.step.block import Block
 from specdec.step.forward_passes import Passes, timed
@@ -74,6 +74,7 @@ class ScheduledRows(ForwardRows):
         draft: as proposed; None for a chunk of the prompt.
         asked: whether the drafting session proposed the draft. A plain step while drafting rests is shown to the
             session as a chunk of the prompt is.
+        readback: what verification reads of a device, where that was copied together with other sequences'.
         accepted: the path that verification found, before the text's end cut it.
         drafting, making: seconds spent on proposing the draft, and on turning it into rows of a forward.
     """
@@ -83,6 +84,7 @@ class ScheduledRows(ForwardRows):
     asked: bool = False
     drafting: float = 0.0
     making: float = 0.0
+    readback: Readback | None = None
     accepted: Sequence[int] = ()
 
     @property
@@ -94,8 +96,8 @@ class ScheduledRows(ForwardRows):
 class SequenceState:
     """One generation under way, of a request that ``Engine.prepare`` gave; made by ``Engine.begin`` and ``start``.
 
-    :func:`specdec.engine.step.step` calls ``propose``, ``chunk``, ``verify``, ``commit``, ``observe`` and ``learn``.
-    One sequence alone runs by ``prefill``, ``step`` and ``chunks``; many run in a
+    :func:`specdec.engine.step.step` calls ``propose``, ``chunk``, ``read``, ``verify``, ``commit``, ``observe`` and
+    ``learn``. One sequence alone runs by ``prefill``, ``step`` and ``chunks``; many run in a
     :class:`specdec.engine.scheduler.Scheduler`. The caller holds ``target.active()`` around either.
 
     Attributes:
@@ -276,11 +278,18 @@ class SequenceState:
                 row_budget = policy.row_budget(row_budget, context.cache.length)
         return row_budget
 
+    def read(self, rows: ScheduledRows, output: TargetOutput) -> Readback | None:
+        """What ``verify`` has to read of a device first; None where it reads what it needs."""
+        return None if rows.draft is None else self._verification.read(rows.draft, rows.rows, rows.block, output)
+
     def verify(self, rows: ScheduledRows, output: TargetOutput) -> Verdict:
         """The accepted rows and the emitted tokens, cut where the text ends; for a chunk all of its rows."""
         if rows.draft is None:
             return Verdict(range(rows.block.rows), rows.block.ids)
-        verdict = self._verification.verify(rows.draft, rows.rows, rows.block, output)
+        if rows.readback is not None:
+            verdict = rows.readback.verdict()
+        else:
+            verdict = self._verification.verify(rows.draft, rows.rows, rows.block, output)
         rows.accepted = verdict.path
         verdict.cut(self._cut(verdict.tokens))
         if self._top is not None:

@@ -7,11 +7,13 @@ on the others. A sequence whose prompt is not all run yet brings a chunk of it i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from specdec.drafting.joint_forward import forward_together
 from specdec.engine.sequence import ScheduledRows, SequenceState
 from specdec.engine.step_observer import StepObserver
 from specdec.results import Step
+from specdec.sampling.verify import Readback
 from specdec.step.forward_passes import Passes, run_all
 from specdec.target import Target, TargetOutput
 
@@ -41,6 +43,7 @@ def step(sequences: Sequence[SequenceState], target: Target, observer: StepObser
     observer.scheduled()
     ran = forward(target, batch, outcomes)
     observer.ran(ran)
+    read_back(ran)
     for rows, output in ran:
         sequence = rows.sequence
         try:
@@ -119,3 +122,22 @@ def forward(
             outcomes.append((batch[0].sequence, error))
             return []
     return [pair for rows in batch for pair in forward(target, [rows], outcomes)]
+
+
+def read_back(ran: Sequence[tuple[ScheduledRows, TargetOutput]]) -> None:
+    """Copy what verification reads out of a device, once for all sequences.
+
+    A sequence for which that fails reads by itself, and ends by its own error.
+    """
+    waiting: list[ScheduledRows] = []
+    for rows, output in ran:
+        with suppress(Exception):
+            rows.readback = rows.sequence.read(rows, output)
+        if rows.readback is not None:
+            waiting.append(rows)
+    try:
+        if waiting:
+            Readback.copy([rows.readback for rows in waiting if rows.readback is not None])
+    except Exception:
+        for rows in waiting:
+            rows.readback = None

@@ -31,12 +31,21 @@ class RowArgmax:
         self, found: torch.Tensor | list[int], stored: Stored | None = None, drawn: Sequence[int] = ()
     ) -> None:
         self._found, self.stored, self.drawn = found, stored, drawn
+        self._tokens: torch.Tensor | None = None
 
     def of(self, first: int, last: int) -> list[int]:
         """Tokens of rows [first, last); -1 where a row's logits are no distribution."""
         if isinstance(self._found, torch.Tensor):
             self._found = finite_argmax(self._found).tolist()
         return self._found[first:last]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [R], those of all rows, where the logits are; nothing is copied."""
+        assert isinstance(self._found, torch.Tensor)
+        if self._tokens is None:
+            self._tokens = finite_argmax(self._found)
+        return self._tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +96,7 @@ class Scores:
             NumericalError: a row holds NaN, or no finite logit at all.
         """
         if not self._best:
-            argmax, first, last = self.shared or (RowArgmax(self.logits), 0, self.logits.shape[0])
+            argmax, first, last = self.row_argmax()
             tokens = argmax.of(first, last)
             if _UNSOUND in tokens:
                 raise no_distribution(self.logits)
@@ -96,6 +105,12 @@ class Scores:
         if best == _UNSOUND:
             raise no_distribution(self.of(row))
         return best
+
+    def row_argmax(self) -> tuple[RowArgmax, int, int]:
+        """Largest logits of these rows or of more, the first of these rows among them, and the one after their last."""
+        if self.shared is None:
+            self.shared = RowArgmax(self.logits), 0, self.logits.shape[0]
+        return self.shared
 
     def target_token(self, row: int) -> int | None:
         """The target's own token after a row, where it was drawn with the logits, or all rows' were at once

@@ -36,6 +36,7 @@ from specdec.step.device_copies import Later
 from specdec.step.tree import Draft
 
 __all__ = [
+    "Readback",
     "Verdict",
     "Verification",
     "Verifier",
@@ -91,6 +92,33 @@ def verify(scores: Scores, draft: Draft, sampler: Sampler) -> Verdict:
     return verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler)
 
 
+@dataclass(slots=True, eq=False)
+class Readback:
+    """What verification reads of a device. One copy does for all sequences of a step.
+
+    Attributes:
+        tensors: of one device.
+        judge: the verdict by the numbers of each of these tensors.
+        numbers: those numbers, once they are copied.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    judge: Callable[[Sequence[list[Any]]], Verdict]
+    numbers: Sequence[list[Any]] = ()
+
+    @staticmethod
+    def copy(readbacks: Sequence[Readback]) -> None:
+        """Copy out the numbers of all, those of a shared tensor once; waits for the device."""
+        tensors = {id(tensor): tensor for readback in readbacks for tensor in readback.tensors}
+        numbers = dict(zip(tensors, device_copies.copy_out([*tensors.values()]), strict=True))
+        for readback in readbacks:
+            readback.numbers = [numbers[id(tensor)] for tensor in readback.tensors]
+
+    def verdict(self) -> Verdict:
+        """The verdict, by the numbers that were copied."""
+        return self.judge(self.numbers)
+
+
 class Verification:
     """Verifies one sequence's drafts by what their forwards gave; this one reads the logits where they are.
 
@@ -109,6 +137,10 @@ class Verification:
 
     def arrays(self, draft: Draft, rows: Sequence[int] | None) -> Mapping[str, npt.NDArray[Any]] | None:
         """What a step needs on a device beside its rows; ``rows`` are the scored ones, None for all."""
+        return None
+
+    def read(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: Any) -> Readback | None:
+        """What has to be read of a device before there is a verdict; None where ``verify`` reads what it needs."""
         return None
 
     def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: Any) -> Verdict:

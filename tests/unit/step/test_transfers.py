@@ -23,6 +23,7 @@ from drafters.kangaroo.drafter import Kangaroo, KangarooSession
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.costs.curve import roofline
 from specdec.drafter import DeviceStep
+from specdec.engine import scheduler as scheduler_module
 from specdec.engine import sequence as sequence_module
 from specdec.engine import step_observer
 from specdec.engine.device_step import DeviceVerification, decide, last_row, paths_of, walk_arrays
@@ -236,6 +237,35 @@ def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
         with mode:
             found = engine.generate_batch(prompts, 12, sampling, batch=2)
         assert [one.token_ids for one in found] == expected
+
+
+@pytest.mark.parametrize(("drafter", "sampling", "count"), each_once(ONCE, [None, SAMPLED, "mixed"], [2, 64]))
+def test_one_copy_in_and_one_out_for_all_sequences(
+    drafter: str, sampling: Any, count: int, tmp_path: Path, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of drafts and of what is read of their rows, however each is sampled."""
+    target, prompts = target_of("llama"), [prompt_of(4, seed) for seed in range(count)]
+    choices = [options for options in settings_of(drafter, target, tmp_path) if "draft_model" not in str(options)]
+    samplings: Any = SAMPLINGS if sampling == "mixed" else [sampling]
+    each = [samplings[at % len(samplings)] for at in range(count)]
+    engine = Engine(target, None, choices[0], max_rows=24, costs=roofline("cpu"))
+    expected = [engine.generate(prompt, 6, params).token_ids for prompt, params in zip(prompts, each, strict=True)]
+    mode, step, counted = request.getfixturevalue("transfers"), scheduler_module.step, []
+
+    def counting(*arguments: Any) -> Any:
+        mode.counts.clear()
+        outcomes = step(*arguments)
+        if outcomes and len(outcomes) == len(arguments[0]):  # no prompt is among them, whose end some sessions read
+            counted.append((len(outcomes), dict(mode.counts)))
+        return outcomes
+
+    monkeypatch.setattr(scheduler_module, "step", counting)
+    with mode:
+        found = engine.generate_batch(prompts, 6, each, batch=count)
+    assert [one.token_ids for one in found] == expected
+    assert max(sequences for sequences, _ in counted) > count // 2  # some end before others begin
+    assert all(counts == {"in": 1, "out": 1} for _, counts in counted), counted
 
 
 EOS = [0, 26]
