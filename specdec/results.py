@@ -98,6 +98,8 @@ class Statistics:
         prompt_tokens: tokens of the prompt.
         reused_tokens: those of them whose keys and values were there already.
         lossy: whether the acceptance rule may have changed the output distribution.
+        activations: ``int8`` where rows were rounded to 8 bits before quantised weights, which is another model's text;
+            None where they were not.
         accepted_prediction_tokens: tokens of the ``prediction`` that are in the text, in this order: of the longest
             sequence that both have in common when tokens of either are left out. It says how good the prediction was,
             whatever steps were taken, and is counted when the result is asked for.
@@ -107,6 +109,7 @@ class Statistics:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     lossy: bool = False
+    activations: str | None = None
     acceptance_lengths: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)

@@ -33,6 +33,8 @@ _PLACES: dict[str, tuple[int, int | None, float, float]] = {
     "IQ4_NL": (0, None, 70, 0),
     "IQ4_XS": (0, None, 1300, 0),
 }
+SCALES_AT = {name: places[:2] for name, places in _PLACES.items()}
+"""Format -> the places of d and m in a block."""
 _NAMES = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",

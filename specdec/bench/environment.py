@@ -69,6 +69,7 @@ def describe_model(name: str, target: TransformersTarget) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "context_length": target.context_length,
         "dtype": str(target.dtype).removeprefix("torch."),
+        **({} if target.activations is None else {"activations": target.activations}),
         "fingerprint": digest.hexdigest()[:16],
     }
 

@@ -83,6 +83,8 @@ def statistics(generation: Generation, drafter: str) -> Text:
     name = Text(drafter)
     if generation.lossy:
         name.append(" (lossy: not the target's distribution)", style="bold red")
+    if stats.activations is not None:
+        name.append(f" (activations in {stats.activations})")
     return Text.assemble(
         name,
         f": {_count(stats.new_tokens, 'token')} in {_count(stats.steps, 'target step')}, "
@@ -109,6 +111,7 @@ def to_json(generation: Generation, drafter: str) -> dict[str, Any]:
         "token_ids": generation.token_ids,
         "finish_reason": generation.finish_reason,
         "lossy": generation.lossy,
+        "activations": stats.activations,
         "drafter": drafter,
         "stats": {
             "prompt_tokens": stats.prompt_tokens,

@@ -16,7 +16,7 @@ import yaml
 
 from specdec.errors import ConfigError, check_choice, shown
 from specdec.parallel import PARALLEL
-from specdec.runners import EXECUTIONS
+from specdec.runners import ACTIVATIONS, EXECUTIONS
 from specdec.settings.arguments import ARGUMENTS, DTYPES
 from specdec.settings.options import Given, option
 from specdec.settings.parsing import load_yaml, parse, read_value, yaml_fault
@@ -58,6 +58,9 @@ class ModelOptions(WeightsOptions):
     device_map: str | dict[str, Any] | None = option(None, "Such as auto: split the model over devices.", panel="Model")
     attention: str = _model_option("auto", "auto, sdpa or split; on a GPU aten or flash.")
     execution: str = _model_option("auto", "Which code runs the layers: auto, transformers, fused or native.")
+    activations: str = _model_option(
+        "default", "int8: round the rows that a GGUF file's quantised weights are multiplied with to 8 bits."
+    )
     threads: int | None = _model_option(None, "CPU threads (default torch's own; 1 for tiny).")
 
     def __post_init__(self) -> None:
@@ -70,6 +73,7 @@ class ModelOptions(WeightsOptions):
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)
         check_choice("execution", self.execution, EXECUTIONS)
+        check_choice("activations", self.activations, ACTIVATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)

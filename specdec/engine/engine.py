@@ -141,6 +141,7 @@ class Engine:
         device_map: str | dict[str, Any] | None = None,
         execution: str = "auto",
         attention: str = "auto",
+        activations: str = "default",
         trust_remote_code: bool = False,
         tokenizer: Any = None,
         parallel: str = "off",
@@ -151,7 +152,8 @@ class Engine:
     ) -> Engine:
         """Load target and tokenizer: a named model (``"tiny"``, ``"smollm2"``), a folder, a GGUF file, or a hub id.
 
-        ``execution`` and ``attention`` are TransformersTarget's. ``tokenizer`` takes the place of the one at the path.
+        ``execution``, ``attention`` and ``activations`` are TransformersTarget's. ``tokenizer`` takes the place of the
+        one at the path.
         ``parallel`` is for processes that torchrun started: ``rows`` splits each step's rows over them, ``tensor`` each
         weight (:mod:`specdec.parallel`). The policy is ``acceptance`` here, so that no drafter loses much; an engine
         that is put together by hand takes its drafter at its word.
@@ -173,6 +175,7 @@ class Engine:
             device_map=device_map,
             execution=execution,
             attention=attention,
+            activations=activations,
             trust_remote_code=trust_remote_code,
             progress=progress,
         )

@@ -46,7 +46,8 @@ def load_run(run: RunConfig) -> Engine:
 
 def model_arguments(options: ModelOptions) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that say how a model is loaded and run."""
-    return {name: getattr(options, name) for name in ("dtype", "device", "device_map", "execution", "attention")}
+    names = ("dtype", "device", "device_map", "execution", "attention", "activations")
+    return {name: getattr(options, name) for name in names}
 
 
 def prepare(options: ModelOptions) -> None:

@@ -157,7 +157,8 @@ class SequenceState:
         self._batched = isinstance(self._session, BatchedSession)
         self._verification = _verification(target, self._sampler, self._session, self._top_k)
         self.finish_reason: str | None = None
-        self.stats = Statistics(prompt_tokens=len(tokens), lossy=sampling.lossy)
+        activations = getattr(target, "options", {}).get("activations")
+        self.stats = Statistics(prompt_tokens=len(tokens), lossy=sampling.lossy, activations=activations)
         self.steps: list[Step] = []
         self.scheduled: ScheduledRows | None = None
         self._traces, self._first_began = request.trace, 0.0

@@ -73,18 +73,19 @@ def config_of(metadata: Mapping[str, Any], names: Sequence[str]) -> Any:
     return AutoConfig.for_model(values.pop("model_type")).from_dict(values)
 
 
-def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype, *, int8: bool = False) -> PreTrainedModel:
     """A model of transformers whose linears, embedding and head have a file's blocks.
 
     Args:
         table: of the file's tensors.
         config: of the model.
         dtype: that it computes in, and in which its few other weights are held.
+        int8: rows that blocks are multiplied with are rounded to bytes.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape than the model's.
     """
-    return _Filling(table, config, dtype).model
+    return _Filling(table, config, dtype, int8).model
 
 
 def described(model: nn.Module) -> str:
@@ -94,14 +95,19 @@ def described(model: nn.Module) -> str:
     counts = Counter(part.format.name for store in stores.values() for part in store.parts)
     size = sum(store.nbytes for store in stores.values())
     formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-    return f"quantised blocks as in the file: {formats}; {size / 1e6:.0f} MB in panels"
+    told = f"quantised blocks as in the file: {formats}; {size / 1e6:.0f} MB in panels"
+    if any(store.int8 for store in stores.values()):
+        told += "; rows that they are multiplied with in int8"
+        if dense := [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
+            told += f", but not those of {len(dense)} other matrices, such as {dense[0]}"
+    return told
 
 
 class _Filling:
     """A model while it is filled."""
 
-    def __init__(self, table: TensorTable, config: Any, dtype: torch.dtype) -> None:
-        self._table, self._dtype, self._config = table, dtype, config
+    def __init__(self, table: TensorTable, config: Any, dtype: torch.dtype, int8: bool) -> None:
+        self._table, self._dtype, self._config, self._int8 = table, dtype, config, int8
         classes: Any = AutoModelForCausalLM
         with init_empty_weights(include_buffers=False):
             self.model: PreTrainedModel = classes.from_config(config, dtype=dtype)
@@ -127,7 +133,7 @@ class _Filling:
         tied = bool(self._config.tie_word_embeddings)
         below = self._tensor(f"{self._names[id(embedding)]}.weight", embedding.weight.shape)
         if isinstance(below, BlockTensor):
-            store = BlockWeight([below], None, self._dtype, as_in_file=not tied)
+            store = BlockWeight([below], None, self._dtype, as_in_file=not tied, int8=self._int8)
             self._ref(model, self._names[id(embedding)]).put(TiedEmbedding(store, embedding))
             if tied:
                 self._ref(model, self._names[id(head)]).put(PackedLinear(store, 0, store.outputs))
@@ -162,7 +168,7 @@ class _Filling:
         if 0 < len(biased) < len(places):
             return
         biases = [self._dense(f"{name}.bias", bias.shape) for name, bias in biased]
-        store = BlockWeight(blocks, torch.cat(biases) if biases else None, self._dtype)
+        store = BlockWeight(blocks, torch.cat(biases) if biases else None, self._dtype, int8=self._int8)
         store.install(places)
 
     def _tensor(self, name: str, shape: Sequence[int]) -> BlockTensor | TensorEntry:

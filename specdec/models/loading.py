@@ -96,17 +96,19 @@ def load_weights(
     trust_remote_code: bool,
     split: bool = False,
     in_blocks: bool = False,
+    activations: str = "default",
 ) -> tuple[PreTrainedModel, str | None]:
     """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's; and of the
     latter how its weights are held.
 
     ``split``: over the processes of torch.distributed, each weight by the model's own plan. ``in_blocks``: a GGUF
     file's quantised blocks stay what they are, where native layers run them; otherwise they are dequantised.
+    ``activations``: ``int8`` rounds the rows that such blocks are multiplied with.
 
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
         TargetError: a model that specdec cannot drive.
-        ConfigError: a GGUF file, and no package to read it with.
+        ConfigError: a GGUF file, and no package to read it with; or no blocks, whose rows could be rounded.
     """
     place = model_source(path)
     gguf = GgufFile.read(Path(place)) if is_gguf(place) else None
@@ -115,13 +117,20 @@ def load_weights(
         dtype = gguf.dtype if dtype == "auto" else dtype
     elif isinstance(place, Path):
         _check_folder(place)
-    why = None
+    why, int8 = None, activations == "int8"
+    if gguf is None and int8:
+        raise ConfigError(
+            "activations='int8' rounds rows that quantised blocks are multiplied with, and "
+            f"{shown(str(path), 400)} is no GGUF file; leave it out, or make one with `specdec quantize`"
+        )
     if gguf is not None:
         why = "another way to run its layers was asked for"
         if in_blocks and device_map is None and not split:
             why = gguf.why_dequantised(dtype, device)
         if why is None:
-            return _in_blocks(gguf, dtype, str(path))
+            return _in_blocks(gguf, dtype, str(path), int8=int8)
+        if int8:
+            raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
     dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
     try:
         with ExitStack() as opened:
@@ -172,14 +181,14 @@ def load_weights(
     return model, None if gguf is None or why is None else f"dequantised: {why}"
 
 
-def _in_blocks(gguf: GgufFile, dtype: str | torch.dtype, path: str) -> tuple[PreTrainedModel, str]:
+def _in_blocks(gguf: GgufFile, dtype: str | torch.dtype, path: str, *, int8: bool) -> tuple[PreTrainedModel, str]:
     """A GGUF file's model whose quantised blocks stay what they are, and what these are."""
     try:
         config = gguf.config()
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
         _check_sizes(config.to_dict(), path)
         _refuse_scaled(gguf, config)
-        model = model_in_blocks(gguf.table, config, _dtype_of(dtype))
+        model = model_in_blocks(gguf.table, config, _dtype_of(dtype), int8=int8)
     except SpecdecError:
         raise
     except Exception as error:  # files of others, read by code of others: they raise anything

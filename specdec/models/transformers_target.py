@@ -40,7 +40,7 @@ from specdec.models.loading import check_place, load_weights
 from specdec.models.masks import MASKS, layer_masks, named_limits, register_masks, window_of
 from specdec.models.self_check import PROBE, ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, tokens_for
 from specdec.native.library import compiler, library, products
-from specdec.runners import EXECUTIONS
+from specdec.runners import ACTIVATIONS, EXECUTIONS
 from specdec.runners.attention import ATTENTION, check_backend, check_runs, describe_backend, layer_attention
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.boundary_ops import Joints, read_joints
@@ -133,6 +133,8 @@ class TransformersTarget:
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._weights: str | None = None
         self.options: dict[str, Any] = {"attention": attention}
+        if self.activations is not None:
+            self.options["activations"] = self.activations
         tokens = tokens_for(len(weight_of(embedding)))
         expected = own_logits(model, self, tokens)
         self.vocab_size = int(expected.shape[-1])
@@ -178,16 +180,22 @@ class TransformersTarget:
         device_map: str | dict[str, Any] | None = None,
         execution: str = "auto",
         attention: str = "auto",
+        activations: str = "default",
         trust_remote_code: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> TransformersTarget:
         """Load a checkpoint: a named model, a folder or hub id (safetensors only), or a GGUF file.
 
+        ``activations="int8"`` rounds the rows that a GGUF file's quantised blocks are multiplied with to 8 bits, 32
+        values at a time: faster, and another model than the default, which rounds less than bfloat16 does.
+
         Raises:
+            ConfigError: an unknown choice, or there are no quantised blocks whose rows could be rounded.
             CheckpointError: no model there, a broken file, or tensors missing or left over.
             TargetError: a model that specdec cannot drive.
         """
         check_choice("execution", execution, EXECUTIONS)
+        check_choice("activations", activations, ACTIVATIONS)
         check_backend(attention)
         check_place(device, device_map)
         model, weights = load_weights(
@@ -197,10 +205,17 @@ class TransformersTarget:
             device_map=device_map,
             trust_remote_code=trust_remote_code,
             in_blocks=execution in ("auto", "native") and attention == "auto",
+            activations=activations,
         )
         target = cls(model, execution=execution, attention=attention, owned=True, progress=progress)
         target._weights = weights
         return target
+
+    @property
+    def activations(self) -> str | None:
+        """What rows are rounded to that quantised blocks are multiplied with, where that is less than the default."""
+        stores = (getattr(module, "store", None) for module in self.model.modules())
+        return "int8" if any(isinstance(store, BlockWeight) and store.int8 for store in stores) else None
 
     @property
     def batch_invariant(self) -> bool:
@@ -355,6 +370,7 @@ class TransformersTarget:
                 "context": self.context_length,
                 "parameters": self._parameters,
                 "weights": self._weights,
+                "activations": self.options.get("activations"),
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": str(self.device),
                 "between its parts": str(self.joints) or None,

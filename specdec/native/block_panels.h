@@ -2,9 +2,10 @@
  *
  * The blocks of PANEL outputs that are of the same inputs lie together: d of each output, m of each where there are
  * minima, and then of every CHUNK inputs the groups' numbers of each output and the codes. A code's bits lie in words of 32,
- * one word of each output after the other: in a word of four-bit codes are those of eight inputs, so that one shift and
- * one mask give two inputs of each output, as 16-bit numbers side by side. Bits beyond four, or two, have words of their
- * own. That is as many bytes as in the file, or up to four in a hundred more. */
+ * one word of each output after the other. Of eight inputs, byte 0 of a word has the bits of inputs 0 and 2, byte 1 those
+ * of 4 and 6, byte 2 of 1 and 3, byte 3 of 5 and 7. So one shift and one mask give, of each output, two inputs as 16-bit
+ * numbers side by side (0 and 1, 2 and 3, ...), or four as bytes (0, 4, 1, 5 and 2, 6, 3, 7). Bits beyond four, or two,
+ * have words of their own. That is as many bytes as in the file, or up to four in a hundred more. */
 
 INLINE int64_t head_bytes(const WeightFormat *f) { return 2 * PANEL * (f->minima ? 2 : 1); }
 INLINE int64_t groups_in(const WeightFormat *f) { return CHUNK / f->group; } /* of a chunk */
@@ -32,18 +33,24 @@ INLINE uint32_t gather_bits(uint64_t from, uint64_t mask) {
 #endif
 }
 
-/* Bits [first, first + wide) of CHUNK codes go to words, PANEL words apart: first inputs' to the low half of each. */
+/* Bits [first, first + wide) of CHUNK codes go to words, PANEL words apart. */
 INLINE void put_bits(const uint8_t *codes, uint32_t *to, const int first, const int wide) {
-    const uint64_t mask = (((uint64_t)1 << wide) - 1) << first, four = wide == 8 ? 2 : 4; /* pairs of inputs at a time */
-    const uint64_t even = wide == 8 ? mask | mask << 16 : mask | mask << 16 | mask << 32 | mask << 48;
+    if (wide == 8) {
+        for (int four = 0; four < CHUNK / 4; four++, to += PANEL) {
+            const uint8_t *own = codes + four / 2 * 8 + four % 2 * 2;
+            *to = own[0] | own[4] << 8 | own[1] << 16 | (uint32_t)own[5] << 24;
+        }
+        return;
+    }
+    const uint64_t mask = (((uint64_t)1 << wide) - 1) << first, both = mask | mask << 16; /* inputs 0 and 2 of eight */
     uint32_t word = 0;
-    int bits = 0;
-    for (int at = 0; at < CHUNK; at += 2 * four) {
-        uint64_t some = 0;
-        memcpy(&some, codes + at, 2 * four);
-        word |= gather_bits(some, even) << bits | gather_bits(some, even << 8) << (16 + bits);
-        bits += wide * four;
-        if (bits < 16 && at + 2 * four < CHUNK) continue;
+    for (int at = 0, bits = 0; at < CHUNK; at += 8) {
+        uint64_t some;
+        memcpy(&some, codes + at, sizeof some);
+        word |= (gather_bits(some, both) | gather_bits(some, both << 32) << 8 | gather_bits(some, both << 8) << 16 |
+                 gather_bits(some, both << 40) << 24) << bits;
+        bits += 2 * wide;
+        if (bits < 8) continue;
         *to = word, to += PANEL, word = 0, bits = 0;
     }
 }
@@ -107,32 +114,76 @@ void specdec_lay_blocks(int format, const uint8_t *blocks, const int64_t *order,
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t doubled __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* What two inputs' codes stand for, of LANES outputs: 16-bit numbers side by side. `k`: which two of CHUNK. */
-INLINE words pair_of(const uint32_t *codes, const int k, const int bits, const int listed) {
-    const uint32_t *more = codes + 4 * PANEL; /* of bits beyond four; two of them have half as many words */
-#define WORDS(from, n) (*(const words *)((from) + (n) * PANEL))
-    if (bits == 8) {
-        const doubled both = (doubled)WORDS(codes, k / 2);
-        return (words)((shorts)(k % 2 ? both : both << 8) >> 8);
-    }
-    if (bits < 4) {
-        const words low = WORDS(codes, k / 8) >> 2 * (k % 8) & 0x00030003;
-        if (bits == 2) return low;
-        return low | (WORDS(codes, 2) >> k & 0x00010001) << 2;
-    }
-    const words low = WORDS(codes, k / 4) >> 4 * (k % 4) & 0x000f000f;
-    if (bits == 5) return low | (WORDS(more, 0) >> k & 0x00010001) << 4;
-    if (bits == 6) return low | (WORDS(more, k / 8) >> 2 * (k % 8) & 0x00030003) << 4;
-    if (!listed) return low;
+INLINE words shifted(words bits, const int right) { return right < 0 ? bits << -right : bits >> right; }
+
+/* What four bits stand for where they number levels, of LANES outputs: 16-bit numbers side by side. */
+INLINE words levels_of(words numbers) {
 #if LANES == 16 && defined(__AVX512BW__)
-    return (words)_mm512_permutexvar_epi16((__m512i)low, _mm512_loadu_si512(levels));
+    return (words)_mm512_permutexvar_epi16((__m512i)numbers, _mm512_loadu_si512(levels));
 #else
     words found;
     for (int n = 0; n < LANES; n++)
-        found[n] = (uint16_t)levels[low[n] & 15] | (uint32_t)(uint16_t)levels[low[n] >> 16] << 16;
+        found[n] = (uint16_t)levels[numbers[n] & 15] | (uint32_t)(uint16_t)levels[numbers[n] >> 16] << 16;
     return found;
 #endif
-#undef WORDS
+}
+
+/* The same in bytes, and 128 more. */
+INLINE words byte_levels_of(words numbers) {
+    uint8_t table[16];
+    for (int n = 0; n < 16; n++) table[n] = (uint8_t)(levels[n] + 128);
+#if LANES == 16 && defined(__AVX512BW__)
+    const __m128i own = _mm_loadu_si128((const __m128i *)table);
+    return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(own), (__m512i)numbers);
+#elif LANES == 8 && defined(__AVX2__)
+    const __m128i own = _mm_loadu_si128((const __m128i *)table);
+    return (words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(own), (__m256i)numbers);
+#else
+    for (int n = 0; n < LANES; n++)
+        numbers[n] = table[numbers[n] & 15] | table[numbers[n] >> 8 & 15] << 8 | table[numbers[n] >> 16 & 15] << 16 |
+                     (uint32_t)table[numbers[n] >> 24] << 24;
+    return numbers;
+#endif
+}
+
+#define WORDS(from, n) (*(const words *)((from) + (n) * PANEL))
+
+/* What two inputs' codes stand for, of LANES outputs: 16-bit numbers side by side. `k`: which two of CHUNK. */
+INLINE words pair_of(const uint32_t *codes, const int k, const int bits, const int listed) {
+    const uint32_t *more = codes + 4 * PANEL; /* of bits beyond four; two of them have half as many words */
+    const int eight = k / 4, side = k % 2, byte = k % 4 / 2 * 8;
+    const int one = 2 * eight + side + byte, two = 4 * (eight % 2) + 2 * side + byte; /* where one bit is, and two are */
+    if (bits == 8) {
+        const doubled both = (doubled)WORDS(codes, 2 * eight + side);
+        if (byte) return (words)(both >> 8);
+        return (words)(both & 255);
+    }
+    if (bits < 4) {
+        const words low = WORDS(codes, k / 8) >> two & 0x00030003;
+        if (bits == 2) return low;
+        return low | (shifted(WORDS(codes, 2), one - 2) & 0x00040004);
+    }
+    const words low = WORDS(codes, eight) >> 4 * (k % 4) & 0x000f000f;
+    if (bits == 5) return low | (shifted(WORDS(more, 0), one - 4) & 0x00100010);
+    if (bits == 6) return low | (shifted(WORDS(more, k / 8), two - 4) & 0x00300030);
+    if (listed) return levels_of(low);
+    return low;
+}
+
+/* What four inputs' codes stand for, and 128 more where they number levels: bytes. `j`: which four of CHUNK. */
+INLINE words four_of(const uint32_t *codes, const int j, const int bits, const int listed) {
+    const uint32_t *more = codes + 4 * PANEL;
+    if (bits == 8) return WORDS(codes, j);
+    if (bits < 4) {
+        const words low = WORDS(codes, j / 4) >> 2 * (j % 4) & 0x03030303;
+        if (bits == 2) return low;
+        return low | (shifted(WORDS(codes, 2), j - 2) & 0x04040404);
+    }
+    const words low = WORDS(codes, j / 2) >> 4 * (j % 2) & 0x0f0f0f0f;
+    if (bits == 5) return low | (shifted(WORDS(more, 0), j - 4) & 0x10101010);
+    if (bits == 6) return low | (shifted(WORDS(more, j / 4), 2 * (j % 4) - 4) & 0x30303030);
+    if (listed) return byte_levels_of(low);
+    return low;
 }
 
 INLINE void decode_chunk(const uint32_t *codes, uint32_t *to, const int bits, const int listed) {
@@ -154,8 +205,20 @@ INLINE floats widen_halves(const uint16_t *from) {
 #endif
 }
 
-typedef uint8_t octets __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef int8_t signed_octets __attribute__((vector_size(LANES), aligned(1), may_alias));
+/* LANES 32-bit numbers of as many bytes, with a sign or without; of vectors gcc converts one after the other. */
+INLINE ints widen_bytes(const uint8_t *from, const int with_sign) {
+#if LANES == 16
+    const __m128i own = _mm_loadu_si128((const __m128i *)from);
+    return (ints)(with_sign ? _mm512_cvtepi8_epi32(own) : _mm512_cvtepu8_epi32(own));
+#elif defined(__AVX2__)
+    const __m128i own = _mm_loadl_epi64((const __m128i *)from);
+    return (ints)(with_sign ? _mm256_cvtepi8_epi32(own) : _mm256_cvtepu8_epi32(own));
+#else
+    ints found;
+    for (int n = 0; n < LANES; n++) found[n] = with_sign ? (int8_t)from[n] : from[n];
+    return found;
+#endif
+}
 
 /* A chunk's scales [groups, PANEL], and minima. */
 INLINE void read_scales(const WeightFormat *f, const uint8_t *head, const uint8_t *chunk, float *scales, float *minima) {
@@ -167,11 +230,11 @@ INLINE void read_scales(const WeightFormat *f, const uint8_t *head, const uint8_
             if (f->minima) minimum = widen_halves((const uint16_t *)head + PANEL + o);
             if (f->scales == PLAIN) minimum = -minimum;
             else if (f->scales == BYTES) {
-                scale *= __builtin_convertvector(*(const signed_octets *)own, floats);
-                if (f->minima) minimum *= __builtin_convertvector(*(const octets *)(own + groups * PANEL), floats);
+                scale *= __builtin_convertvector(widen_bytes(own, 1), floats);
+                if (f->minima) minimum *= __builtin_convertvector(widen_bytes(own + groups * PANEL, 0), floats);
             } else {
-                scale *= __builtin_convertvector(*(const octets *)own & 15, floats);
-                minimum *= __builtin_convertvector(*(const octets *)own >> 4, floats);
+                scale *= __builtin_convertvector(widen_bytes(own, 0) & 15, floats);
+                minimum *= __builtin_convertvector(widen_bytes(own, 0) >> 4, floats);
             }
             *(floats *)(scales + g * PANEL + o) = scale;
             if (f->minima) *(floats *)(minima + g * PANEL + o) = minimum;

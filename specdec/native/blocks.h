@@ -66,7 +66,7 @@ static void read_q5_1(const uint8_t *restrict block, Block256 *restrict to) {
 
 static void read_q8_0(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block);
-    memcpy(to->codes, block + 2, 32);
+    for (int i = 0; i < 32; i++) to->codes[i] = block[2 + i] ^ 128; /* signed in the file */
 }
 
 /* Two bits of each of 256 codes: of 32 bytes those of four times 32 of them. */
@@ -143,7 +143,7 @@ static const WeightFormat formats[] = {
     {"Q4_1", 3, 32, 20, 4, 0, 32, PLAIN, 1, 0, read_q4_1},
     {"Q5_0", 6, 32, 22, 5, 16, 32, PLAIN, 0, 0, read_q5_0},
     {"Q5_1", 7, 32, 24, 5, 0, 32, PLAIN, 1, 0, read_q5_1},
-    {"Q8_0", 8, 32, 34, 8, 0, 32, PLAIN, 0, 0, read_q8_0},
+    {"Q8_0", 8, 32, 34, 8, 128, 32, PLAIN, 0, 0, read_q8_0},
     {"Q2_K", 10, 256, 84, 2, 0, 16, NIBBLES, 1, 0, read_q2_k},
     {"Q3_K", 11, 256, 110, 3, 4, 16, BYTES, 0, 0, read_q3_k},
     {"Q4_K", 12, 256, 144, 4, 0, 32, BYTES, 1, 0, read_q4_k},
@@ -186,7 +186,7 @@ INLINE float minimum_of(const WeightFormat *f, const Block256 *block, int group)
 }
 
 INLINE float value_in(const WeightFormat *f, const Block256 *block, int i) {
-    const int code = f->levels ? levels[block->codes[i]] : f->bits == 8 ? (int8_t)block->codes[i] : block->codes[i];
+    const int code = f->levels ? levels[block->codes[i]] : block->codes[i];
     const float scaled = scale_of(f, block, i / f->group) * (float)(code - f->offset);
     return f->minima ? scaled - minimum_of(f, block, i / f->group) : scaled;
 }
@@ -197,8 +197,6 @@ INLINE void dequantise_group(const WeightFormat *f, const Block256 *block, int f
     float values[CHUNK];
     if (f->levels)
         for (int i = 0; i < group; i++) values[i] = levels[codes[i]];
-    else if (f->bits == 8)
-        for (int i = 0; i < group; i++) values[i] = (int8_t)codes[i];
     else
         for (int i = 0; i < group; i++) values[i] = codes[i] - f->offset;
     if (f->minima)

@@ -33,7 +33,7 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 _INSTALLED = Path(__file__).with_name("installed")
 _NO_ROW = 2  # what specdec_run_layers returns where it has no embedding for a token
 _UNFINISHED = ".unfinished-"  # what the folder is called in which the compiler works
-_SECONDS = 120  # a compiler that takes longer is not going to come back
+_SECONDS = 300  # a compiler that takes longer is not going to come back
 
 
 def compiler() -> str | None:

@@ -56,8 +56,9 @@ enum { UNITS = 3, WIDE = LANES / 4 };
 enum { PATIENCE = 4096 }; /* looks for who is late before a thread lets others have its processor */
 
 /* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16; both of these coded, by two inputs; and quantised blocks,
- * for rows that are rounded to integers, or for rows as they are. */
-#define KINDS(kind) kind(FULL) kind(HALF) kind(PAIRS) kind(CODED) kind(CODED_PAIRS) kind(QUANTISED) kind(EXACT_QUANTISED)
+ * for rows that are rounded to 16-bit integers, for rows as they are, or for rows that are rounded to bytes. */
+#define KINDS(kind) kind(FULL) kind(HALF) kind(PAIRS) kind(CODED) kind(CODED_PAIRS) kind(QUANTISED) kind(EXACT_QUANTISED) \
+    kind(INT8_QUANTISED)
 #define KIND_ITSELF(kind) kind,
 enum Kind { KINDS(KIND_ITSELF) };
 /* A bfloat16's high byte, its sign and all but one bit of its exponent, is one of few in nearly all of a weight: its

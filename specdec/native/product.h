@@ -2,10 +2,11 @@
 
 /* A row that a product reads, once it is there: in bfloat16, of pairs, or in integers. */
 INLINE int reads_pairs(const Product *p) { return paired(p->kind) && !(HAS_TILES && p->tiles); }
-INLINE int reads_rounded(const Product *p) { return reads_pairs(p) || p->kind == QUANTISED; }
+INLINE int reads_rounded(const Product *p) { return reads_pairs(p) || p->kind == QUANTISED || p->kind == INT8_QUANTISED; }
 INLINE void ready(const Product *p, float *x) {
     if (reads_pairs(p)) narrow_all(x, x, p->inputs);
     if (p->kind == QUANTISED) round_row(x, p->inputs);
+    if (p->kind == INT8_QUANTISED) round_row_to_bytes(x, p->inputs);
 }
 
 /* y [rows, y_stride] = x [rows, apart_by(inputs)], each `ready`, times the weight, plus the bias; `onto` y, or else in its

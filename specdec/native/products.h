@@ -3,7 +3,7 @@
 /* Whether rows are in bfloat16, too; whether weights are in codes. */
 INLINE int paired(const int kind) { return kind == PAIRS || kind == CODED_PAIRS; }
 INLINE int coded(const int kind) { return kind == CODED || kind == CODED_PAIRS; }
-INLINE int in_blocks(const Product *p) { return p->kind == QUANTISED || p->kind == EXACT_QUANTISED; }
+INLINE int in_blocks(const Product *p) { return p->kind >= QUANTISED; }
 
 /* sum + a * b; of pairs, each holds two bfloat16 in a float's place, and both products are added. */
 INLINE floats add_times(floats sum, floats a, floats b, const int kind) {

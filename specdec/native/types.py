@@ -38,11 +38,12 @@ STEP = 32
 class Kind(IntEnum):
     """How a weight is stored: float32; bfloat16; bfloat16 by two inputs, for rows that are rounded to it too.
 
-    And the latter two with codes for high bytes; and quantised blocks, for rows that are rounded to integers, or as
-    they are. The library names the same (``specdec_kind``), and is not loaded where it does not.
+    And the latter two with codes for high bytes; and quantised blocks, for rows that are rounded to 16-bit integers,
+    as they are, or rounded to bytes. The library names the same (``specdec_kind``), and is not loaded where it does
+    not.
     """
 
-    FULL, HALF, PAIRS, CODED, CODED_PAIRS, QUANTISED, EXACT_QUANTISED = range(7)
+    FULL, HALF, PAIRS, CODED, CODED_PAIRS, QUANTISED, EXACT_QUANTISED, INT8_QUANTISED = range(8)
 
 
 class CPart(Structure):

@@ -26,12 +26,14 @@ def load_parallel(
     device: str | torch.device | None,
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
+    activations: str = "default",
     **options: Any,
 ) -> ParallelTarget:
     """As ``TransformersTarget.from_pretrained``, called by every process; ``kind`` is ``rows`` or ``tensor``.
 
     Raises:
-        ConfigError: this process was started alone, or the model is to be spread in two ways at once.
+        ConfigError: this process was started alone, or the model is to be spread in two ways at once; or rows are to be
+            rounded, which native layers of one process do.
     """
     if device_map is not None:
         raise ConfigError(f"device_map is {device_map!r} and parallel {kind!r}; give only one of them")
@@ -44,6 +46,7 @@ def load_parallel(
         device_map=None,
         trust_remote_code=trust_remote_code,
         split=split,
+        activations=activations,
     )
     options["owned"] = True
     return TensorTarget(model, **options) if split else ShardedTarget(model, max_rows=max_rows, **options)

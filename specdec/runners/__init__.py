@@ -6,7 +6,10 @@ layers one after the other (``transformers``, ``fused``), :mod:`cuda` does so on
 against the model's own logits before it is used (:mod:`specdec.models.self_check`).
 """
 
-__all__ = ["EXECUTIONS"]
+__all__ = ["ACTIVATIONS", "EXECUTIONS"]
 
 EXECUTIONS = ("auto", "transformers", "fused", "native")
 """What ``execution=`` may be."""
+
+ACTIVATIONS = ("default", "int8")
+"""What ``activations=`` may be."""

@@ -77,6 +77,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "device_map": Annotated[_Text | dict[str, Any], "such as auto, or a device for each module's name"],
     "execution": _Name,
     "attention": _Name,
+    "activations": _Name,
     "parallel": _Name,
     "threads": Annotated[int, Ge(1), Le(4096), "an integer from 1 to 4096"],
     "trust_remote_code": _Flag,

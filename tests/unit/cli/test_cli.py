@@ -306,7 +306,7 @@ def test_every_run_option_is_on_the_command_line_and_its_help_tells_the_default(
         if default:
             told += 1
             assert default[1] == str(getattr(run, name) if hasattr(run, name) else getattr(run.sampling, name))
-    assert told == 15
+    assert told == 16
     assert {"config", "settings"} <= parameters.keys()
 
 

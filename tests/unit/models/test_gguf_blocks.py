@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
+from specdec.errors import ConfigError
 from specdec.models.gguf import GgufFile
 from specdec.models.loading import load_model, load_weights
 from specdec.native import library as native
@@ -112,6 +113,55 @@ def test_plain_decoding_is_the_same_in_any_company(kind: str, tmp_path: Path) ->
         for drafter in ("prompt_lookup", "auto"):
             assert Engine(target, None, drafter, **SMALL).generate(PROMPT, 24, sampling).token_ids == plain
     assert len(set(plain)) > 5
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_in_bytes_are_another_model_and_as_exact(kind: str, tmp_path: Path) -> None:
+    """Its texts, too, are the same with any drafter and in a batch; results and descriptions say what it is."""
+    file = quantised_file(tmp_path / "small.gguf", (kind,))
+    target, default = target_of(file, activations="int8"), target_of(file)
+    assert target.runner.name == "native"
+    assert (target.activations, default.activations) == ("int8", None)
+    assert target.options["activations"] == target.describe()["model"]["activations"] == "int8"
+    assert "in int8" in str(target.describe()["model"]["weights"])
+    assert not torch.equal(_logits(target), _logits(default))
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, seed=5)):
+        plain = Engine(target, None, "none", **SMALL).generate(PROMPT, 24, sampling)
+        assert plain.stats.activations == "int8"
+        for drafter in ("prompt_lookup", "auto"):
+            engine = Engine(target, None, drafter, **SMALL)
+            assert engine.generate(PROMPT, 24, sampling).token_ids == plain.token_ids
+            batch = list(engine.generate_batch([PROMPT, PROMPT[2:], PROMPT], 24, sampling, batch=3))
+            assert batch[0].token_ids == plain.token_ids
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_in_bytes_pass_the_check_at_load(family: str, dtype: str, tmp_path: Path) -> None:
+    """Against the model's own modules in float32, whose rows are rounded to bytes as well."""
+    target = target_of(quantised_file(tmp_path / "small.gguf", MIXED, family=family), activations="int8", dtype=dtype)
+    assert target.runner.name == "native"
+    assert target.plan.others.keys() <= {"fused"}
+
+
+@needs_compiler
+def test_rows_that_stay_as_they_are_are_told_of(tmp_path: Path) -> None:
+    target = target_of(quantised_file(tmp_path / "small.gguf", ("F16", "Q4_0")), activations="int8")
+    assert "other matrices, such as model.layers.0" in str(target.describe()["model"]["weights"])
+
+
+@needs_compiler
+def test_rows_in_bytes_need_blocks(tmp_path: Path) -> None:
+    file = quantised_file(tmp_path / "small.gguf")
+    for path, options, why in (
+        ("tiny", {}, "'tiny' is no GGUF file"),
+        (file, {"execution": "fused"}, "another way to run its layers"),
+        (file, {"dtype": "float64"}, "in float32 and bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            target_of(path, activations="int8", **options)
 
 
 @needs_compiler

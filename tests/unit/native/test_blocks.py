@@ -14,8 +14,8 @@ import torch
 
 from specdec.native import library as native
 from specdec.native.formats import formats
-from specdec.runners.block_weight import BlockTensor, BlockWeight
-from tests.quantised_files import FORMATS, random_blocks
+from specdec.runners.block_weight import BlockTensor, BlockWeight, in_bytes
+from tests.quantised_files import FORMATS, SCALES_AT, random_blocks
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 BY_NAME = {one.name: one for one in formats().values()}
@@ -68,17 +68,63 @@ def test_scales_of_any_size(special: str) -> None:
     assert torch.equal(found.nan_to_num(), weight.nan_to_num())
 
 
+def in_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as integers from -127 to 127 [rows, chunks, 32], and what one of them stands for [rows, chunks, 1]."""
+    chunks = rows.astype(np.float32).reshape(len(rows), -1, 32)
+    largest = np.abs(chunks).max(-1, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore"):
+        by = np.where(largest < 2.0**-112, np.float32(0), np.float32(127) / largest)
+    return np.rint(chunks * by).astype(np.int64), largest / np.float32(127)
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_row_s_product_does_not_depend_on_the_others(name: str, dtype: torch.dtype) -> None:
+def test_rows_in_bytes_are_multiplied_exactly(name: str) -> None:
+    """Bit for bit by integers, where scales are powers of two, so that no sum is rounded; otherwise to rounding."""
+    tensor = blocks_of(name, 70, 512)
+    random = np.random.default_rng(1)
+    whole = random.integers(-127, 128, (9, 16, 32))
+    whole[:, :, 5] = 127
+    rows = (whole * 0.5).reshape(9, 512).astype(np.float32)
+    values, scales = in_integers(rows)
+    assert np.array_equal(values, whole)
+    assert (scales == 0.5).all()
+    plain = plain_scales(tensor)
+    weight = values_of(plain).double().numpy()
+    product = BlockWeight([plain], None, torch.float32, int8=True)
+    assert np.array_equal(product(torch.from_numpy(rows)).double().numpy(), rows.astype(np.float64) @ weight.T)
+    rows = random.normal(size=(9, 512)).astype(np.float32)
+    rows[4, 32:64], rows[5, :32] = 0.0, 1e-37
+    values, scales = in_integers(rows)
+    rounded = (values * scales.astype(np.float64)).reshape(9, 512)
+    weight = values_of(tensor).double().numpy()
+    found = BlockWeight([tensor], None, torch.float32, int8=True)(torch.from_numpy(rows)).double().numpy()
+    largest = float((np.abs(rounded) @ np.abs(weight.T)).max())
+    np.testing.assert_allclose(found, rounded @ weight.T, rtol=0, atol=1e-6 * largest)
+    assert np.array_equal(in_bytes(torch.from_numpy(rows)).numpy(), rounded.astype(np.float32))
+
+
+def plain_scales(tensor: BlockTensor) -> BlockTensor:
+    """The same codes, with scales and minima that are powers of two, or whole numbers of one."""
+    blocks = tensor.blocks.copy()
+    rows = blocks.reshape(len(blocks), -1, tensor.format.bytes)
+    for at in SCALES_AT[tensor.format.name]:
+        if at is not None:
+            rows[..., at : at + 2] = np.array([2.0**-6], np.float16).view(np.uint8)
+    return BlockTensor(tensor.format, blocks, tensor.order)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)])
+def test_a_row_s_product_does_not_depend_on_the_others(name: str, dtype: torch.dtype, int8: bool) -> None:
     torch.manual_seed(0)
     parts = [blocks_of(name, outputs, 512, seed) for seed, outputs in enumerate((70, 33, 64))]
     parts[1] = blocks_of("Q8_0", 33, 512)
     weight, bias = torch.cat([*map(values_of, parts)]), torch.randn(167).to(dtype)
     rows, residual = torch.randn(210, 512).to(dtype), torch.randn(210, 167).to(dtype)
     rows[5, 32:64] = 0.0
-    product = BlockWeight(parts, bias, dtype)
-    expected = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
+    product = BlockWeight(parts, bias, dtype, int8=int8)
+    read = in_bytes(rows.float()) if int8 else rows
+    expected = torch.nn.functional.linear(read.double(), weight.double(), bias.double())
     together, onto = product(rows), product.add(rows, residual)
     theirs = torch.nn.functional.linear(rows, weight.to(dtype), bias)
     bound = 3 * float((theirs.double() - expected).abs().max())  # rounding, as much as torch's own
@@ -105,15 +151,16 @@ def test_rows_are_rounded_less_than_bfloat16_rounds_them() -> None:
     assert off.square().mean() < theirs.square().mean() / 30
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_what_is_no_number_spreads(broken: float) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_spreads(broken: float, int8: bool) -> None:
     rows = torch.randn(3, 64).bfloat16()
     rows[1, 40] = broken
-    found = BlockWeight([blocks_of("Q4_0", 64, 64)], None, torch.bfloat16)(rows)
+    found = BlockWeight([blocks_of("Q4_0", 64, 64)], None, torch.bfloat16, int8=int8)(rows)
     assert [bool(row.isnan().all()) for row in found] == [False, True, False]
 
 
-@pytest.fixture(scope="module", params=["x86-64", "haswell", "skylake-avx512", "icelake-server"])
+@pytest.fixture(scope="module", params=["x86-64", "haswell", "alderlake", "skylake-avx512", "icelake-server"])
 def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The library as it is compiled for processors that have less."""
     folder, own = tmp_path_factory.mktemp("level"), native.compiler()
@@ -123,7 +170,8 @@ def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     source = Path(native.__file__).with_name("layers.c")
     if subprocess.run([own, *flags, str(source), "-o", str(made), "-lm"], capture_output=True).returncode:
         pytest.skip("the compiler has no code for it")
-    needs = {"x86-64": "sse2", "haswell": "avx2", "skylake-avx512": "avx512bw", "icelake-server": "avx512_vnni"}
+    needs = {"x86-64": "sse2", "haswell": "avx2", "alderlake": "avx_vnni"}
+    needs |= {"skylake-avx512": "avx512bw", "icelake-server": "avx512_vnni"}
     if needs[request.param] not in native._flags():
         pytest.skip("this processor has no such instructions")
     return native._load(made)
@@ -134,7 +182,9 @@ def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_other_instructions_give_the_same_weights(level: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.runners.block_weight.library", lambda: level)
     test_weights_are_those_of_gguf(name)
-    for dtype in (torch.bfloat16, torch.float32):
-        test_a_row_s_product_does_not_depend_on_the_others(name, dtype)
+    test_rows_in_bytes_are_multiplied_exactly(name)
+    for dtype, int8 in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
+        test_a_row_s_product_does_not_depend_on_the_others(name, dtype, int8)
     for broken in (float("nan"), float("inf")):
-        test_what_is_no_number_spreads(broken)
+        test_what_is_no_number_spreads(broken, False)
+        test_what_is_no_number_spreads(broken, True)

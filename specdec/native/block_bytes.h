@@ -1,0 +1,79 @@
+/* Products of blocks with rows in bytes: `activations="int8"`.
+ *
+ * A row is rounded to integers from -127 to 127, CHUNK inputs at a time by a scale of their own, the largest one's size
+ * over 127 in float32. Codes are bytes without a sign, so what a group of codes adds to a row's sum is an exact integer,
+ * whatever instructions add it; it is multiplied by the row's scale and by the group's in float32, and added, group after
+ * group. */
+
+enum { FOURS = CHUNK / 4, BYTE_CHUNK = FOURS + 3 }; /* words of a row's chunk */
+
+/* The integers nearest, ties to even. */
+INLINE ints nearest(floats x) {
+#if LANES == 16
+    return (ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    return (ints)_mm256_cvtps_epi32((__m256)x);
+#else
+    return (ints)(x + spread(12582912.f)) - (ints)spread(12582912.f);
+#endif
+}
+
+/* A row's chunk is CHUNK bytes in the order of a panel's, then what one of them stands for, as a float, and the sums of
+ * both halves. */
+static void round_row_to_bytes(float *row, int64_t inputs) {
+    for (int64_t n = 0; n < inputs / CHUNK; n++) {
+        floats own[CHUNK / LANES], most = {0};
+        int32_t out[BYTE_CHUNK], sums[2] = {0};
+        int8_t rounded[CHUNK];
+        for (int v = 0; v < CHUNK / LANES; v++) {
+            own[v] = load(row, n * CHUNK + v * LANES, 0);
+            const floats size = (floats)((words)own[v] & 0x7fffffff);
+            const ints more = (ints)size > (ints)most; /* of what is no number, too */
+            most = (floats)(((ints)size & more) | ((ints)most & ~more));
+        }
+        uint32_t bits = 0;
+        for (int i = 0; i < LANES; i++) bits = ((words)most)[i] > bits ? ((words)most)[i] : bits;
+        float largest, by = 0, back = 0;
+        memcpy(&largest, &bits, sizeof largest);
+        if (bits >= 0x7f800000) back = NAN; /* and so is all that is made of it */
+        else if (largest >= 0x1p-112f) by = 127 / largest, back = largest / 127;
+        for (int v = 0; v < CHUNK / LANES; v++) {
+            const ints whole = nearest(own[v] * by);
+            for (int i = 0; i < LANES; i++) rounded[v * LANES + i] = back != back ? 0 : (int8_t)whole[i];
+        }
+        for (int i = 0; i < CHUNK; i++) sums[i / GROUP] += rounded[i];
+        for (int j = 0; j < FOURS; j++) {
+            const int8_t *four = rounded + j / 2 * 8 + j % 2 * 2;
+            const int8_t mixed[4] = {four[0], four[4], four[1], four[5]};
+            memcpy(out + j, mixed, sizeof mixed);
+        }
+        memcpy(out + FOURS, &back, sizeof back);
+        memcpy(out + FOURS + 1, sums, sizeof sums);
+        memcpy(row + n * BYTE_CHUNK, out, sizeof out); /* behind what is still to be read */
+    }
+}
+
+/* sum + the products of four bytes of each lane: without a sign, and with one. Where a sum of two products may have more
+ * than 16 bits, as those of `whole` bytes, their highest bits are multiplied by themselves. */
+INLINE ints add_fours(ints sum, words weights, int32_t row, const int whole) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    (void)whole;
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(row));
+#elif LANES == 8 && defined(__AVXVNNI__)
+    (void)whole;
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(row));
+#elif LANES == 16 && defined(__AVX512BW__)
+#define TWO(bytes) _mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)(bytes), _mm512_set1_epi32(row)), _mm512_set1_epi16(1))
+#elif LANES == 8 && defined(__AVX2__)
+#define TWO(bytes) _mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)(bytes), _mm256_set1_epi32(row)), _mm256_set1_epi16(1))
+#else
+    (void)whole;
+    for (int at = 0; at < 32; at += 8) sum += (ints)(weights >> at & 255) * (int8_t)((uint32_t)row >> at);
+    return sum;
+#endif
+#ifdef TWO
+    if (!whole) return sum + (ints)TWO(weights);
+    return sum + (ints)TWO(weights & 0x7f7f7f7f) + (ints)TWO(weights & 0x80808080);
+#undef TWO
+#endif
+}

@@ -1,0 +1,68 @@
+/* A product of blocks as a whole, whose parts have their own formats, and the look-up of a row. */
+
+/* Panels of a product in blocks, whose parts have their own formats. */
+INLINE int64_t panels_of(const Part *part) { return (part->outputs + PANEL - 1) / PANEL; }
+
+/* As product. */
+static void product_in_blocks(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int onto,
+                              void *out, int half, const Team *team) {
+    int64_t all = 0, before = 0, at = 0;
+    float sums[PASS * PANEL] __attribute__((aligned(64)));
+    for (int64_t n = 0; n < p->count; n++) all += panels_of(p->parts + n);
+    const int64_t begin = all * team->me / team->count, end = all * (team->me + 1) / team->count;
+    for (int64_t n = 0; n < p->count; at += p->parts[n].outputs, before += panels_of(p->parts + n++)) {
+        const Part *part = p->parts + n;
+        const WeightFormat *f = formats + part->format;
+        const int64_t bytes = p->inputs / f->values * block_bytes(f);
+        for (int64_t panel = begin > before ? begin - before : 0; panel < panels_of(part) && before + panel < end; panel++) {
+            const uint8_t *weight = (const uint8_t *)part->weight + panel * bytes;
+            const int64_t first = at + panel * PANEL, left = part->outputs - panel * PANEL, count = left < PANEL ? left : PANEL;
+            for (int64_t row = 0; row < rows; row += PASS) {
+                const int64_t some = rows - row < PASS ? rows - row : PASS, stride = apart_by(p->inputs);
+                if (p->kind == INT8_QUANTISED || (p->kind == QUANTISED && rows <= FEW_CODED))
+                    multiply_coded(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == INT8_QUANTISED);
+                else multiply_blocks(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == EXACT_QUANTISED);
+                for (int64_t r = 0; r < some; r++) {
+                    float *own = sums + r * PANEL, *to = y + (row + r) * y_stride + first;
+                    for (int64_t o = 0; p->bias && o < count; o++) own[o] += p->bias[first + o];
+                    if (out) store(out, (row + r) * p->outputs + first, own, count, half);
+                    else for (int64_t o = 0; o < count; o++) to[o] = onto ? to[o] + own[o] : own[o];
+                }
+            }
+        }
+    }
+    meet(team);
+}
+
+/* y [inputs], in bfloat16 or float32, gets a row of a weight in blocks. */
+static void look_up_blocks(const Product *p, int64_t number, void *y, int half) {
+    const Part *part = p->parts;
+    while (number >= part->outputs) number -= part++->outputs;
+    const WeightFormat *f = formats + part->format;
+    if (part->as_in_file) {
+        Block256 block;
+        for (int64_t n = 0; n < p->inputs / f->values; n++) {
+            f->read((const uint8_t *)part->weight + (number * (p->inputs / f->values) + n) * f->bytes, &block);
+            for (int i = 0; i < f->values; i++)
+                if (half) ((uint16_t *)y)[n * f->values + i] = narrow(value_in(f, &block, i));
+                else ((float *)y)[n * f->values + i] = value_in(f, &block, i);
+        }
+        return;
+    }
+    const uint8_t *panel = (const uint8_t *)part->weight + number / PANEL * (p->inputs / f->values) * block_bytes(f);
+    const int64_t own = number % PANEL, chunks = p->inputs / CHUNK;
+    Decoded d;
+    for (int64_t first = 0; first < chunks; first += STRETCHED / CHUNK) {
+        const int64_t last = first + STRETCHED / CHUNK < chunks ? first + STRETCHED / CHUNK : chunks;
+        decode_blocks(f, panel, first, last, 0, &d);
+        for (int64_t i = 0; i < (last - first) * CHUNK; i++) {
+            const int64_t place = i / f->group * PANEL + own;
+            const uint32_t pair = d.pairs[i / 2 * PANEL + own];
+            const int code = (int16_t)(i % 2 ? pair >> 16 : pair & 0xffff);
+            float value = d.scales[place] * (float)(code - f->offset);
+            if (f->minima) value -= d.minima[place];
+            if (half) ((uint16_t *)y)[first * CHUNK + i] = narrow(value);
+            else ((float *)y)[first * CHUNK + i] = value;
+        }
+    }
+}
