@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from secrets import token_hex
 from time import time
 from typing import Any
 
+import pydantic_core
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specdec.results import Statistics, TokenLogprobs
@@ -141,8 +141,8 @@ class Answer:
             self._offsets[choice.index] += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [one.logprob for one in found],
-            "top_logprobs": [{self._token(token): value for token, value in one.top} for one in found],
+            "token_logprobs": [_finite(one.logprob) for one in found],
+            "top_logprobs": [{self._token(token): _finite(value) for token, value in one.top} for one in found],
             "text_offset": offsets,
         }
 
@@ -151,8 +151,7 @@ class Answer:
         return {**self._named(one.token_id, one.logprob), "top_logprobs": top}
 
     def _named(self, token: int, value: float) -> Json:
-        # Minus infinity is no JSON; OpenAI writes -9999 for what is as unlikely.
-        return {"token": self._token(token), "logprob": max(value, -9999.0), "bytes": self._bytes(token)}
+        return {"token": self._token(token), "logprob": _finite(value), "bytes": self._bytes(token)}
 
     def _token(self, token: int) -> str:
         text: str = self._tokenizer.decode([token])
@@ -247,6 +246,11 @@ def _timings(stats: Sequence[Statistics]) -> Json:
     }
 
 
+def _finite(logprob: float) -> float:
+    """Minus infinity is no JSON; OpenAI writes -9999 for what is as unlikely."""
+    return max(logprob, -9999.0)
+
+
 def _message(deltas: Sequence[Delta]) -> Json:
     """The message that pieces make."""
     said = [delta["content"] for delta in deltas if "content" in delta]
@@ -260,4 +264,4 @@ def _message(deltas: Sequence[Delta]) -> Json:
 
 def to_json(value: Any) -> bytes:
     """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return pydantic_core.to_json(value)  # a third of the time of json.dumps, for each event of each stream

@@ -122,10 +122,14 @@ class _Generation:
             await reply.events(answer.opening())
         updates = first
         while True:
+            pieces: list[dict[str, Any]] = []
             for index, update in updates:
-                pieces = self._take(index, update, streams)
-                if pieces:
-                    await reply.events(pieces)
+                try:
+                    pieces += self._take(index, update, streams)
+                except ApiError:
+                    await reply.events(pieces)  # what the other answers have until then
+                    raise
+            await reply.events(pieces)
             if answer.done:
                 break
             updates = await self._inbox.take()

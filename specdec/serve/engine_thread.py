@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
@@ -49,20 +48,21 @@ class Inbox:
     """The updates of one HTTP request's sequences, for the coroutine that answers it."""
 
     def __init__(self) -> None:
-        self._updates: deque[tuple[int, Update]] = deque()
-        self._ready = asyncio.Event()
+        self._updates: list[tuple[int, Update]] = []
+        self._waits: asyncio.Future[None] | None = None
 
     def put(self, index: int, update: Update) -> None:
         """Add an update of the sequence ``index``; on the event loop."""
         self._updates.append((index, update))
-        self._ready.set()
+        if self._waits is not None and not self._waits.done():
+            self._waits.set_result(None)
 
     async def take(self) -> list[tuple[int, Update]]:
-        """All that there is, at least one."""
-        await self._ready.wait()
-        self._ready.clear()
-        taken = list(self._updates)
-        self._updates.clear()
+        """All that there is, at least one; to be awaited by one coroutine."""
+        if not self._updates:
+            self._waits = asyncio.get_running_loop().create_future()
+            await self._waits
+        taken, self._updates = self._updates, []
         return taken
 
 
