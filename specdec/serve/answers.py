@@ -55,6 +55,8 @@ class Answer:
         ]
         self._readers = [CallReader(plan.forced, marked) for _ in self.choices]
         self._offsets = [0 for _ in self.choices]
+        options = plan.fields.stream_options
+        self._tells_usage = options is not None and bool(options.continuous_usage_stats)
 
     @property
     def done(self) -> bool:
@@ -88,6 +90,8 @@ class Answer:
             if ended:
                 found.append(self._piece(choice, {}, self._reason(choice), None))
         chunks = [self._chunk([piece]) for piece in found]
+        if chunks and self._tells_usage:
+            chunks[-1]["usage"] = self._counts()
         if traced:
             assert update.step is not None
             chunks[0]["specdec"] = trace_json(update.step, self._tokenizer)
@@ -170,18 +174,18 @@ class Answer:
 
     # Figures.
 
+    def _counts(self) -> Json:
+        prompt, new = sum(map(len, self._plan.prompts)), sum(len(choice.tokens) for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
     def _figures(self) -> Json:
         plan, stats = self._plan, [choice.stats for choice in self.choices if choice.stats is not None]
-        prompt = sum(map(len, plan.prompts))
-        new = sum(len(choice.tokens) for choice in self.choices)
         cached = sum(one.reused_tokens for one in stats[:: plan.n])
         accepted = sum(getattr(one, "accepted_prediction_tokens", 0) for one in stats)
         rejected = sum(getattr(one, "rejected_prediction_tokens", 0) for one in stats)
         return {
             "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": new,
-                "total_tokens": prompt + new,
+                **self._counts(),
                 "prompt_tokens_details": {"cached_tokens": cached},
                 "completion_tokens_details": {
                     "accepted_prediction_tokens": accepted,

@@ -145,8 +145,16 @@ def _detokenize(service: Service, body: bytes) -> dict[str, Any]:
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path} is not served here"
-    told = ApiError(f"{what}; see docs/serving.md for what is", status=error.status_code, code="not_found")
+    path = request.url.path
+    served = {route.path: route for route in request.app.routes if isinstance(route, Route)}
+    if path in served:
+        remedy = f"call it by {' or '.join(sorted(served[path].methods or ()))}"
+    else:
+        tail = path.removeprefix("/v1")
+        near = next((one for one in (f"/v1{path}", tail, f"/v1{tail.removeprefix('/v1')}") if one in served), None)
+        remedy = f"call {near}" if near else "see docs/serving.md for what is"
+    what = f"{request.method} {path} is not served here"
+    told = ApiError(f"{what}; {remedy}", status=error.status_code, code="not_found")
     return JSONResponse(told.body, told.status, error.headers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -38,16 +39,16 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """OpenAI's fields that change nothing here."""
+    """OpenAI's and vLLM's fields that change nothing here."""
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """OpenAI's fields that are not served -> their values that ask for nothing."""
+    """OpenAI's and vLLM's fields that are not served -> their values that ask for nothing."""
 
 
 class StreamOptions(Fields):
     ignored = frozenset({"include_obfuscation"})
-    refused: ClassVar = {"continuous_usage_stats": (False,)}
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Speculation(Fields):
@@ -126,7 +127,17 @@ class Generating(Fields):
 
     ignored = frozenset(
         ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    )
+    ) | {"request_id"}
+    refused: ClassVar = {
+        **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)),
+        **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "return_token_ids"), (False,)),
+        **dict.fromkeys(("return_tokens_as_token_ids",), (False,)),
+        **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens", "structured_outputs"), ()),
+        **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+        "bad_words": ([],),
+        "length_penalty": (1,),
+        "priority": (0,),
+    }
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -138,6 +149,7 @@ class Generating(Fields):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=64)] | None = None
     stop_token_ids: _Tokens | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=128)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -153,8 +165,12 @@ class Generating(Fields):
 class ChatRequest(Generating):
     """Of ``/v1/chat/completions``."""
 
-    ignored = Generating.ignored | {"parallel_tool_calls"}
+    ignored = Generating.ignored | {"parallel_tool_calls", "include_reasoning"}
     refused: ClassVar = {
+        **Generating.refused,
+        **dict.fromkeys(("chat_template", "documents"), ()),
+        "add_special_tokens": (False,),
+        "echo": (False,),
         "modalities": (["text"],),
         **dict.fromkeys(("audio", "functions", "function_call", "web_search_options", "reasoning_effort"), ()),
         "verbosity": ("medium",),
@@ -166,12 +182,21 @@ class ChatRequest(Generating):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(Generating):
     """Of ``/v1/completions``."""
 
-    refused: ClassVar = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+    refused: ClassVar = {
+        **Generating.refused,
+        "add_special_tokens": (True,),
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+    }
 
     prompt: str | list[str] | _Tokens | list[_Tokens]
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -221,7 +246,8 @@ def _served(kind: type[Fields], values: dict[str, Any]) -> dict[str, Any]:
         value = values.get(name)
         if value is not None and value not in nothing:
             raise ApiError(
-                f"{name} is {shown(value)}, and this server has no {name}; leave the field out",
+                f"{name} is {shown(value)}, which this server does not do; leave the field out"
+                + "".join(f", or send {json.dumps(one)}" for one in nothing),
                 param=name,
                 code="unsupported_parameter",
             )

@@ -42,6 +42,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if len(scope["path"]) > 1 and scope["path"].endswith("/"):  # a redirection would lose the body of a POST
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
         try:
             self._check(scope, headers)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers import MinNewTokensLengthLogitsProcessor
+
 from specdec.engine.conversations import answer_end
 from specdec.engine.engine import Engine
 from specdec.engine.requests import Request
@@ -93,7 +95,15 @@ class Planner:
         tools = None if choice == "none" else fields.tools
         if not fields.tools and (choice == "required" or isinstance(choice, NamedTool)):
             raise ApiError("tool_choice asks for a call, and there are no tools; give tools", param="tool_choice")
-        prompt = self._encoder.chat(fields.messages, tools)
+        continues, begins = bool(fields.continue_final_message), fields.add_generation_prompt is not False
+        if continues and fields.add_generation_prompt:
+            raise ApiError(
+                "continue_final_message and add_generation_prompt are both true; an answer goes on with the last "
+                "message, or begins one; give one of them",
+                param="continue_final_message",
+            )
+        more = fields.chat_template_kwargs
+        prompt = self._encoder.chat(fields.messages, tools, continues=continues, begins=begins, more=more)
         budget = fields.max_completion_tokens or fields.max_tokens
         forced, grammar = self._forced(fields)
         room = self._engine.target.context_length - len(prompt)
@@ -125,6 +135,13 @@ class Planner:
         if fields.prediction is not None:
             text = plain_text(fields.prediction.content, "prediction.content", between="") or None
             options["prediction"] = None if text is None else self._encoder.prediction(text)
+        least = fields.min_tokens or 0
+        if least > budget:
+            raise ApiError(
+                f"min_tokens is {least}, and the answer has at most {budget} tokens; lower it, or raise max_tokens",
+                param="min_tokens",
+                code="invalid_value",
+            )
         grammar = grammar or self._grammar(fields.response_format)
         sampling = self._sampling(fields)
         bias = bias_of(fields.logit_bias, self._engine.target.vocab_size) if fields.logit_bias else None
@@ -134,6 +151,11 @@ class Planner:
             chain: list[Any] = [bias] if bias is not None else []
             if fields.presence_penalty or fields.frequency_penalty:
                 chain.append(Penalties(len(prompt), fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0))
+            closing = sorted((frozenset() if fields.ignore_eos else self._engine.target.eos_ids) | ends)
+            if least and closing:
+                chain.append(
+                    MinNewTokensLengthLogitsProcessor(len(prompt), least, closing, str(self._engine.target.head_device))
+                )
             chain += [grammar] if grammar is not None else []
             for number in range(plan.n):
                 own = replace(sampling, seed=sampling.seed + number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,12 @@ from specdec.serve.errors import ApiError
 from specdec.serve.fields import Message, TextPart, Tool
 
 __all__ = ["Encoder", "plain_text"]
+
+_OWN = {
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 
 
 class Encoder:
@@ -60,8 +66,23 @@ class Encoder:
         text: str = self._tokenizer.decode(list(tokens))
         return text
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        continues: bool = False,
+        begins: bool = True,
+        more: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of messages, as the chat template writes them, up to where the answer begins.
+
+        Args:
+            messages: of the chat.
+            tools: that the model may call.
+            continues: the answer goes on with the last message, in place of one of its own.
+            begins: what the template writes before an answer is there.
+            more: variables of the template.
 
         Raises:
             ApiError: there is no chat template, or none that knows tools; a message that it does not take; longer than
@@ -75,7 +96,13 @@ class Encoder:
                 code="no_chat_template",
             )
         plain = [_plain(message, place) for place, message in enumerate(messages)]
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = dict(more or {})
+        if own := sorted(_OWN & options.keys()):
+            raise ApiError(
+                f"chat_template_kwargs holds {own[0]!r}, which this server gives the template; leave it out",
+                param="chat_template_kwargs",
+                code="invalid_value",
+            )
         if tools:
             if not self.knows_tools:
                 raise ApiError(
@@ -87,7 +114,11 @@ class Encoder:
             options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         try:
             encoded = self._tokenizer.apply_chat_template(
-                plain, add_generation_prompt=True, return_dict=True, **options
+                plain,
+                add_generation_prompt=begins and not continues,
+                continue_final_message=continues,
+                return_dict=True,
+                **options,
             )
         except Exception as error:  # a template is code of others: it may raise anything
             raise ApiError(

@@ -306,6 +306,91 @@ def test_the_page_may_load_nothing_from_elsewhere(running: Running) -> None:
     assert "default-src 'none'" in page.headers["content-security-policy"]
 
 
+# What front ends and load tools send beside the rest, as its values that ask for nothing.
+CHAT_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("logprobs", "top_logprobs", "stop", "seed", "tools", "tool_choice", "response_format", "n"), None),
+    **{"store": False, "metadata": {}, "service_tier": "auto", "parallel_tool_calls": True, "user": "x", "priority": 0},
+    **{"modalities": ["text"], "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0, "top_k": -1},
+    **{"min_p": 0, "repetition_penalty": 1, "skip_special_tokens": True, "add_special_tokens": False, "min_tokens": 0},
+    **{"include_stop_str_in_output": False, "stop_token_ids": [], "add_generation_prompt": True, "echo": False},
+    **{"continue_final_message": False, "chat_template_kwargs": {"enable_thinking": False}, "request_id": "x"},
+}
+COMPLETION_FIELDS: dict[str, Any] = {
+    **{"best_of": 1, "echo": False, "suffix": None, "logprobs": None, "length_penalty": 1.0, "use_beam_search": False},
+    **{"add_special_tokens": True, "spaces_between_special_tokens": True, "ignore_eos": False, "stop": []},
+}
+
+
+def test_fields_that_ask_for_nothing_are_taken(running: Running) -> None:
+    with running.http() as http:
+        for path, prompt, fields in (
+            ("/v1/chat/completions", {"messages": MESSAGES}, CHAT_FIELDS),
+            ("/v1/completions/", {"prompt": PROMPT}, COMPLETION_FIELDS),
+        ):
+            body = {**prompt, "max_tokens": 4, "temperature": 0}
+            plain, found = (
+                http.post(path, json=one).raise_for_status().json()["choices"] for one in (body, {**body, **fields})
+            )
+            assert found == plain
+
+
+def test_no_end_before_so_many_tokens(client: openai.OpenAI, served_engine: Engine) -> None:
+    ends = served_engine.generate(PROMPT, 4).token_ids[1]
+    for least in (None, 5):
+        answer = client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=9,
+            temperature=0,
+            extra_body={"stop_token_ids": [ends], "min_tokens": least},
+        )
+        assert answer.usage is not None
+        assert (answer.usage.completion_tokens == 2) == (least is None)
+        assert answer.usage.completion_tokens == 2 or answer.usage.completion_tokens >= 6
+
+
+def test_an_answer_goes_on_with_the_last_message(client: openai.OpenAI, served_engine: Engine) -> None:
+    begun: Any = [*MESSAGES, {"role": "assistant", "content": "The function"}]
+    tokenizer = served_engine.tokenizer
+    prompt = tokenizer.apply_chat_template(begun, continue_final_message=True, return_dict=True)["input_ids"]
+    answer = client.chat.completions.create(
+        model="tiny", messages=begun, max_tokens=8, temperature=0, extra_body={"continue_final_message": True}
+    )
+    assert answer.choices[0].message.content == served_engine.generate(list(prompt), 8).text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_every_piece_may_tell_the_usage(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=9, temperature=0, stream=True, stream_options=options
+        )
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(counts) == len(chunks)
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 9
+
+
+def test_probes(running: Running) -> None:
+    with running.http() as http:
+        for path in (
+            "/",
+            "/health",
+            "/health/",
+            "/v1/models",
+            "/v1/models/",
+            "/v1/models/tiny",
+            "/version",
+            "/metrics",
+        ):
+            for method in ("GET", "HEAD"):
+                assert http.request(method, path).status_code == 200, (method, path)
+        assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+
+
 def test_models_health_version_and_figures(running: Running, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "specdec"
