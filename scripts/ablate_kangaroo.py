@@ -31,8 +31,9 @@ from specdec.settings.parsing import load_yaml, parse
 from training.acceptance import continued_texts
 from training.data import read_samples
 from training.features import FrozenTarget
-from training.kangaroo import Config, KangarooTraining, new_adapter, soft_loss
+from training.kangaroo import Config, KangarooTraining, new_adapter
 from training.loop import new_accelerator, train
+from training.losses import soft_loss
 from training.packing import Batch, pack
 from training.skips import Skips
 

@@ -12,10 +12,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
 from transformers.cache_utils import DFlashCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -52,10 +54,10 @@ def hidden_states(tokens: Sequence[int]) -> list[torch.Tensor]:
     return [*(states[0] for states in found[:-1]), last[0], found[-1][0]]
 
 
-def features(tokens: Sequence[int]) -> torch.Tensor:
+def features(tokens: Sequence[int], layers: Sequence[int] = OUTER) -> torch.Tensor:
     """[1, T, taps x D] of a text without its root."""
     states = hidden_states(tokens[:-1])
-    return torch.cat([states[layer] for layer in OUTER], -1)[None]
+    return torch.cat([states[layer] for layer in layers], -1)[None]
 
 
 def later(raw: torch.Tensor, rows: int) -> torch.Tensor:
@@ -138,6 +140,11 @@ def eagle3(config: dict[str, Any], tensors: heads.Tensors) -> Guess:
         norm_output=config.get("norm_output", False), norm_before_fc="input_norm.weight" in tensors,
         fc_norm="fc_norm.0.weight" in tensors,
     )  # fmt: skip
+    return chain_guess(model, tensors, OUTER)
+
+
+def chain_guess(model: Any, tensors: heads.Tensors, layers: Sequence[int]) -> Guess:
+    """What that package's EAGLE-3 head guesses; ``layers``: of the target, that it reads."""
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda *given: logits.append(given[-1]))
 
@@ -145,7 +152,7 @@ def eagle3(config: dict[str, Any], tensors: heads.Tensors) -> Guess:
     def guess(tokens: list[int], path: list[int]) -> torch.Tensor:
         given = torch.tensor([[*tokens[1:], *path]])
         logits.clear()
-        model(later(features(tokens), len(path)), given, torch.zeros_like(given), ttt_steps=len(path) + 1)
+        model(later(features(tokens, layers), len(path)), given, torch.zeros_like(given), ttt_steps=len(path) + 1)
         return by_token(torch.stack([own[0, len(tokens) - 2] for own in logits]), tensors)
 
     return guess
@@ -209,12 +216,17 @@ def block_model(name: str, config: dict[str, Any], tensors: heads.Tensors) -> tu
 def dflash(config: dict[str, Any], tensors: heads.Tensors, name: str = "DFlash") -> Guess:
     """Its training has blocks begin anywhere in a text; here one does, behind all of it."""
     model, first = block_model(name, config, tensors)
+    return block_guess(model, tensors, BLOCK_OUTER, first, name)
+
+
+def block_guess(model: Any, tensors: heads.Tensors, layers: Sequence[int], first: int, name: str) -> Guess:
+    """What that package's head guesses with a block, whose row ``first`` is the first that drafts."""
 
     @torch.no_grad()
     def guess(tokens: list[int], path: list[int]) -> torch.Tensor:
         block, anchor = model.block_size, len(tokens) - 1
         states = hidden_states(tokens[:-1])
-        raw = later(torch.cat([states[layer] for layer in BLOCK_OUTER], -1)[None], block + 1)
+        raw = later(torch.cat([states[layer] for layer in layers], -1)[None], block + 1)
         given = torch.tensor([[*tokens, *[0] * block]])
         chosen = (torch.tensor([anchor]), torch.tensor([True]))
         with patch("speculators.models.dflash.core.select_anchors", lambda *_: chosen):
@@ -222,7 +234,7 @@ def dflash(config: dict[str, Any], tensors: heads.Tensors, name: str = "DFlash")
                 raw, given, torch.ones_like(given), raw[..., :SIZE], torch.zeros_like(given), max_anchors=1
             )
         before = torch.tensor([[*[tokens[-1]] * (first + 1), *path, *[0] * block]])[:, :block]
-        if name == "DSpark":
+        if name == "DSpark" and model.markov_head is not None:
             logits = logits + model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
         elif name == "DFlash2":
             best = logits.topk(model.candidate_selector.top_k, -1).indices
@@ -231,6 +243,19 @@ def dflash(config: dict[str, Any], tensors: heads.Tensors, name: str = "DFlash")
         return by_token(logits[0, first : first + 1 + len(path)], tensors)
 
     return guess
+
+
+def exported(folder: Path) -> Guess:
+    """What that package guesses with the head in a folder, as it reads it itself."""
+    with quiet():
+        speculators = importlib.import_module("speculators")
+        config = speculators.SpeculatorModelConfig.from_pretrained(folder)
+        config.transformer_layer_config._attn_implementation = "eager"
+        model = speculators.SpeculatorModel.from_pretrained(folder, config=config).double().eval()
+    tensors, kind = load_file(folder / "model.safetensors"), config.speculators_model_type
+    if kind == "eagle3":
+        return chain_guess(model, tensors, config.eagle_aux_hidden_state_layer_ids)
+    return block_guess(model, tensors, config.aux_hidden_state_layer_ids, not config.sample_from_anchor, "DSpark")
 
 
 def muse(config: dict[str, Any], tensors: heads.Tensors) -> Guess:

@@ -1,6 +1,6 @@
 """A run that is killed, that finds the disk full, and that is begun again, beside one that nobody disturbs.
 
-``python -m tests.killing bench|kangaroo|medusa FOLDER`` exits with 0 where both end alike. One process imports
+``python -m tests.killing bench|DRAFTER FOLDER`` exits with 0 where both end alike. One process imports
 everything and forks for every attempt, as imports take longer than the runs. Kills come by progress, lines of a file,
 and never by the clock.
 """

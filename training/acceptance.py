@@ -53,17 +53,27 @@ class Tally:
         before it. A step drafts up to gamma tokens, ends behind a guess that is not trusted, and never drafts the last
         token of the budget.
         """
-        root, end = 0, len(right)
+        chains: list[list[bool]] = []
+        for root in range(len(right)):
+            sure = next((i for i in range(root, len(right)) if not trusted[i]), len(right))
+            chains.append([*right[root : min(sure + 1, root + self.gamma)]])
+        self.add_chains(chains)
+
+    def add_chains(self, chains: Sequence[Sequence[bool]]) -> None:
+        """Count the steps of one text of n new tokens, for whatever drafts chains.
+
+        ``chains[i]``: of the chain that is drafted behind new token i - 1 (behind the prompt's last for 0), up to gamma
+        tokens, whether each is the text's own, where those before it are. The budget's last token is never drafted.
+        """
+        root, end = 0, len(chains)
         while root < end:
             accepted = 0
-            for depth in range(min(self.gamma, end - root - 1)):
+            for depth, right in enumerate(chains[root][: end - root - 1]):
                 self.reached[depth] += 1
-                if not right[root + depth]:
+                if not right:
                     break
                 self.accepted[depth] += 1
                 accepted += 1
-                if not trusted[root + depth]:
-                    break
             self.steps += 1
             self.tokens += accepted + 1
             root += accepted + 1

@@ -24,7 +24,7 @@ from specdec.settings.parsing import check_positive
 __all__ = ["convert", "distill_data", "show_sample", "train"]
 
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
-TRAINABLE = ("kangaroo", "medusa")
+TRAINABLE = ("kangaroo", "medusa", "eagle3", "dspark")
 CONVERTED = ("kangaroo", "eagle", "dflash")
 
 
@@ -53,8 +53,12 @@ def convert(
         None, help="Kangaroo's layers below the adapter; the authors use 2 for 7B models, 3 for 13B."
     ),
     model: str | None = typer.Option(None, help="Its target; checked, and remembered in the result."),
+    to: str | None = typer.Option(
+        None, help="Write a head for other engines: speculators (vLLM), or eagle3, its authors' layout (SGLang)."
+    ),
+    verifier: str | None = typer.Option(None, help="The model's name or path there; none is --model's."),
 ) -> None:
-    """Convert a published drafter checkpoint to one clean folder of safetensors."""
+    """Convert a published drafter checkpoint to one clean folder of safetensors, or a head to others' layouts."""
     check_choice("drafter to convert", drafter, CONVERTED)
     from specdec.models.transformers_target import TransformersTarget
 
@@ -64,7 +68,15 @@ def convert(
             f"exit_layer is {shown(exit_layer)}; kangaroo needs it, as the file does not hold it, and {drafter} "
             f"{'has it in no other place' if drafter == 'kangaroo' else 'has none'}"
         )
+    if to is not None and (model is None or drafter == "kangaroo"):
+        raise ConfigError(f"to is {shown(to)}; it takes eagle or dflash heads, and --model, their target")
     target = None if model is None else TransformersTarget.from_pretrained(model)
+    if to is not None and target is not None:
+        from training.export import export
+
+        export(source, out, drafter, target, layout=to, verifier=verifier or str(model))
+        typer.echo(f"wrote {out}, in the layout of {to}")
+        return
     if exit_layer is None:
         from drafters.heads.loading import convert as convert_head
 

@@ -18,10 +18,11 @@ from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
 from training.acceptance import Tally, Written
 from training.card import CardText, among
+from training.losses import soft_loss
 from training.packing import Batch
 from training.run import DrafterTraining, TrainConfig, parameters_of, run_training, started
 
-__all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run", "soft_loss"]
+__all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +129,6 @@ class KangarooTraining(DrafterTraining):
             "Tokens per step count the bonus token; "
             "overlap is the mean of sum(min(p, q)); CTAR(w) is the share of steps that accept w drafts or more.",
         )
-
-
-def soft_loss(guess: torch.Tensor, wanted: torch.Tensor, *, labels: str = "soft", top_k: int = 0) -> torch.Tensor:
-    """Cross-entropy of logits ``guess`` [N, V] against those of the target, ``wanted`` [N, V]; nats, summed over N."""
-    if labels == "hard":
-        return F.cross_entropy(guess, wanted.argmax(-1), reduction="sum")
-    if top_k:
-        values, tokens = wanted.topk(min(top_k, wanted.shape[-1]), -1)
-        chosen = guess.gather(-1, tokens) - guess.logsumexp(-1, keepdim=True)
-        return -(torch.softmax(values, -1) * chosen).sum()
-    return F.cross_entropy(guess, torch.softmax(wanted, -1), reduction="sum")
 
 
 def new_adapter(

@@ -289,7 +289,7 @@ class _Training:
         """One optimizer step; the loss is the mean over the trained tokens of all its forwards on all processes."""
         accelerator, config = self._accelerator, self._config
         rows = rows_of(step, config, len(self._windows), accelerator.process_index, accelerator.num_processes)
-        batches = [self._windows.at(part).to(accelerator.device) for part in rows]
+        batches = [self._windows.at(part, step).to(accelerator.device) for part in rows]
         counts = torch.tensor(float(sum(len(b.targets) for b in batches)), device=accelerator.device)
         count = max(float(accelerator.reduce(counts, "sum")), 1.0)
         total = torch.zeros((), device=accelerator.device)

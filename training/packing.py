@@ -25,6 +25,7 @@ class Batch:
         positions: [B, L] int64, each token's place in its own piece of text.
         documents: [B, L] int64, number of the piece; tokens see only their own.
         numbers: [B] int64, which windows of a data set they are; None for texts that are of none.
+        step: of the run that they are trained in, for what is drawn anew every time they come.
     """
 
     tokens: torch.Tensor
@@ -32,6 +33,7 @@ class Batch:
     positions: torch.Tensor
     documents: torch.Tensor
     numbers: torch.Tensor | None = None
+    step: int = 0
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -43,7 +45,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         moved = (t.to(device) for t in (self.tokens, self.targets, self.positions, self.documents))
-        return Batch(*moved, numbers=self.numbers)
+        return Batch(*moved, numbers=self.numbers, step=self.step)
 
 
 class Windows:
@@ -75,8 +77,8 @@ class Windows:
         hashed.update(np.packbits(self._trained).tobytes())
         return hashed.hexdigest()[:16]
 
-    def at(self, rows: npt.NDArray[np.int64]) -> Batch:
-        """The batch of these windows."""
+    def at(self, rows: npt.NDArray[np.int64], step: int = 0) -> Batch:
+        """The batch of these windows, in a step of a run."""
         starts = self._starts[rows]
         documents = np.cumsum(starts, 1)
         places = np.arange(self.length)
@@ -90,6 +92,7 @@ class Windows:
             torch.from_numpy(places - begins),
             torch.from_numpy(documents),
             torch.from_numpy(rows),
+            step,
         )
 
 

@@ -43,9 +43,10 @@ from training.cli import coloured
 from training.convert import convert
 from training.data import Sample, TextConfig, load_samples
 from training.features import FrozenTarget
-from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run, soft_loss
+from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run
 from training.log import read_log
 from training.loop import half_is_fast
+from training.losses import soft_loss
 from training.packing import pack
 from training.run import frozen_target, started
 

@@ -1,0 +1,262 @@
+"""Training of an EAGLE-3 head on a frozen target (Li et al. 2025, arXiv 2503.01840, section 3.2).
+
+Training-time test: behind every position a chain is drafted as in decoding. Its first row reads the target's hidden
+states, each further one what the head itself gave for the row before, with the text's own tokens. A chain's rows see
+the rows of the text up to the one it begins with, and each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Le
+from torch import nn
+
+from drafters.heads.config import ChainConfig, aux_layers
+from drafters.heads.layers import normed
+from drafters.heads.weights import Chain
+from drafters.shared.vocabulary import number_in
+from specdec.models.transformers_target import TransformersTarget
+from training.acceptance import Written
+from training.card import CardText, among
+from training.head_layers import HeadLayer, attend, rotations
+from training.heads import HeadTrainConfig, HeadTraining, begun, started_head, target_sizes
+from training.packing import Batch
+from training.run import parameters_of, run_training
+
+__all__ = ["Config", "Eagle3Training", "NewHead", "TrainedChain", "followed", "new_head", "run"]
+
+Depth = Annotated[int, Ge(1), Le(16), "an integer from 1 to 16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewHead:
+    """The head to train; see :class:`drafters.heads.config.ChainConfig`.
+
+    ``taps`` empty: EAGLE-3's for the target's depth. ``heads`` and ``intermediate_size`` 0: as in the target, or near.
+    """
+
+    taps: list[int] = field(default_factory=list)
+    heads: int = 0
+    intermediate_size: int = 0
+    draft_vocab: int = 0
+    own_head: bool = False
+    norm_inputs: Literal["none", "whole", "each"] = "none"
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(HeadTrainConfig):
+    """What a training config may hold, beside HeadTrainConfig's.
+
+    Attributes:
+        depth: tokens of a chain that is trained.
+        judged_depth: of one that is drafted on held-out texts.
+        head: what is trained, see its class; with ``start``, that one is.
+    """
+
+    out: str = "runs/eagle3"
+    depth: Depth = 3
+    judged_depth: Depth = 6
+    head: NewHead = field(default_factory=NewHead)
+
+
+class TrainedChain(Chain):
+    """An EAGLE-3 head that drafts behind many positions at once, with gradients."""
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        documents: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """States [N_s, W] behind the last norm, of each token s of the chains.
+
+        Args:
+            features: [B, L, taps x D] the target's.
+            embedded: [B, L, W] of the texts' tokens.
+            positions, documents: [B, L], see :class:`training.packing.Batch`.
+            rows: for each s, [N_s] rows of the flattened [B * L] whose chains go so far, ascending; each s's are among
+                the ones before it. Row i reads the features of place i and the token behind it, as its chain's token s
+                is guessed with token i + 1 + s.
+        """
+        layer: Any = self.layers[0]
+        own, eps, (windows, length) = HeadLayer(layer, self.config), self.config.norm_eps, features.shape[:2]
+        tokens = normed(embedded.flatten(0, 1), layer.input_layernorm.weight, eps)
+        tokens = torch.cat((tokens, tokens.new_zeros(len(rows) + 1, tokens.shape[-1])))  # rows behind the last one
+        fused, places = self._fused(features.flatten(0, 1)), positions.flatten()
+        every = torch.cat((tokens[1 : len(places) + 1], normed(fused, layer.hidden_norm.weight, eps)), -1)
+        keys, values = own.keys_values(every, rotations(self.config, places, fused))
+        text = keys.unflatten(0, (windows, length)), values.unflatten(0, (windows, length))
+        states, guesses, said = fused, list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
+        before = torch.arange(windows * length, device=fused.device)
+        for number, chosen in enumerate(rows):
+            kept = torch.searchsorted(before, chosen)
+            states, before = states[kept], chosen
+            said = [(key[kept], value[kept]) for key, value in said]
+            hidden = normed(states, layer.hidden_norm.weight, eps)
+            inputs = torch.cat((tokens[chosen + 1 + number], hidden), -1)
+            angles = rotations(self.config, places[chosen] + number, states)
+            if number:
+                said.append(own.keys_values(inputs, angles))
+            beside = (torch.stack([k for k, _ in said], 1), torch.stack([v for _, v in said], 1)) if said else None
+            counts = torch.bincount(chosen // length, minlength=windows).tolist()
+            found = attend(own.queries(inputs, angles), text, beside, self._seen(chosen, documents), counts)
+            states = own.finished(hidden if self.config.norm_before_residual else states, found)
+            guesses.append(normed(states, self.norm.weight, eps))
+            states = guesses[-1] if self.config.norm_output else states
+        return guesses
+
+    def _fused(self, features: torch.Tensor) -> torch.Tensor:
+        """[T, W] of the target's hidden states [T, taps x D], side by side."""
+        config = self.config
+        norms: list[Any] = []
+        if config.norm_inputs == "whole":
+            norms = [self.input_norm]
+        elif config.norm_inputs == "each":
+            norms = [*self.fc_norm]
+        if norms:
+            pairs = zip(features.chunk(len(norms), -1), norms, strict=True)
+            features = torch.cat([normed(part, norm.weight, config.norm_eps) for part, norm in pairs], -1)
+        fused: torch.Tensor = self.fc(features)
+        return fused
+
+    @staticmethod
+    def _seen(rows: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        """[N, L] bool: what rows see of their windows' texts, which is their own piece up to themselves."""
+        length = documents.shape[1]
+        window, place = rows // length, rows % length
+        same = documents[window] == documents.flatten()[rows][:, None]
+        return same & (torch.arange(length, device=rows.device) <= place[:, None])
+
+
+class Eagle3Training(HeadTraining):
+    """An EAGLE-3 head's training."""
+
+    config: Config
+    head: TrainedChain
+
+    def __init__(
+        self, head: TrainedChain, target: TransformersTarget, texts: Sequence[Written], config: Config
+    ) -> None:
+        self.depth = config.judged_depth
+        super().__init__(head, target, texts, config)
+
+    def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+        features, states = self.read(batch)
+        with torch.no_grad():
+            wanted = self.frozen.head(states).float()
+        chains = followed(batch, self.config.depth)
+        rows = [batch.targets[kept] for kept, _ in chains]
+        guesses = module(features, self.embedded(batch.tokens), batch.positions, batch.documents, rows)
+        total = states.new_zeros((), dtype=torch.float32)
+        for number, (guess, (_, places)) in enumerate(zip(guesses, chains, strict=True)):
+            text = batch.tokens.flatten()[batch.targets[places] + 1]
+            loss = self.guess_loss(self.logits(guess).float(), wanted[places], text)
+            total = total + self.config.decay**number * loss.sum()
+        return total
+
+    def chains(self, text: Written) -> list[list[bool]]:
+        guesses = self.guesses(text, self.depth)
+        chains: list[list[bool]] = [[] for _ in range(len(text.tokens) - text.prompt)]
+        for number, logits in enumerate(guesses):
+            wanted = torch.tensor(text.tokens[text.prompt + number :], device=logits.device)
+            right = logits.argmax(-1) == number_in(self.head.draft_tokens, wanted)
+            for chain, one in zip(chains, right.tolist(), strict=False):
+                chain.append(one)
+        return chains
+
+    @torch.no_grad()
+    def guesses(self, text: Written, depth: int) -> list[torch.Tensor]:
+        """For each token s of a chain the logits [N - s, d], of chains behind the prompt's last token and each of the N
+        new ones but the last.
+        """
+        batch, new = self.batch_of(text, 0, 1), len(text.tokens) - text.prompt
+        features, _ = self.read(batch)
+        first = torch.arange(text.prompt - 2, len(text.tokens) - 2, device=features.device)
+        rows = [first[: new - number] for number in range(min(depth, new))]
+        states = self.head(features, self.embedded(batch.tokens), batch.positions, batch.documents, rows)
+        return [self.logits(state) for state in states]
+
+    def card(self) -> CardText:
+        own, size = self.head.config, f"{parameters_of(self.head):,} parameters"
+        matrix = "a matrix of its own" if own.own_head else "the target's own matrix"
+        columns = {"tokens_per_step": "tokens per step"}
+        columns |= {f"accepted_{place}": f"draft {place} accepted" for place in range(1, self.depth + 1)}
+        return CardText(
+            title="EAGLE-3 head",
+            about=f"an EAGLE-3 head of {size} over hidden layers {own.taps}",
+            opening=f"An EAGLE-3 head for `{own.target}` over its hidden layers {own.taps}, {size}, {matrix} on "
+            f"top{among(own.draft_vocab)}. The target stays as it was.",
+            columns=columns,
+            note=f"Chains of {self.depth} tokens. Tokens per step count the bonus token.",
+        )
+
+
+def followed(batch: Batch, depth: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each token s of a chain: which of ``batch.targets`` have trained places 1, ..., s + 1 behind them in the same
+    text, and the place s + 1 behind each; both as indices into ``batch.targets``.
+
+    Example: targets 0 1 2 5 6 of one window, positions 5 and 6 being another text: for s = 0 the chains of 0 1 5
+    (indices 0 1 3) with the places 1 2 6 (1 2 4), for s = 1 the chain of 0 with the place 2.
+    """
+    targets, documents = batch.targets, batch.documents
+    length, pieces = documents.shape[1], documents.flatten()
+    index = torch.full((documents.numel() + depth + 1,), -1, device=targets.device)
+    index[targets] = torch.arange(len(targets), device=targets.device)
+    found, kept = [], torch.arange(len(targets), device=targets.device)
+    for number in range(1, depth + 1):
+        first = targets[kept]
+        later = first + number
+        same = (first // length == later // length) & (pieces[first] == pieces[later.clamp(max=len(pieces) - 1)])
+        kept = kept[same & (index[later] >= 0)]
+        found.append((kept, index[targets[kept] + number]))
+    return found
+
+
+def new_head(
+    config: NewHead, target: TransformersTarget, *, counts: torch.Tensor | None = None, depth: int = 0, seed: int = 0
+) -> TrainedChain:
+    """An untrained head for a target; ``counts`` [V] of the training data's tokens choose its draft vocabulary.
+
+    Raises:
+        ConfigError: layers that the target does not have.
+    """
+    taps = config.taps or aux_layers(target.num_layers)
+    sizes = target_sizes(target, taps, heads=config.heads, intermediate_size=config.intermediate_size, least=0)
+    head = TrainedChain(
+        ChainConfig(
+            kind="eagle3",
+            layers=1,
+            depth=depth,
+            draft_vocab=config.draft_vocab,
+            own_head=config.own_head,
+            norm_inputs=config.norm_inputs,
+            norm_before_residual=config.norm_before_residual,
+            norm_output=config.norm_output,
+            **sizes,
+        ),
+        len(taps),
+    )
+    begun(head, target, counts, seed)
+    return head
+
+
+def run(config: Config) -> dict[str, float]:
+    """Train a head; see :func:`training.run.run_training`."""
+
+    def make(target: TransformersTarget, counts: torch.Tensor) -> TrainedChain:
+        if config.start is not None:
+            head: TrainedChain = started_head(
+                lambda own: TrainedChain(own, len(own.taps)), config.start, "eagle", "eagle3", target
+            )
+            return head
+        return new_head(config.head, target, counts=counts, depth=config.judged_depth, seed=config.loop.seed)
+
+    return run_training(config, "eagle.head", make, Eagle3Training)

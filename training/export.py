@@ -1,0 +1,221 @@
+"""Heads for other engines: in the layout of the package ``speculators``, or in the one of EAGLE-3's authors.
+
+What those engines take from the target as it is stays out of the file; what a head reads otherwise than they would, or
+has over a draft vocabulary, goes in. :mod:`drafters.heads.layout` reads both layouts back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.heads.config import BlockConfig, ChainConfig, HeadConfig
+from drafters.heads.loading import load_head
+from drafters.heads.weights import WEIGHTS, HeadWeights
+from drafters.shared.weights import save_weights
+from specdec.errors import ConfigError, check_choice
+from specdec.models.transformers_target import TransformersTarget
+
+__all__ = ["LAYOUTS", "export"]
+
+LAYOUTS = ("speculators", "eagle3")
+"""``speculators``: the package's, which vLLM reads; ``eagle3``: that of EAGLE-3's authors, which SGLang reads."""
+
+_CLASSES = {
+    "eagle3": "Eagle3Speculator",
+    "peagle": "PEagleSpeculator",
+    "dflash": "DFlashSpeculator",
+    "dspark": "DSparkSpeculator",
+}
+
+
+def export(
+    folder: Path, out: Path, drafter: str, target: TransformersTarget, *, layout: str, verifier: str
+) -> dict[str, Any]:
+    """Write a head of any format that is read in one that other engines load.
+
+    Args:
+        folder: the head's.
+        out: folder to write.
+        drafter: who drafts with it.
+        target: its model.
+        layout: one of ``LAYOUTS``.
+        verifier: name or path of that model, as those engines are to find it.
+
+    Returns:
+        The config that was written.
+
+    Raises:
+        CheckpointError: no such head, or the folder could not be written.
+        ConfigError: a head that the layout cannot say.
+    """
+    check_choice("layout", layout, LAYOUTS)
+    head = load_head(folder, drafter, target)
+    config: HeadConfig = head.config
+    # The package fills no embedding that a chain's file lacks, though it takes a block's from the model.
+    tensors = _tensors(head, target, layout == "speculators" and isinstance(config, ChainConfig))
+    if layout == "eagle3":
+        values, tensors = _authors(config, tensors, target)
+    else:
+        values = _speculators(config, target, verifier)
+        if "mask_hidden" in tensors:
+            tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
+    dtype = target.dtype if target.dtype.itemsize < 4 else None
+    save_weights(out, WEIGHTS, tensors, values, what="the head", dtype=dtype)
+    return values
+
+
+def _tensors(head: HeadWeights, target: TransformersTarget, embedding: bool) -> dict[str, torch.Tensor]:
+    """By the names that both layouts have, with what engines would not find in the target.
+
+    ``embedding``: the target's goes in, even where layers read it as it is.
+    """
+    config, tensors = head.config, {name: tensor.cpu() for name, tensor in head.state_dict().items()}
+    drafted = tensors.pop("draft_tokens", None)
+    if drafted is not None:
+        tensors["d2t"] = drafted - torch.arange(len(drafted))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, drafted, True)
+    if not config.own_head:
+        tensors["lm_head.weight"] = _matrix(target, drafted)
+    if not config.own_embedding and (embedding or not _reads_as_it_is(target)):
+        tensors["embed_tokens.weight"] = target.embed(torch.arange(target.vocab_size)).cpu()
+    return tensors
+
+
+def _matrix(target: TransformersTarget, drafted: torch.Tensor | None) -> torch.Tensor:
+    """[d, D] the target's head, over the draft vocabulary.
+
+    Raises:
+        ConfigError: it is no matrix.
+    """
+    head = target.head if drafted is None else target.head_of(drafted)
+    units = torch.eye(target.hidden_size, dtype=target.dtype, device=target.head_device)
+    found = head(units)
+    if not torch.equal(head(2 * units), 2 * found):  # a power of two rounds nothing
+        raise ConfigError(
+            "the target's head does more than a product (it bounds its logits), and engines take a matrix from a "
+            "head's file; train a head with its own (head.own_head=true)"
+        )
+    return found.T.contiguous().cpu()
+
+
+def _reads_as_it_is(target: TransformersTarget) -> bool:
+    """Whether the target's layers read its embedding, and not a multiple of it."""
+    weight = target.model.get_input_embeddings().weight
+    few = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 16))
+    read, plain = target.embed(few).cpu(), weight[few.to(weight.device)].detach().to(target.dtype).cpu()
+    return torch.equal(read, plain)
+
+
+def _layers(config: HeadConfig, kind: str) -> dict[str, Any]:
+    """The layers' config, as transformers has it for models of a kind."""
+    values = {
+        "model_type": kind,
+        "hidden_size": config.width,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": config.activation,
+        "max_position_embeddings": config.positions,
+        "rope_parameters": dict(config.rope),
+        "rope_theta": config.rope.get("rope_theta", 10000.0),
+        "attention_bias": config.attention_bias,
+        "tie_word_embeddings": False,
+    }
+    if kind == "llama":
+        values["mlp_bias"] = config.mlp_bias
+    if any(config.windows):
+        values["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.windows]
+        values |= {"sliding_window": max(config.windows), "use_sliding_window": True}
+    return values
+
+
+def _speculators(config: HeadConfig, target: TransformersTarget, verifier: str) -> dict[str, Any]:
+    kind: str = asdict(config)["kind"]
+    if kind not in _CLASSES or min(config.taps) < 0:
+        raise ConfigError(
+            f"a head of kind {kind} over hidden layers {config.taps} has no place in the layout of speculators, which "
+            f"holds {', '.join(_CLASSES)} heads over layers before the last norm"
+        )
+    depth = config.drafted if isinstance(config, BlockConfig) else config.depth
+    values: dict[str, Any] = {
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",  # whose layout it is
+        "architectures": [_CLASSES[kind]],
+        "transformer_layer_config": _layers(config, "qwen3" if config.qk_norm else "llama"),
+        "draft_vocab_size": config.draft_vocab or config.vocab_size,
+        "target_hidden_size": None if config.hidden_size == config.width else config.hidden_size,
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth or 5}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": verifier, "architectures": [type(target.model).__name__]},
+        },
+    }
+    return {**values, **(_chain(config) if isinstance(config, ChainConfig) else _block(config))}
+
+
+def _chain(config: ChainConfig) -> dict[str, Any]:
+    return {
+        "eagle_aux_hidden_state_layer_ids": [*config.taps],
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+        "norm_before_fc": config.norm_inputs == "whole",
+        "fc_norm": config.norm_inputs == "each",
+        **({"mask_token_id": config.mask_token} if config.kind == "peagle" else {}),
+    }
+
+
+def _block(config: HeadConfig) -> dict[str, Any]:
+    assert isinstance(config, BlockConfig)
+    if any(config.windows) and not config.window_from_anchor:
+        raise ConfigError("a block whose windows go by each row's own place has no place in the layout of speculators")
+    values: dict[str, Any] = {
+        "aux_hidden_state_layer_ids": [*config.taps],
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token,
+        "sample_from_anchor": config.from_anchor,
+        "sliding_window_non_causal": not config.window_causal,
+    }
+    if config.kind == "dspark":
+        values |= {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla" if config.markov == "none" else config.markov,
+            "enable_confidence_head": config.confidence != "none",
+            "confidence_head_with_markov": config.confidence == "markov",
+        }
+    return values
+
+
+def _authors(
+    config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: TransformersTarget
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """EAGLE-3's authors name layers whose outputs are read, and their one layer ``midlayer``."""
+    if not isinstance(config, ChainConfig) or config.kind != "eagle3" or config.layers > 1 or min(config.taps) < 1:
+        raise ConfigError(
+            "the layout of EAGLE-3's authors holds EAGLE-3 heads of one layer over outputs of layers, and this one is "
+            f"of kind {asdict(config)['kind']}, with {config.layers} layers over hidden layers {config.taps}; take "
+            "speculators"
+        )
+    values = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_layers(config, "llama"),
+        "draft_vocab_size": config.draft_vocab or config.vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "num_target_layers": target.num_layers,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps],
+            "use_aux_hidden_state": True,
+        },
+    }
+    return values, {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}

@@ -1,0 +1,183 @@
+"""What the trainings of heads have in common: a new head's sizes, its first weights, its loss and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Ge, Gt, Le
+
+from drafters.heads.config import HeadConfig
+from drafters.heads.loading import load_head
+from drafters.heads.weights import HeadWeights
+from drafters.kangaroo.adapter import fitting_heads
+from drafters.shared.fingerprint import fingerprint
+from drafters.shared.vocabulary import most_frequent, number_in
+from specdec.errors import ConfigError
+from specdec.models.transformers_target import TransformersTarget
+from training.acceptance import Tally, Written
+from training.losses import soft_loss
+from training.packing import Batch
+from training.run import DrafterTraining, TrainConfig
+
+__all__ = ["HeadTrainConfig", "HeadTraining", "begun", "started_head", "target_sizes"]
+
+_UNSURE = 0.5  # a random direction's logits spread over several nats where a model's own head reads it
+
+Share = Annotated[float, Ge(0), Le(1), "a number in [0, 1]"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTrainConfig(TrainConfig):
+    """What the trainings of heads have in common, beside TrainConfig's.
+
+    Attributes:
+        labels: ``soft``, the target's distribution, or ``hard``, its largest token.
+        top_k: keep only this much of the soft labels, for large vocabularies; 0 keeps all.
+        hard_share: of the loss that is the text's own next token, which is what is to be guessed at T=0; the rest is by
+            ``labels``.
+        decay: the loss of a draft's token k, from 0, counts ``decay ** k``.
+    """
+
+    top_k: Annotated[int, Ge(0), "an integer >= 0, where 0 keeps the whole distribution"] = 0
+    hard_share: Share = 0.0
+    decay: Annotated[float, Gt(0), Le(1), "a number in (0, 1]"] = 0.8
+
+
+class HeadTraining(DrafterTraining):
+    """A head's training; subclasses add ``loss``, ``card`` and ``chains``.
+
+    Attributes:
+        depth: tokens of a draft.
+    """
+
+    config: HeadTrainConfig
+    depth: int
+
+    def __init__(
+        self, head: HeadWeights, target: TransformersTarget, texts: Sequence[Written], config: HeadTrainConfig
+    ) -> None:
+        self.head = head
+        super().__init__(head, target, texts, config, [tap for tap in head.config.taps if tap >= 0])
+
+    def chains(self, text: Written) -> list[list[bool]]:
+        """See :meth:`training.acceptance.Tally.add_chains`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        tally = Tally(self.depth)
+        for text in self.texts:
+            tally.add_chains(self.chains(text))
+        return tally.figures()
+
+    def read(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head reads, [B, L, taps x D], and the target's last states [N, D] at the batch's targets."""
+        features, states = self.frozen.read(batch)
+        like = next(self.head.layers.parameters())
+        return torch.cat([features[tap] for tap in self.head.config.taps], -1).to(like.dtype), states
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[..., W] of tokens, by the target."""
+        like = next(self.head.layers.parameters())
+        with torch.no_grad():
+            found = self.frozen.target.embed(tokens.flatten()).to(tokens.device, like.dtype)
+        return found.clone().unflatten(0, tokens.shape)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., d] of states that passed the last norm, by the head's own matrix or the target's."""
+        found: torch.Tensor = self.head.lm_head(states) if self.head.config.own_head else self.frozen.head(states)
+        return found
+
+    def guess_loss(self, guess: torch.Tensor, wanted: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """[N] nats of logits ``guess`` [N, d] against the target's, ``wanted``, and the ``text``'s own tokens [N]."""
+        share, config = self.config.hard_share, self.config
+        loss = soft_loss(guess, wanted, labels=config.labels, top_k=config.top_k, reduction="none")
+        if not share:
+            return loss
+        numbers = number_in(self.head.draft_tokens, text)
+        return (1 - share) * loss + share * F.cross_entropy(guess, numbers, ignore_index=-1, reduction="none")
+
+
+def target_sizes(
+    target: TransformersTarget, taps: Sequence[int], *, heads: int, intermediate_size: int, least: int
+) -> dict[str, Any]:
+    """Fields of a new head's config that follow from the target; 0 of ``heads`` or of an inner size is as there.
+
+    Raises:
+        ConfigError: layers that the target does not have.
+    """
+    if not taps or min(taps) < least or max(taps) > target.num_layers or len({*taps}) < len(taps):
+        raise ConfigError(
+            f"head.taps is {[*taps]}; it takes hidden layers of the target, each once, from {least} to "
+            f"{target.num_layers}"
+        )
+    own, size = target.config, target.hidden_size
+    count = heads or fitting_heads(size, int(own.num_attention_heads))
+    groups = int(getattr(own, "num_key_value_heads", None) or count)
+    rope = getattr(own, "rope_parameters", None) or {}
+    return {
+        "hidden_size": size,
+        "width": size,
+        "vocab_size": target.vocab_size,
+        "heads": count,
+        "key_heads": groups if count % groups == 0 else count,
+        "head_dim": size // count,
+        "intermediate_size": intermediate_size or int(getattr(own, "intermediate_size", 4 * size)),
+        "taps": [*taps],
+        "norm_eps": float(getattr(own, "rms_norm_eps", 1e-6)),
+        "rope": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
+        "positions": int(getattr(own, "max_position_embeddings", 4096)),
+        "target": fingerprint(target),
+        "target_layers": target.num_layers,
+    }
+
+
+def begun(head: Any, target: TransformersTarget, counts: torch.Tensor | None, seed: int) -> Any:
+    """Give a new head its first weights: random ones, the target's last norm, scaled so that guesses begin less sure,
+    and its matrix if it is to have one of its own. Its draft vocabulary are the most frequent tokens of ``counts`` [V].
+    """
+    generator, config = torch.Generator().manual_seed(seed), head.config
+    width = config.width
+    if head.draft_tokens is not None and counts is not None:
+        head.draft_tokens.copy_(most_frequent(counts, config.draft_vocab))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+        ones = torch.ones(1, width, dtype=target.dtype, device=target.head_device)
+        head.norm.weight.copy_(_UNSURE * target.norm(ones)[0])  # what a norm says of ones is its weight
+        if config.own_head:
+            matrix = target.head if head.draft_tokens is None else target.head_of(head.draft_tokens)
+            units = torch.eye(width, dtype=target.dtype, device=target.head_device)
+            head.lm_head.weight.copy_(matrix(units).T)  # what a linear says of unit vectors is its weight
+    return head
+
+
+def started_head(made: Any, folder: str, drafter: str, kind: str, target: TransformersTarget) -> Any:
+    """The head in a folder, of any format that is read, to be trained further for a target.
+
+    Args:
+        made: the class to have it as.
+        drafter: who drafts with it.
+        kind: that it must be of.
+
+    Raises:
+        CheckpointError: there is none, or it is of another size.
+        ConfigError: it is of another kind.
+    """
+    found = load_head(Path(folder), drafter, target, check_target=False)
+    config: HeadConfig = found.config
+    if config.kind != kind or config.own_embedding:  # type: ignore[attr-defined]
+        what = "with an embedding of its own" if config.own_embedding else "of another kind"
+        raise ConfigError(
+            f"start is {folder!r}, a head {what}; training goes on from {kind} heads that read the target's embedding"
+        )
+    config = replace(config, target=fingerprint(target), target_layers=target.num_layers)
+    head = made(config)
+    head.load_state_dict(found.state_dict())
+    return head
