@@ -74,6 +74,8 @@ class DeviceVerification(Verification):
         if not sampler.takes_together:
             return None  # its processors read each row themselves
         scores = output.scores(rows)
+        if not (self._session or self._top_k > 1 or late or sampler.sample or sampler.processors):
+            return self._likeliest(draft, scores)
         depths = self._process(draft, block, scores)
         rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
         read, judge = _read_of(rule, draft, scores, sampler)
@@ -100,6 +102,19 @@ class DeviceVerification(Verification):
 
         device = best.device
         return Readback([argmax.tokens, *(tensor.to(device) for tensor in tensors)], verdict_of)
+
+    def _likeliest(self, draft: Draft, scores: Scores) -> Readback:
+        """What is read of a greedy step: the largest logits of all sequences' rows, which are one tensor."""
+        argmax, first, last = scores.row_argmax()
+
+        def verdict_of(found: Sequence[list[Any]]) -> Verdict:
+            best = found[0][first:last]
+            scores.decided(best, best)
+            verdict = match(draft, scores, self.sampler)
+            verdict.scores = scores
+            return verdict
+
+        return Readback([argmax.tokens], verdict_of)
 
     def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Verdict:
         readback = self.read(draft, rows, block, output)

@@ -118,7 +118,7 @@ class StepInputs:
     def fill(self, hidden: torch.Tensor, block: Rows, cos_sin: CosSin) -> None:
         """Have the rows of a block, or of a batch."""
         for part, _, _ in block.parts:
-            part.where()
+            part.check_place()
         self._bytes.copy_(block.sent["step"])
         cos, sin, at = cos_sin
         if isinstance(block, Batch):
@@ -132,8 +132,9 @@ class StepInputs:
 
 def _own(rows: torch.Tensor, block: Rows) -> torch.Tensor:
     """A copy of the block's rows of what a graph computed: the next one is computed at the same place."""
-    packed = block.sent.get("packed")
-    return rows[: block.rows].clone() if packed is None else rows.index_select(0, packed)
+    if "packed" not in block.sent:
+        return rows[: block.rows].clone()
+    return rows.index_select(0, block.sent["packed"])
 
 
 class StepGraphs:

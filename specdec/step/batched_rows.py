@@ -17,6 +17,7 @@ import torch
 
 from specdec.step import device_copies
 from specdec.step.block import MOST_REPLAYED, Block, Rows
+from specdec.step.device_copies import Views
 from specdec.step.visibility import bucket
 
 __all__ = ["Batch", "rows_of"]
@@ -46,14 +47,23 @@ class Batch(Rows):
         if self._brought:
             return
         self._brought, blocks = True, [block for block, _, _ in self._parts]
-        own = self._stacked() if self.again else {}
-        unsent = [(block, block.unsent) for block in blocks]
-        arrays = {f"{number} {name}": array for number, (_, each) in enumerate(unsent) for name, array in each.items()}
-        found = device_copies.copy_in({**own, **arrays}, blocks[0].device or torch.device("cpu"))
-        for number, (block, each) in enumerate(unsent):
-            if each:
-                block.sent = {name: found[f"{number} {name}"] for name in each}
+        unsent = [block.unsent for block in blocks]
+        arrays = self._stacked() if self.again else {}
+        whole = [name for name in ("tokens", "positions") if all(name in each for each in unsent)]
+        for name in whole:  # one array for all rows, of which each block has its part
+            arrays[name] = np.concatenate([each[name] for each in unsent], 1)
+        own = [*arrays]
+        for number, each in enumerate(unsent):
+            arrays |= {f"{number} {name}": array for name, array in each.items() if name not in whole}
+        found = device_copies.copy_in(arrays, blocks[0].device or torch.device("cpu"))
         self.sent = {name: found[name] for name in own}
+        for number, ((block, first, _), each) in enumerate(zip(self._parts, unsent, strict=True)):
+            if each:
+                places = {
+                    name: found.places[name if name in whole else f"{number} {name}"] + (name in whole) * 8 * first
+                    for name in each
+                }
+                block.sent = Views(found.buffer, each, places)
 
     def _stacked(self) -> dict[str, npt.NDArray[Any]]:
         """What kernels read of all sequences, and where each row is."""
@@ -80,12 +90,17 @@ class Batch(Rows):
     @property
     def tokens(self) -> torch.Tensor:
         if any(block.apart for block, _, _ in self.parts):
+            if "tokens" in self.sent:
+                return self.sent["tokens"]
             return torch.cat([block.tokens for block, _, _ in self.parts], 1)
         return torch.tensor([self.ids])
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        return torch.cat([block.positions for block, _, _ in self.parts], 1)
+        parts = self.parts
+        if "positions" in self.sent:
+            return self.sent["positions"]
+        return torch.cat([block.positions for block, _, _ in parts], 1)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         for block, first, last in self.parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -191,20 +191,25 @@ class Block(Rows):
 
     def _unsent(self) -> dict[str, npt.NDArray[Any]]:
         """What goes to a device with these rows."""
-        self.shapes = self._step()
+        places = self._places()
+        self.shapes = self._step(places)
         whole = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)
         device_copies.fill(whole, self.shapes)
-        arrays: dict[str, npt.NDArray[Any]] = {"step": whole, "positions": self._places()[None, self.first :]}
+        arrays: dict[str, npt.NDArray[Any]] = {"step": whole, "positions": places[None, self.first :]}
         if type(self.ids) is not device_copies.Later:
             arrays["tokens"] = np.array([self.ids], dtype=np.int64)
-        return {**arrays, **self._more}
+        arrays.update(self._more)
+        return arrays
 
     def _places(self) -> npt.NDArray[np.int64]:
         """Positions of all the tree's rows, up to the block's last."""
-        return self.length + np.array(self.depths[: self.first + self.rows], dtype=np.int64)
+        last = self.first + self.rows
+        if self.parents is None:
+            return np.arange(self.length, self.length + last, dtype=np.int64)
+        return self.length + np.array(self.depths[:last], dtype=np.int64)
 
-    def _step(self) -> dict[str, npt.NDArray[Any]]:
-        """What ``step`` has on a device."""
+    def _step(self, every: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+        """What ``step`` has on a device; ``every``: positions of all the tree's rows."""
         before = 0 if self.parents is None else self.first
         known, size = self.length + self.first - before, before + self.rows
         arrays: dict[str, npt.NDArray[Any]] = {
@@ -214,27 +219,38 @@ class Block(Rows):
         if self.parents is None and not self.again:
             return arrays
         arrays["places"] = np.zeros(bucket(size), dtype=np.int64)
-        arrays["places"][:size] = self._places()[self.first - before :]
-        arrays["closure"] = np.zeros((bucket(self.rows), bucket(size)), dtype=np.bool_)
-        closure = np.tri(size, dtype=np.bool_) if self.parents is None else ancestors(self.parents[:size])
-        arrays["closure"][: self.rows, :size] = closure[before:]
+        arrays["places"][:size] = every[self.first - before :]
+        if self.parents is None:
+            arrays["closure"] = _chain_closure(size)
+        else:
+            arrays["closure"] = np.zeros((bucket(self.rows), bucket(size)), dtype=np.bool_)
+            arrays["closure"][: self.rows, :size] = ancestors(self.parents[:size])[before:]
         return arrays
 
     def where(self) -> dict[str, torch.Tensor]:
         """``step``, for kernels that are about to run.
 
         Raises:
-            TargetError: the cache has moved since; its former addresses would be written to.
+            TargetError: see :meth:`check_place`.
+        """
+        self.check_place()
+        if not self.step:
+            self.shapes = self._step(self._places())
+            copied = device_copies.copy_in(self.shapes, self.device or torch.device("cpu"))
+            self.step = {name: copied[name] for name in self.shapes}
+        return self.step
+
+    def check_place(self) -> None:
+        """Nothing, where the cache is where it was.
+
+        Raises:
+            TargetError: it has moved since; its former addresses would be written to.
         """
         if self._grown != self.cache.grown:
             raise TargetError(
                 f"the cache grew {self.cache.grown - self._grown} times after a block of {self.rows} rows was made, "
                 "whose addresses hold no more; make a block when nothing else is run before it"
             )
-        if not self.step:
-            self.shapes = self._step()
-            self.step = device_copies.copy_in(self.shapes, self.device or torch.device("cpu"))
-        return self.step
 
     def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
         """As for all rows; those that came as ``more["rows"]`` are there already."""
@@ -348,3 +364,12 @@ class Block(Rows):
         pieces = slot_ranges(start, end, group.size) if edge == common or common == length else ()
         tail_slots = pieces[0] if len(pieces) == 1 else group.index(hidden, (length, end))
         return Layout(prefix, tail_slots, mask, causal=False)
+
+
+@lru_cache(maxsize=MOST_REPLAYED)
+def _chain_closure(rows: int) -> npt.NDArray[np.bool_]:
+    """[rows, rows] of a chain, whether a row sees another, padded to buckets."""
+    closure = np.zeros((bucket(rows), bucket(rows)), dtype=np.bool_)
+    closure[:rows, :rows] = np.tri(rows, dtype=np.bool_)
+    closure.flags.writeable = False
+    return closure

@@ -16,6 +16,7 @@ import torch
 
 __all__ = [
     "Later",
+    "Views",
     "address",
     "copy_in",
     "copy_out",
@@ -70,11 +71,12 @@ def seconds_of(work: Callable[[], object], device: torch.device, clock: Callable
     return float(first.elapsed_time(last)) / 1e3  # it says milliseconds
 
 
-def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Arrays (int64, bool or bytes) on a device, by one copy: views on one buffer, in shape and dtype."""
-    host = torch.empty(pack(arrays)[1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> Views:
+    """Arrays (int64, bool or bytes) on a device, by one copy: views of one buffer, in shape and dtype."""
+    places, size = pack(arrays)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     fill(host.numpy(), arrays)
-    return views(host.to(device, non_blocking=True), arrays)
+    return Views(host.to(device, non_blocking=True), arrays, places)
 
 
 def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, int], int]:
@@ -92,13 +94,34 @@ def fill(buffer: npt.NDArray[np.uint8], arrays: Mapping[str, npt.NDArray[Any]]) 
     buffer[:] = np.frombuffer(b"".join(padded), dtype=np.uint8)
 
 
+class Views(dict[str, torch.Tensor]):
+    """The parts of a filled buffer [bytes], as tensors of the arrays' shapes and dtypes; each is cut when it is read.
+
+    A cut takes three calls of torch, and of a batch's arrays few are read by themselves.
+
+    Args:
+        arrays: by name; each one's shape and dtype are read.
+        places: where each begins in the buffer.
+    """
+
+    def __init__(self, buffer: torch.Tensor, arrays: Mapping[str, npt.NDArray[Any]], places: Mapping[str, int]) -> None:
+        super().__init__()
+        self.buffer, self.places, self._arrays = buffer, places, arrays
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._arrays or super().__contains__(name)
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        array, first = self._arrays[name], self.places[name]
+        cut = self.buffer[first : first + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+        self[name] = cut
+        return cut
+
+
 def views(buffer: torch.Tensor, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
-    """The parts of a filled buffer [bytes], as tensors of the arrays' shapes and dtypes."""
-    places, _ = pack(arrays)
-    return {
-        name: buffer[places[name] : places[name] + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
-        for name, array in arrays.items()
-    }
+    """All parts of a filled buffer [bytes], as tensors of the arrays' shapes and dtypes."""
+    found = Views(buffer, arrays, pack(arrays)[0])
+    return {name: found[name] for name in arrays}
 
 
 def pick(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -175,8 +175,9 @@ LAYER = SimpleNamespace(
 )  # fmt: skip
 
 
-def copy_in(arrays: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    return device_copies.views(torch.empty(device_copies.pack(arrays)[1], dtype=torch.uint8, device=device), arrays)
+def copy_in(arrays: Mapping[str, Any], device: torch.device) -> device_copies.Views:
+    places, size = device_copies.pack(arrays)
+    return device_copies.Views(torch.empty(size, dtype=torch.uint8, device=device), arrays, places)
 
 
 def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
