@@ -1,7 +1,7 @@
-"""Auto: every source of guesses at once, and of their rows those that pay on this machine.
+"""Auto: every source of guesses at once, with only the rows that pay on this machine.
 
-Of the merged tree (:mod:`drafters.union.merge`) the likeliest rows are taken as long as what they bring exceeds what
-their time would have brought otherwise (:class:`specdec.costs.prices.Prices`), down to none, which is a plain step.
+The likeliest rows of the merged tree (:mod:`drafters.union.merge`) are taken as long as their expected gain exceeds
+their price (:class:`specdec.costs.prices.Prices`). If no row pays, the step is a plain one.
 """
 
 from __future__ import annotations

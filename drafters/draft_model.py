@@ -1,11 +1,11 @@
 """Draft model: a smaller language model with the same vocabulary writes ahead (Leviathan et al. 2023, Alg. 1).
 
-It is driven like a target, with a cache of its own, which holds what the target's does: every text token but the root
+It runs like a target, with its own cache, which holds the same tokens as the target's: every text token but the root
 (:mod:`drafters.shared.own_cache`).
 
-Models of one tokenizer may pad their vocabularies to different sizes. Drafted is among the tokens that both have: the
-draft model's logits of others are cut off before they are processed, and where it lacks tokens of the target's, these
-have no probability in q. The target's probability of them stays in the residual.
+Models with one tokenizer may pad their vocabularies to different sizes. The draft model drafts among the tokens that
+both models have: its other logits are cut off before processing, and tokens that only the target has get probability 0
+in q. The target's probability of those tokens stays in the residual.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class DraftModelSession(BatchedSession):
                 return self._shared(output.logits), root
 
     def _shared(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft model's logits [R, V'], as [R, V] of the target's tokens: -inf for those that it does not have."""
+        """The draft model's logits [R, V'] as [R, V] over the target's tokens; -inf for tokens it does not have."""
         more = self._size - logits.shape[-1]
         return F.pad(logits, (0, more), value=-math.inf) if more else logits
 
@@ -203,7 +203,7 @@ class DraftModelSession(BatchedSession):
         return [min(token, last) for token in tokens]
 
     def _grow(self, logits: torch.Tensor, widths: list[int]) -> Passes[Draft]:
-        """Level by level; ``logits`` are those of the level's rows, at first the root's."""
+        """Draft level by level; ``logits``: of the root."""
         tree, q, level, passes = ScoredTree(self._context.root), dict[int, torch.Tensor](), [0], 1
         for depth, width in enumerate(widths):
             read = torch.empty(0)

@@ -33,10 +33,10 @@ class JacobiConfig:
 
 
 def guesses_for(costs: CostCurve, length: int) -> int:
-    """How many guesses, 1 to 4, are expected to bring the most tokens for their time after ``length`` tokens.
+    """The number of guesses, 1 to 4, with the most expected tokens per second after ``length`` tokens.
 
-    It is supposed that a guess is right one time in ten, if those before it are: g guesses give
-    ``1 + .1 + ... + .1 ** g`` tokens in the time of 1 + g rows. So a second one is taken only where rows are free.
+    It assumes that a guess is right with probability 0.1 if the guesses before it are: g guesses give
+    ``1 + .1 + ... + .1 ** g`` tokens in the time of 1 + g rows. So a second guess is made only where rows are free.
     """
     return costs.paying([_RIGHT**guess for guess in range(1, _MOST + 1)], length)
 

@@ -1,8 +1,8 @@
-"""The strategy interface: a drafter proposes trees, and is told what became of them.
+"""Drafter: the interface of a drafting strategy, which proposes trees and observes what became of them.
 
 A *drafter* holds what sequences share: options, weights, a datastore. A *session* holds one sequence's state and has
-two methods. Exactness does not depend on it: whatever a session proposes, the engine emits the target's own text.
-(:class:`BatchedSession` and :class:`ReadbackSession` are for drafters with a model, which may say more.)
+two methods. Exactness does not depend on a drafter: whatever a session proposes, the engine emits the target's text.
+:class:`BatchedSession` and :class:`ReadbackSession` are further interfaces for drafters with a model.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ __all__ = [
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """What a session sees of its sequence, live.
+    """A session's view of its sequence; it changes as the sequence goes on.
 
     Attributes:
         target: the model; its layers may be run into scratch slots (see Kangaroo).
         cache: the target's cache; ``cache.length == len(tokens) - 1`` between steps. Only the engine commits.
         tokens: prompt and emitted tokens; the last one is the root. Read only.
-        prompt_length: how many of them are the prompt.
+        prompt_length: number of tokens of the prompt.
         remaining: tokens that may still be emitted; a draft deeper than ``remaining - 1`` is partly wasted.
         max_rows: most rows of a draft, the root included.
         sampling: how tokens are chosen.
         noise: for drafts that are sampled: use stream ``Noise.DRAFT`` at position ``len(tokens)``.
-        rng: seeded by ``sampling.seed``, for choices that are no draws from a distribution.
-        costs: what a forward costs by its rows; where nothing was measured, what a roofline supposes. For sizes that
-            are chosen once.
-        policy: what decides on rows, if anything does; a drafter that ``plans_rows`` always has one.
-        isolated: whether the text depends on the rows proposed, as under ``reject`` and ``typical``. Then these must
-            follow from prompt, seed and options alone: neither from what other sequences wrote nor from a clock.
-        waited: seconds that drafting waited so far, for who measures what it takes.
-        prediction: tokens that the answer is expected to be, from its beginning on; empty where nothing is expected.
+        rng: seeded by ``sampling.seed``, for random choices that are not draws from a distribution.
+        costs: cost curve of the target's forwards, or a roofline where nothing was measured; for sizes that are chosen
+            once.
+        policy: the row policy, or None; a drafter that ``plans_rows`` always has one.
+        isolated: whether the text depends on the proposed rows, as under ``reject`` and ``typical``. Then rows must
+            depend on prompt, seed and options only, not on other sequences or on a clock.
+        waited: seconds that drafting has waited so far; they are subtracted where drafting is timed.
+        prediction: the expected tokens of the answer, from its beginning; empty without a prediction.
     """
 
     target: Target
@@ -86,17 +86,17 @@ class Context:
 
 @dataclass(slots=True, eq=False)
 class Observation:
-    """What became of a step, or of a chunk of the prompt.
+    """The outcome of a step, or of a chunk of text that ran without a draft.
 
     Attributes:
-        draft: as proposed; None for a chunk of text that was run without asking the session, of the prompt or, where it
-            rested, a token after it. Where drafts of several sessions were merged, rows that were
-            left out are among its probes, and accepted rows of others are appended.
+        draft: as proposed; None for a chunk of the prompt, and for a plain step while drafting rests. Where drafts of
+            several sessions were merged, rows that were left out are among its probes, and accepted rows of other
+            sessions are appended.
         path: accepted rows, root first, which are committed now; for a chunk all of its rows.
-        tokens: the tokens emitted, bonus last; for a chunk its own tokens. They stand in ``Context.tokens`` already.
-        scores: logits of the draft's scored rows; None for a chunk.
+        tokens: the emitted tokens, bonus last; for a chunk its tokens. ``Context.tokens`` holds them already.
+        scores: scores of the draft's scored rows; None for a chunk.
         taps: the drafter's ``taps``: layer -> [T, D], all rows of the block.
-        readback: what the session's ``readback`` gave, copied from the device; None where it was not asked.
+        readback: the result of the session's ``readback``, copied from the device; None if it was not called.
     """
 
     draft: Draft | None
@@ -114,14 +114,14 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceStep:
-    """A step on a device, before anything of it was copied to the host.
+    """A step's results on a device, before they are copied to the host.
 
     Attributes:
-        scores: logits of the draft's scored rows.
+        scores: scores of the draft's scored rows.
         taps: the drafter's ``taps``.
-        last: int64 [1] on the device, the accepted row with which the path will end; None where the host decides.
-        depth: int64 [1] on the device, its depth; None with ``last``.
-        root: int64 [1] on the device, the token that follows it, the next step's root; None with ``last``.
+        last: int64 [1] on the device, the last accepted row; None where the host decides it.
+        depth: int64 [1] on the device, depth of the last accepted row; None with ``last``.
+        root: int64 [1] on the device, the bonus token, which is the next step's root; None with ``last``.
     """
 
     scores: Scores
@@ -133,34 +133,33 @@ class DeviceStep:
 
 @runtime_checkable
 class ReadbackSession(Protocol):
-    """A session that reads numbers of every step, and has them come with the step's one copy from the device."""
+    """A session that reads numbers from the device in every step; they come with the step's one copy."""
 
     def readback(self, step: DeviceStep) -> torch.Tensor | None:
-        """int64, what ``Observation.readback`` is to hold; on accelerators only, so ``observe`` may be without."""
+        """An int64 tensor for ``Observation.readback``. It is called on accelerators only, so that may be None."""
 
 
 @runtime_checkable
 class MergingSession(Protocol):
-    """A session whose drafts come from several drafters, which a trace tells apart."""
+    """A session whose drafts come from several drafters, which a trace names."""
 
     def sources(self) -> Sequence[str]:
-        """Of each row of the latest draft, the name of the drafter that proposed it; the root's means nothing."""
+        """Per row of the latest draft the name of the drafter that proposed it; the root's is not used."""
 
 
 class BatchedSession:
-    """A session that runs a model to draft, and in a batch has its passes run together with other sequences'."""
+    """A session that runs a model to draft; in a batch its passes are run together with other sequences'."""
 
     def passes(self, row_budget: int) -> Passes[Draft]:
-        """What ``propose`` does, as a generator that yields each :class:`specdec.step.forward_passes.Pass` and is sent
-        its answer.
+        """``propose`` as a generator that yields each :class:`specdec.step.forward_passes.Pass` and is sent its output.
 
-        Between two of them other sequences draft, so nothing may be left set up (a context manager) while it waits.
+        Other sequences draft between two passes, so no context manager may be left open across a ``yield``.
         """
         raise NotImplementedError
 
     @final
     def propose(self, row_budget: int) -> Draft:
-        """As of any session, with each pass run by itself."""
+        """As :meth:`DraftSession.propose`, with passes run one by one."""
         return alone(self.passes(row_budget))
 
 
@@ -171,29 +170,30 @@ class DraftSession(Protocol):
         """A tree of at most ``row_budget`` rows, the root included; the root alone is a plain step."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn from a step that it proposed (or, if the drafter has taps, from text that it was not asked for)."""
+        """Learn from a step the session proposed or, if the drafter has taps, from text that ran without a draft."""
 
 
 class Drafter(Protocol):
-    """A drafting strategy. Its attributes are all that the engine knows of it.
+    """A drafting strategy. The engine reads these attributes and calls ``start``.
 
-    :class:`DrafterBase` has defaults for them, :class:`DrafterWrapper` has those of the drafter inside.
+    :class:`DrafterBase` has defaults for the attributes, :class:`DrafterWrapper` copies those of the inner drafter.
 
     Attributes:
-        name: the one that it is registered under.
-        taps: hidden layers that sessions want back in ``observe``; ``FINAL`` is the last one, after the norm.
-        needs_observe: False where the tokens in the context are all that sessions learn from; without taps they are
-            then told nothing.
-        needs_draft: False where sessions take a step as it was, whoever proposed its rows. Beside other drafters, in a
-            ``union``, they are shown all of it, which is less work than to show them what became of their own draft.
+        name: the name it is registered under.
+        taps: hidden layers that sessions read in ``observe``; ``FINAL`` is the last layer after the norm.
+        needs_observe: False if sessions learn from the tokens in the context only; without taps ``observe`` is then
+            not called.
+        needs_draft: False if sessions learn from a step's rows whichever drafter proposed them. In a ``union`` they
+            then observe the whole step, which is cheaper than to cut out their own draft.
         top_k: how many of each scored row's likeliest tokens sessions read. Where several processes share a step's
-            rows, neither more than that many nor logits are there.
-        proposes: False where drafts are the root alone, so that nothing has to be known of what rows cost.
-        plans_rows: sessions choose their rows by ``context.policy.prices``; others' row budget the policy bounds.
-        draws: False where no draft comes with a q, unless ``acceptance`` is ``reject``. Otherwise a text that is
-            sampled depends on the rows proposed, and in a batch these must not depend on the other sequences.
-        fixed_cost_rows: what drafting costs besides the rows that are verified, in rows of a small model: a tenth of a
-            millisecond each. A rough guess.
+            rows, only so many tokens are there, and no logits.
+        proposes: False if drafts are the root alone, so that no cost curve is needed.
+        plans_rows: True if sessions choose their rows by ``context.policy.prices``; otherwise the policy sets their
+            row budget.
+        draws: False if no draft has a q unless ``acceptance`` is ``reject``. Otherwise sampled text depends on the
+            proposed rows, and in a batch these must not depend on the other sequences.
+        fixed_cost_rows: fixed cost of drafting, besides the verified rows, in units of a tenth of a millisecond; a
+            rough guess.
     """
 
     name: str
@@ -211,10 +211,9 @@ class Drafter(Protocol):
 
 
 class DrafterBase:
-    """What a drafter written as a class with a config gets for free.
+    """Base class of drafters with a config, with defaults for a drafter's attributes, see :class:`Drafter`.
 
-    ``Config`` is a frozen, keyword-only dataclass that checks itself; its fields are the drafter's options. For the
-    other attributes see :class:`Drafter`.
+    ``Config`` is a frozen, keyword-only dataclass that checks itself; its fields are the drafter's options.
     """
 
     name: str
@@ -230,7 +229,7 @@ class DrafterBase:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "likeliest" in cls.__dict__:  # its name of before
+        if "likeliest" in cls.__dict__:  # the old name of top_k
             message = f"{cls.__name__}.likeliest is called top_k now; rename it"
             warnings.warn(message, SpecdecWarning, stacklevel=2)
             cls.top_k = cls.__dict__["likeliest"]
@@ -240,14 +239,14 @@ class DrafterBase:
 
     @classmethod
     def build(cls, config: Any, target: Target) -> DrafterBase:
-        """Make the drafter for a target; override it where weights have to fit the target."""
+        """Make the drafter for a target; override it to load weights that fit the target."""
         return cls(config)
 
 
 class DrafterWrapper:
-    """A drafter around another one, ``inner``, that the engine treats as it would treat that one.
+    """A drafter around another one, ``inner``, with the same attributes.
 
-    Override ``start`` to watch or to change what its sessions do.
+    Override ``start`` to watch or change what the inner drafter's sessions do.
     """
 
     def __init__(self, inner: Drafter) -> None:
@@ -263,5 +262,5 @@ class DrafterWrapper:
         self.fixed_cost_rows = inner.fixed_cost_rows
 
     def start(self, context: Context) -> DraftSession:
-        """A session of the drafter inside."""
+        """A session of the inner drafter."""
         return self.inner.start(context)

@@ -12,9 +12,9 @@
     |-- ForkError         a process was forked from one that computes with several threads (also a RuntimeError)
     `-- NumericalError    the target returned logits that are no distribution
 
-and, for what it can go on from, as a warning: SpecdecWarning (a UserWarning).
+Problems that do not stop specdec are warnings: SpecdecWarning (a UserWarning).
 
-Each message says what is wrong, the values, and the remedy.
+Each message has the problem, the values, and the remedy.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ForkError(SpecdecError, RuntimeError):
 
 
 class SpecdecWarning(UserWarning):
-    """Something was passed over or left as it was; the message says what, and what is done instead."""
+    """Something was ignored or left unchanged; the message says what, and what specdec does instead."""
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -103,7 +103,7 @@ def pip_line(extra: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line; its class where it says nothing."""
+    """The first line of another library's error message; its class if the message is empty."""
     first, *rest = str(error).strip().splitlines() or [type(error).__name__]
     return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
@@ -119,6 +119,6 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def told(error: BaseException) -> str:
-    """What an error of another library says, with its class where that is no sentence by itself: KeyError, say."""
+    """Another library's error message, with its class where the message alone is no sentence, as for KeyError."""
     plain = isinstance(error, OSError | ValueError) and not isinstance(error, UnicodeError)
     return first_line(error) if plain or not str(error).strip() else f"{type(error).__name__}: {first_line(error)}"

@@ -1,4 +1,4 @@
-"""What a generation returns: text, tokens, why it ended, and what each step cost."""
+"""Results of a generation: text, tokens, the reason why it ended, and statistics of its steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ __all__ = ["Chunk", "Generation", "Seconds", "Statistics", "Step", "StepTrace", 
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """What a step's tree was, and what became of it.
+    """The tree of a step, and its outcome.
 
     Attributes:
-        tokens, parents: of the tree's rows, the root first, as in :class:`specdec.step.tree.Draft`.
-        sources: of each row, the drafter that proposed it; where several are merged, the first that did. The root's is
-            ``target``.
+        tokens, parents: tokens and parents of the tree's rows, as in :class:`specdec.step.tree.Draft`.
+        sources: per row the drafter that proposed it, the first one where several are merged; ``target`` for the root.
         path: the accepted rows, the root first.
-        token_sources: of each emitted token, the source of the row that held it, or ``target`` for the bonus token.
-        seconds: from the beginning of the text's first step to the end of this one.
+        token_sources: per emitted token the source of its row, or ``target`` for the bonus token.
+        seconds: time from the start of the text's first step to the end of this one.
     """
 
     tokens: Sequence[int]
@@ -35,7 +34,7 @@ class StepTrace:
 class Step:
     """One decoding step: ``tokens`` emitted (bonus last), ``rows`` of the target's forward, drafter's name.
 
-    ``trace`` is there where it was asked for.
+    ``trace`` is set if the generation was started with ``trace=True``.
     """
 
     index: int
@@ -52,9 +51,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """An emitted token's logarithm of probability by the target, before logits processors, and the likeliest tokens'.
+    """The log-probability of an emitted token under the target, before logits processors, and the likeliest tokens.
 
-    ``top`` holds (token, logarithm), best first, as many as were asked for.
+    ``top`` holds pairs (token, log-probability), best first, as many as ``logprobs`` asked for.
     """
 
     token_id: int
@@ -66,13 +65,13 @@ class TokenLogprobs:
 class Seconds:
     """Wall-clock seconds by phase.
 
-    ``prefill`` is what comes before the first step: the prompt's tokens are found, cache and drafting session are made,
-    and the prompt is run. ``draft``, ``target``, ``verify`` and ``other`` are those of the steps. In a batch, a forward
-    is counted to each sequence by its rows, and what the batch's own loop takes is counted to none.
+    ``prefill`` is everything before the first step: tokenizing, making the cache and the drafting session, and running
+    the prompt. ``draft``, ``target``, ``verify`` and ``other`` are parts of the steps. In a batch the time of a forward
+    is divided among sequences by their rows; the time of the batch's own loop is not counted.
 
-    On a GPU the prefill is waited for. A step is waited for once, where its numbers are read: ``target`` is the time to
-    launch the forward, and what the device still needs then is part of ``verify``. ``passes`` are part of ``draft``:
-    what drafters had models compute, timed as the target's forwards are.
+    On a GPU the prefill is waited for. A step is waited for once, when its numbers are read: ``target`` is the time to
+    launch the forward, and the rest of the device's time is part of ``verify``. ``passes`` is a part of ``draft``: the
+    time of models that drafters run, measured in the same way.
     """
 
     prefill: float = 0.0
@@ -96,14 +95,13 @@ class Statistics:
         acceptance_lengths: tokens emitted by each step, the bonus token counted.
         rows: rows of each step's target forward.
         prompt_tokens: tokens of the prompt.
-        reused_tokens: those of them whose keys and values were there already.
+        reused_tokens: tokens of the prompt whose keys and values came from a prefix cache.
         lossy: whether the acceptance rule may have changed the output distribution.
-        activations: ``int8`` where rows were rounded to 8 bits before quantised weights, which is another model's text;
-            None where they were not.
-        accepted_prediction_tokens: tokens of the ``prediction`` that are in the text, in this order: of the longest
-            sequence that both have in common when tokens of either are left out. It says how good the prediction was,
-            whatever steps were taken, and is counted when the result is asked for.
-        rejected_prediction_tokens: the prediction's other tokens, those behind the text's end too.
+        activations: ``int8`` if rows were rounded to 8 bits before quantised weights, which gives another model's text;
+            else None.
+        accepted_prediction_tokens: length of the longest common subsequence of the ``prediction`` and the text. It
+            measures the prediction, not the steps, and is counted when the result is made.
+        rejected_prediction_tokens: the prediction's other tokens, also those after the text's end.
     """
 
     prompt_tokens: int = 0
@@ -140,10 +138,10 @@ class Statistics:
         return sum(self.rows) / self.steps if self.steps else 0.0
 
     def acceptance(self) -> dict[str, Any]:
-        """What became of drafts, under vLLM's names, so that figures of different tools compare.
+        """Acceptance of drafts under vLLM's names, so that figures can be compared.
 
         A draft is a step that verified more than the root, and its tokens are its rows below the root. The mean counts
-        the bonus token; number k of ``num_accepted_tokens_per_pos`` says how many drafts had more than k accepted.
+        the bonus token; entry k of ``num_accepted_tokens_per_pos`` is the number of drafts with more than k accepted.
         """
         pairs = zip(self.acceptance_lengths, self.rows, strict=True)
         drafts = [(length - 1, rows - 1) for length, rows in pairs if rows > 1]
@@ -175,14 +173,14 @@ class Generation:
     """A finished generation.
 
     Attributes:
-        text: of the new tokens, special tokens left out, cut before a stop string.
+        text: text of the new tokens without special tokens, cut before a stop string.
         token_ids: the new tokens, an end-of-sequence token and a stop string's included.
         finish_reason: ``eos``, ``stop`` (a stop string or criterion), ``length`` (max_new_tokens) or ``context``; in
             a batch also ``error``, and ``cancelled`` where :meth:`specdec.engine.scheduler.Scheduler.cancel` ended it.
-        stats: what it cost.
-        steps: step by step, for traces.
-        logprobs: per token, if they were asked for.
-        error: in a batch, why this prompt failed; the tokens are those before.
+        stats: counts and times.
+        steps: the steps, for traces.
+        logprobs: log-probabilities per token, if they were asked for.
+        error: in a batch, why this prompt failed; the tokens before the failure are kept.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Target: what engine and drafters need of a model; :mod:`specdec.models.transformers_target` is over transformers."""
+"""Target: the interface of a model; :mod:`specdec.models.transformers_target` implements it over transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 import torch
 
 from specdec.runners.runner import FINAL
-from specdec.sampling.scores import RowArgmax, Scores
+from specdec.sampling.scores import Scores
 from specdec.step.block import Rows
 from specdec.step.cache import KVCache
 from specdec.step.tree import Entry
@@ -20,39 +20,31 @@ _ALL = slice(None)
 
 
 class TargetOutput:
-    """What one forward gave, or what of it are one sequence's rows.
+    """The output of one forward, or the rows of it that belong to one sequence.
 
     Args:
-        logits: of the rows asked for; None where none were, or the forward left early.
+        logits: [R, V] of the rows asked for, or their scores; None where none were, or the forward left early.
         hidden: [T, D] residual stream after the last layer that ran.
-        taps: see the attribute; of a layer that only the first rows came through, those.
-        argmax: see the attribute.
+        taps: see the attribute. A layer that only the first rows came through has only those rows.
 
     Attributes:
         taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
-        argmax: the likeliest tokens of a batch's rows, found for all at once, and where these rows begin and end among
-            them.
     """
 
-    __slots__ = ("_hidden", "_logits", "_rows", "argmax", "taps")
+    __slots__ = ("_hidden", "_logits", "_rows", "taps")
 
     def __init__(
         self,
-        logits: torch.Tensor | None,
+        logits: torch.Tensor | Scores | None,
         hidden: torch.Tensor,
         taps: Mapping[int, torch.Tensor] | None = None,
-        argmax: tuple[RowArgmax, int, int] | None = None,
     ) -> None:
         self._logits, self._hidden, self._rows = logits, hidden, _ALL
         self.taps: Mapping[int, torch.Tensor] = {} if taps is None else taps
-        self.argmax = argmax
 
-    def part(
-        self, first: int, last: int, argmax: tuple[RowArgmax, int, int] | None, taps: Collection[int]
-    ) -> TargetOutput:
-        """Rows [first, last), whose logits are those of ``argmax``, and of the taps these; nothing is cut before it is
-        read."""
-        part = TargetOutput(None if argmax is None else self._logits, self._hidden, argmax=argmax)
+    def part(self, first: int, last: int, scores: Scores | None, taps: Collection[int]) -> TargetOutput:
+        """Rows [first, last) with their ``scores``, and the hidden states of these ``taps``; cut when they are read."""
+        part = TargetOutput(scores, self._hidden)
         part._rows = slice(first, last)
         if taps:
             part.taps = _Cut(self.taps, first, last, taps)
@@ -61,9 +53,7 @@ class TargetOutput:
     @property
     def logits(self) -> torch.Tensor | None:
         """[R, V] of the rows asked for, in the target's dtype; None where none were, or the forward left early."""
-        if self._rows is _ALL or self._logits is None or self.argmax is None:
-            return self._logits
-        return self._logits[self.argmax[1] : self.argmax[2]]
+        return self._logits.logits if isinstance(self._logits, Scores) else self._logits
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -71,17 +61,16 @@ class TargetOutput:
         return self._hidden if self._rows is _ALL else self._hidden[self._rows]
 
     def scores(self, rows: Sequence[int] | None) -> Scores:
-        """Of the ``rows`` that logits were asked for."""
+        """The scores of the draft's ``rows`` that logits were asked for; None for all."""
         assert self._logits is not None
-        return Scores(self._logits if self._rows is _ALL else self._cut, rows, self.argmax)
-
-    def _cut(self) -> torch.Tensor:
-        assert self.logits is not None
-        return self.logits
+        if not isinstance(self._logits, Scores):
+            return Scores(self._logits, rows)
+        self._logits.rows = rows
+        return self._logits
 
 
 class _Cut(Mapping[int, torch.Tensor]):
-    """Of some layers' hidden states rows [first, last), cut when they are read, where there are as many."""
+    """Rows [first, last) of some layers' hidden states, cut when they are read; layers with fewer rows are left out."""
 
     __slots__ = ("_first", "_last", "_layers", "_whole")
 
@@ -102,14 +91,14 @@ class _Cut(Mapping[int, torch.Tensor]):
 
 
 class ForwardOptions(TypedDict, total=False):
-    """What a forward is told beside its rows.
+    """Options of a forward.
 
     Attributes:
-        entry: hidden states of the rows, where they passed the first layers already.
-        exit_layer: the layer to stop before; None runs all of them, and the head.
-        taps: hidden layers wanted back.
-        rows: those whose logits are wanted; None for all, empty for none.
-        top_k: how many of each one's largest logits will be read; 1 if left out.
+        entry: hidden states of rows that already passed the first layers.
+        exit_layer: the layer to stop before; None runs all layers and the head.
+        taps: hidden layers to return.
+        rows: rows to return logits for; None for all, empty for none.
+        top_k: how many of each row's largest logits will be read; 1 if left out.
     """
 
     entry: Entry | None
@@ -120,9 +109,9 @@ class ForwardOptions(TypedDict, total=False):
 
 
 class Target(Protocol):
-    """What engine and drafters need of a model.
+    """A model, as the engine and drafters use it.
 
-    ``layer_weights`` counts the numbers in all layers' weights, which a forward reads besides those of the head.
+    ``layer_weights`` is the number of weights in all layers; a forward reads them and the head's.
     """
 
     name: str
@@ -140,7 +129,7 @@ class Target(Protocol):
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row's numbers are the same, bit for bit, whatever rows are beside it."""
+        """Whether a row's results are bit-identical whatever other rows are in the forward."""
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
@@ -152,16 +141,16 @@ class Target(Protocol):
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
 
     def version(self) -> object:
-        """Equal to one of before where ``forward`` still computes what it did then."""
+        """A value that is equal to an earlier one while ``forward`` still computes the same."""
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """What runs, and why: section -> name -> value."""
+        """How the model is run, and why: section -> name -> value."""
 
     def active(self) -> AbstractContextManager[None]:
         """A context manager inside which ``forward`` may be called."""
 
     def embed(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """[N, D] what the first layer gets of tokens [N]; of a list, where the host has it to look up."""
+        """[N, D] embeddings of tokens [N], the first layer's input; a list is looked up on the host if possible."""
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., D] through the last norm."""
@@ -170,4 +159,4 @@ class Target(Protocol):
         """Logits [..., V] of hidden states [..., D] that passed the last norm."""
 
     def head_of(self, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The head over these tokens [d] alone: [..., D] to [..., d], with a copy of their rows."""
+        """The head restricted to tokens [d], as a function from [..., D] to [..., d]; it copies their rows."""

@@ -1,20 +1,22 @@
 """Kangaroo (Liu, Tang, Liu, Ni, Wang and Han 2024, arXiv 2404.18911): the target's first layers draft for it.
 
-A round runs the newest token through layers [0, l), keeps its feature, and lets the adapter guess the next token from
-it; in the paper it ends after gamma guesses, or after one that the adapter does not trust (confidence <= eta), which is
-kept. Without an eta what pays is drafted: of a guess those tokens whose chances are worth their rows of verification
-and a shallow pass for all of them; and another guess behind the likeliest one if that one's chance is worth adapter and
-head, too, and in the same pass of the adapter behind those others that are worth a row of it. Verification enters at
-layer l with the kept features, so no layer runs twice for a token, and draft and verification share one cache. When
-sampling, tokens are ranked with the noise with which the target will draw.
+A round runs the newest token through layers [0, l), keeps its feature, and the adapter guesses the next token from it.
+In the paper a round ends after gamma guesses, or after a guess whose confidence is at most eta, which is kept.
 
-On a device nothing is read before the step is verified: there the chances of a token are what became of tokens of its
-rank in steps that are over, so that a round's guesses and their alternatives are settled before they are made. Where an
-eta is given, which has to be held against each guess, a chain's next shallow pass is launched first, so that the device
-has work while the host waits (docs/gpu.md has the sums).
+Without an eta, a round goes on while it pays. A token of a guess is drafted if its chance exceeds the price of its row
+in verification, provided that all drafted tokens together pay for a shallow pass. The next guess is made behind the
+likeliest token if its chance also pays for adapter and head; the same pass of the adapter guesses behind other tokens
+whose chances pay for a row of it.
 
-The adapter has a cache of its own (:mod:`drafters.shared.own_cache`), in which a row at a token reads that token's
-feature.
+Verification enters at layer l with the kept features, so no layer runs twice for a token, and draft and verification
+share one cache. When sampling, tokens are ranked with the noise that the target will draw with.
+
+On a device nothing is read before the step is verified. There the chance of a token is the share of tokens of its rank
+that were right in finished steps, so that the rows of a round are decided before its guesses are computed. An eta must
+be compared with each guess; so a chain's next shallow pass is launched first, and the device has work while the host
+waits (docs/gpu.md has the calculation).
+
+The adapter has its own cache (:mod:`drafters.shared.own_cache`), in which a token's row reads that token's feature.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from specdec.target import Target
 __all__ = ["Kangaroo", "KangarooConfig", "check_adapter"]
 
 _BRANCH = 8  # most tokens of a guess that are verified because they pay
-_ACCEPTED, _GUESSES = 0.6, 4.0  # share of guesses that were accepted before any was made, and those it counts as
+_ACCEPTED, _GUESSES = 0.6, 4.0  # prior share of accepted guesses, and its weight in guesses
 _RIGHT, _PROMISED = 0.9, 8.0  # likeliest tokens that are right for one that is promised, and the promises it counts as
 
 
@@ -58,19 +60,16 @@ class KangarooConfig:
     """Options.
 
     Attributes:
-        adapter: folder of a trained adapter; None is the one in this package that was trained for the model.
-        exit_layer: draft with no adapter at all: leave behind this layer through the target's own norm and head, for
-            models that were trained for it (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710). The head is then run
-            for every draft.
-        eta: confidence at or below which a round ends; None takes the adapter's own, and where that is None, too, a
-            round goes on while it pays: of a guess as many tokens are verified as have a chance that is worth more than
-            their rows, if together they are worth a shallow pass, too; and the next guess is made behind the likeliest
-            one if its chance is worth adapter and head, too. On a device these chances are those of other
-            tokens of the same rank, and a round stays there.
-        gamma: most guesses of a round; None takes the adapter's own.
-        branch: where a round ends for want of confidence, verify this many alternatives for its last token; 1 is the
-            paper's chain; None takes the adapter's own. Without an eta the most tokens of any guess, 8 for None; under
-            ``reject`` it is 1.
+        adapter: folder of a trained adapter; None takes the one in this package that was trained for the model.
+        exit_layer: draft without an adapter: exit after this layer through the target's own norm and head, for models
+            that were trained for it (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710). The head then runs for every
+            guess.
+        eta: confidence at or below which a round ends; None takes the adapter's eta. If that is None, too, a round
+            goes on while it pays: a token is verified if its chance exceeds the price of its row. On a device, chances
+            are the shares of earlier tokens of the same rank that were right.
+        gamma: most guesses of a round; None takes the adapter's gamma.
+        branch: number of alternatives for the last token of a round that ends at eta; 1 is the paper's chain; None
+            takes the adapter's value. Without an eta, the most tokens of any guess, 8 for None; 1 under ``reject``.
         check_target: refuse a model that is not the one the adapter was trained for.
     """
 
@@ -93,7 +92,7 @@ class KangarooConfig:
 
 
 class Kangaroo(DrafterBase):
-    """A trained adapter and when to stop."""
+    """A trained adapter, and the rule by which a round stops."""
 
     name = "kangaroo"
     draws = False
@@ -134,7 +133,7 @@ class Kangaroo(DrafterBase):
 
     @classmethod
     def describe_weights(cls, folder: Path) -> list[str]:
-        """What a folder holds, for ``specdec drafters --check``.
+        """A description of the weights in a folder, for ``specdec drafters --check``.
 
         Raises:
             CheckpointError: no adapter, or a broken one.
@@ -280,7 +279,8 @@ class KangarooSession(BatchedSession):
         """How many unread tokens of a guess are verified, and :meth:`_onward` of the first."""
         chances = [rank.share for rank in self._ranks[:most]]
         hopes = self._hopes(reached, chances)
-        count = max(self._paying(hopes, rows), 1)  # or nothing would be learned; the policy may say to draft nothing
+        # With no token nothing would be learned; the row policy may still decide to draft nothing.
+        count = max(self._paying(hopes, rows), 1)
         self._guessed.append((chances[0], slice(rows, rows + count)))
         return count, self._onward(hopes[:1], rows + count)
 
@@ -304,10 +304,10 @@ class KangarooSession(BatchedSession):
         rows: int,
         most: int,
     ) -> tuple[list[int], list[int], list[float]]:
-        """What pays of the guesses, each a number and its chance, behind some rows: the likeliest to be reached first.
+        """The guesses behind some rows that pay, the likeliest to be reached first; a guess is a number and its chance.
 
         Returns:
-            The row that each token follows; the token's number; and :meth:`_onward`.
+            Per token its parent row and its number; and :meth:`_onward`.
         """
         candidates = [
             (hope, node, number)
@@ -322,20 +322,20 @@ class KangarooSession(BatchedSession):
         return [node for _, node, _ in candidates[:count]], [number for _, _, number in candidates[:count]], onward
 
     def _hopes(self, reached: float, chances: Sequence[float]) -> list[float]:
-        """That tokens are right with all above them: by how often what was promised has come."""
+        """Probabilities to reach tokens with these chances, calibrated by earlier guesses."""
         sure = self._likeliest.share
         return [reached * min(1.0, sure * chance) for chance in chances]
 
     def _paying(self, hopes: Sequence[float], rows: int) -> int:
-        """How many tokens bring most over what they cost, the likeliest first; ``rows``: of the draft, so far."""
-        # The first one pays for a shallow pass, in which the others are but rows.
+        """The number of tokens, likeliest first, with the largest net gain; ``rows``: rows of the draft so far."""
+        # The first token pays for a shallow pass; the others only for a row of it.
         steps, first = self._steps[rows + 1 : rows + 1 + len(hopes)], self._first_price(rows)
         return most_worth(hopes, [0.0, *(first + step - steps[0] for step in steps)])
 
     def _onward(self, hopes: Sequence[float], rows: int) -> list[float]:
-        """Of those behind which another guess pays, the hopes.
+        """The hopes of the tokens behind which another guess pays.
 
-        The first one pays for adapter, head and a shallow pass, in which the others are but rows.
+        The first token pays for adapter, head and a shallow pass; the others only for a row of each.
         """
         steps, accepted, onward = self._steps, self._accepted.share, list[float]()
         price = self._guess_price + self._first_price(rows)
@@ -384,7 +384,7 @@ class KangarooSession(BatchedSession):
         return self._forward.of(block)
 
     def _guess(self, rows: Sequence[int], features: torch.Tensor, parents: Sequence[int]) -> Passes[torch.Tensor]:
-        """[N, d] logits of what follows some rows, whose features come first; the root brings what the cache lacks."""
+        """[N, d] logits after some rows, whose features are computed first; the root's block fills the cache's gap."""
         own, features, begins = self._own, features[: len(rows)], rows[0] == 0
         if begins:
             features = own.catch_up(features)
@@ -406,9 +406,9 @@ class KangarooSession(BatchedSession):
         return vocabulary.gather(processed(scores[None], self._ids, self._processors)[0])[None]
 
     def _listed(self, scores: torch.Tensor, depth: int) -> list[tuple[Sequence[float], Sequence[float]]] | None:
-        """Of each guess the likeliest tokens' numbers, likeliest first, and their chances to be the target's choice.
+        """Per guess the numbers of the likeliest tokens, likeliest first, with their chances to be the target's choice.
 
-        All are behind rows of one depth. None where reading them means waiting for a device.
+        All guesses are behind rows of one depth. None where reading them would wait for a device.
         """
         if self._apart:
             return None
@@ -423,7 +423,7 @@ class KangarooSession(BatchedSession):
         return listed
 
     def _rank(self, scores: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Of one guess the chances of the likeliest tokens, and their numbers."""
+        """The chances of one guess's likeliest tokens, and their numbers."""
         if self._noise is not None:
             scores = coupled(scores, self._noise.gumbel(self._place(depth)), self._temperature)
         best = torch.softmax(scores, -1, dtype=torch.float32).topk(min(self._drafter.branch, len(scores)))

@@ -1,12 +1,11 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the last hidden state guess several tokens at once.
 
-The root stands at position n, and the last accepted row left the hidden state of position n - 1, from which the target
-chose the root. Head k reads that state, and if it was trained so the root's embedding, too, and guesses position n + k,
-knowing of no token in between. So a tree is a list of *rank paths*: path (0, 2) is the first head's best token and
-behind it the second head's third best. In the paper it is the same in every step. Here, where none is given, it grows
-anew by how probable the heads find their guesses, as far as its rows pay; where the heads are not sure, that is not at
-all. Ranks are chosen, not drawn, so a draft carries no q. When sampling, tokens are ranked with the noise with which
-the target will draw.
+The root is at position n. The last accepted row left the hidden state of position n - 1, from which the target chose
+the root. Head k reads that state (and, if it was trained so, the root's embedding) and guesses position n + k without
+the tokens in between. So a tree is a list of *rank paths*: path (0, 2) is the first head's best token and behind it the
+second head's third best. In the paper the tree is fixed. Here, if none is given, a new tree grows in every step by the
+heads' probabilities, as far as its rows pay, which may be not at all. Ranks are chosen, not drawn, so a draft has no q.
+When sampling, tokens are ranked with the noise that the target will draw with.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ __all__ = ["Medusa", "MedusaConfig"]
 
 Ranked = Sequence[Sequence[Sequence[float]]]  # per head, of its likeliest tokens: numbers, and chances
 _MOST, _RANKS = 63, 10  # nodes of a tree, and ranks in it, as the authors' has
-_FAINT = 0.01  # a node of a smaller chance is not looked at, even where rows are free
-_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # guesses that are right for one that the heads promise, and those it counts as
+_FAINT = 0.01  # a node with a smaller reach is not considered, even where rows are free
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # prior of the factor on the heads' probabilities, and its weight in guesses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +48,9 @@ class MedusaConfig:
     Attributes:
         heads: folder of trained heads, ours or published ones; None is the one in this package that was trained for the
             model.
-        tree: a name in ``TREES``, a ``.yaml`` file with a list of rank paths, or these such as
-            ``[[0], [0, 0], [1]]``, likeliest first, as a small budget cuts the end; None grows one in every step, of
-            the rows that pay by how probable the heads find them, and by how often that was right in this text.
+        tree: a name in ``TREES``, a ``.yaml`` file with a list of rank paths, or such a list, as
+            ``[[0], [0, 0], [1]]``, likeliest first, as a small budget cuts the end; None grows a tree in every step
+            from the rows that pay, by the heads' probabilities and how often they were right in this text.
         check_target: refuse a model that is not the one the heads were trained for.
     """
 
@@ -72,7 +71,7 @@ class Medusa(DrafterBase):
     Config = MedusaConfig
     taps = frozenset({FINAL})
     needs_draft = False
-    fixed_cost_rows = 3  # what a pass's price leaves out: noise and best tokens of every head, and the tree
+    fixed_cost_rows = 3  # not in a pass's price: noise and best tokens of every head, and the tree
 
     def __init__(self, config: MedusaConfig, heads: MedusaHeads, target: Target) -> None:
         super().__init__(config)
@@ -95,7 +94,7 @@ class Medusa(DrafterBase):
         """Load the heads for a target.
 
         Raises:
-            CheckpointError: no heads, broken ones, or those of another model.
+            CheckpointError: there are no heads, they are broken, or they belong to another model.
             ConfigError: a tree that the heads or the vocabulary cannot fill.
         """
         heads = MedusaHeads.from_pretrained(weights_folder(config.heads, target, "medusa.heads"))
@@ -104,7 +103,7 @@ class Medusa(DrafterBase):
 
     @classmethod
     def describe_weights(cls, folder: Path) -> list[str]:
-        """What a folder holds, for ``specdec drafters --check``.
+        """A description of the weights in a folder, for ``specdec drafters --check``.
 
         Raises:
             CheckpointError: no heads, or broken ones.
@@ -172,7 +171,7 @@ class MedusaSession(BatchedSession):
         self._calibration = Calibration(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)  # of first ranks behind right ones
         self._seen: Mapping[int, torch.Tensor] | None = None  # the latest taps; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
-        self._guesses: Ranked | None = None  # of the latest step, where they came with it or were asked for
+        self._guesses: Ranked | None = None  # guesses after the latest step, if they are known already
         params = context.sampling
         self._temperature = params.temperature
         self._samples = params.temperature > 0 and params.acceptance != "typical"
@@ -264,7 +263,7 @@ class MedusaSession(BatchedSession):
         self._seen, self._last, self._guesses = seen.taps, seen.path[-1], None
         prompt_ends = seen.draft is None and self._context.cache.length == self._context.prompt_length - 1
         if prompt_ends and device_copies.is_apart(self._context.target.head_device):
-            # Read with the prompt, as later guesses come with a step's copy: no step has a copy of its own for them.
+            # Guesses come with a step's copy. The first ones are read here, so that no step needs a second copy.
             self._guesses = _sound(*self._drafter.lists([self._brought()]))
         if seen.readback is not None:
             ranked = np.array(seen.readback, dtype=np.int64).view(np.float64)

@@ -1,4 +1,4 @@
-"""Calibration: how far a drafter's own chances are believed, by what became of the guesses that it promised."""
+"""Calibration: a factor on a drafter's probabilities, learned from how many of its guesses were right."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ __all__ = ["Calibration"]
 
 
 class Calibration:
-    """Guesses that were right, for one that was promised.
+    """Number of right guesses per expected right guess.
 
-    A chance of 0.7 promises 0.7 guesses. Where two in three of such promises are kept, chances are worth two thirds of
-    what they say.
+    A guess of probability 0.7 is 0.7 expected right guesses. If two thirds of the expected number are right,
+    probabilities are multiplied by two thirds.
 
     Args:
-        right: guesses that are supposed to have been right before any was seen.
-        promised: those that were promised then.
+        right: prior number of right guesses.
+        promised: prior number of expected right guesses.
         memory: weight of the past, from one :meth:`learn` to the next.
     """
 
@@ -24,10 +24,10 @@ class Calibration:
 
     @property
     def share(self) -> float:
-        """What a promised guess is worth; above 1 where more came than was promised."""
+        """The factor on probabilities; above 1 if more guesses were right than expected."""
         return self._right / self._promised
 
     def learn(self, promised: float, right: float) -> None:
-        """Note that ``right`` guesses were right, of guesses whose chances add up to ``promised``."""
+        """Record that ``right`` guesses were right, of guesses whose probabilities add up to ``promised``."""
         self._right = self._memory * self._right + right
         self._promised = self._memory * self._promised + promised

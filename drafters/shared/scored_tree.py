@@ -1,9 +1,9 @@
-"""Trees of guesses: they grow by the chance that a guess is reached, to the size that pays.
+"""Trees of guesses that grow by probability, to the size that pays.
 
-A row's chance is that it is right where its parent is; that it is *reached* has the product of the chances down its
-path. Drafters whose guesses are at hand let :meth:`ScoredTree.grow` take the likeliest rows of all, one by one
-(Medusa's heads, a table of successors). Those that run a model for every level ``add`` a level's rows and look at their
-``reach`` before the next one (a draft model).
+The chance of a row is the probability that it is right where its parent is; its *reach* is the product of the chances
+along its path. Drafters that know all guesses at once let :meth:`ScoredTree.grow` take the likeliest rows one by one
+(Medusa's heads, a table of successors). Drafters that run a model per level ``add`` a level's rows and read their
+``reach`` before the next level (a draft model).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from specdec.costs.prices import most_worth
 __all__ = ["Guesses", "Margin", "ScoredTree"]
 
 Guesses = Sequence[tuple[int, float]]
-"""Tokens and their chances, the likeliest first."""
+"""Pairs of token and chance, the likeliest first."""
 
 
 class ScoredTree:
     """Rows of a draft, the root first, each parent before its children.
 
     Args:
-        root: its token.
+        root: token of the root.
 
     Attributes:
-        tokens, parents, depths: of each row.
-        chances: that it is right where its parent is.
-        reach: that all of its path is right.
+        tokens, parents, depths: one per row.
+        chances: per row, probability that it is right where its parent is.
+        reach: per row, probability that its whole path is right.
     """
 
     __slots__ = ("chances", "depths", "parents", "reach", "tokens")
@@ -43,7 +43,7 @@ class ScoredTree:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, chance: float) -> None:
-        """One more row."""
+        """Add a row."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
@@ -69,15 +69,15 @@ class ScoredTree:
         """Add up to ``most`` rows below the root, the likeliest to be reached first.
 
         Args:
-            guesses: what may follow a row, called once for each that is not too deep, in the order of the rows.
-            most: rows in all, less the root.
-            deepest: depth of a row.
-            least: what a row must be worth to follow 0, 1, ... others; with the first that is worth less it ends. See
-                :attr:`Margin.least`.
-            share: of each chance that is believed.
+            guesses: returns the guesses behind a row; called once per row that is not too deep, in order.
+            most: most rows below the root.
+            deepest: largest depth of a row.
+            least: the least reach of the row after 0, 1, ... others, see :attr:`Margin.least`; growth ends at the first
+                row with less.
+            share: factor on every chance.
 
-        Example: where the guesses are of chances .5 and .2 everywhere, three rows are the best guess, the best behind
-        it, and the second best.
+        Example: if guesses have chances .5 and .2 everywhere, three rows are the best guess, the best guess behind it,
+        and the second best guess.
         """
         tokens, parents, depths, reach = self.tokens, self.parents, self.depths, self.reach
         take, keep = heapq.heappop, heapq.heappush
@@ -104,17 +104,17 @@ class ScoredTree:
 
 
 class Margin:
-    """Which rows of a tree pay, where a token is worth a plain step.
+    """Decides which rows of a tree pay, where a token is worth one plain step.
 
     Args:
-        costs: the target's.
+        costs: the target's cost curve.
         length: tokens of the text.
-        most: nodes of a tree.
-        faint: what a node must be worth even where rows are free.
+        most: most nodes of a tree.
+        faint: least reach of a node even where rows are free.
 
     Attributes:
-        least: of a tree of 0, 1, ... nodes, what the next one must be worth, or no more of them will pay: none behind
-            it is worth more, and so many will cost at least that much each.
+        least: ``least[n]`` is the least reach with which the node after n others can pay. Further nodes have no larger
+            reach, and any number of them costs at least so much per node.
     """
 
     def __init__(self, costs: CostCurve, length: int, most: int, faint: float) -> None:
@@ -134,5 +134,5 @@ class Margin:
         self.least.reverse()
 
     def size(self, worths: Sequence[float]) -> int:
-        """How many nodes, likeliest first, bring the most tokens over what their rows cost."""
+        """The number of nodes, likeliest first, with the largest gain over the cost of their rows."""
         return most_worth(worths, self._prices)

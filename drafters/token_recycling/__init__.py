@@ -1,4 +1,4 @@
-"""Token recycling: what the target thought of last time, as guesses.
+"""Token recycling: the target's likeliest tokens of earlier steps, as guesses.
 
-``drafter`` proposes; ``recycled`` ranks by the noise with which the target draws.
+``drafter`` proposes them; ``recycled`` ranks them with the noise that the target draws with.
 """

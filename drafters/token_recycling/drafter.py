@@ -1,9 +1,8 @@
-"""Token recycling (Luo et al. 2024, arXiv 2408.08696): what the target thought of last time is the next draft.
+"""Token recycling (Luo et al. 2024, arXiv 2408.08696): the target's likeliest tokens of earlier steps are the draft.
 
-Every verified row, accepted or not, leaves its k likeliest successors behind under its own token. The next draft walks
-these lists from the root along a fixed template of rank paths. It needs no training and no text to copy from. Where
-tokens are drawn with the target's own noise, :mod:`drafters.token_recycling.recycled` ranks what is known with that
-noise instead.
+For every verified row, accepted or not, the k likeliest successors are stored under the row's token. The next draft
+walks these lists from the root along a fixed template of rank paths. It needs no training and no text to copy from.
+When sampling, :mod:`drafters.token_recycling.recycled` ranks the stored tokens with the target's noise instead.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class TokenRecyclingConfig:
     Attributes:
         rows: rows below the root; None takes as many as pay, up to the paper's 80.
         depth: longest path of the template.
-        successors: k, tokens kept per token; where tokens are drawn, 32 with their scores are.
-        from_prompt: start from the prompt's own pairs of tokens; off, the first steps have nothing to propose.
-        persistent: sequences share one table, so that it starts warm; then drafts depend on what was decoded before.
-            Where the text depends on the rows proposed, as under ``reject``, each sequence has a table of its own.
+        successors: k, successors stored per token; when sampling, 32 are stored with their scores.
+        from_prompt: start with the prompt's pairs of tokens; if False, the first steps have nothing to propose.
+        persistent: sequences share one table, so that a text starts with a full one; drafts then depend on earlier
+            texts. Where the text depends on the proposed rows, as under ``reject``, each sequence has its own table.
     """
 
     rows: int | None = None

@@ -1,9 +1,9 @@
-"""Recycled distributions: what the target thought of last time, ranked by the noise of this time.
+"""Recycled distributions: the target's distributions of earlier steps, ranked with the noise of the next draw.
 
-Where tokens are drawn, the likeliest one is often not the one that comes. The target draws the token of a position with
-noise that is known beforehand (:class:`specdec.sampling.noise.Noise`), so a guess at its distribution, ranked with the
-same noise, is a guess at its draw (Daliri, Musco and Suresh 2024, arXiv 2408.07978). A token's guess is the mean of
-what the target thought after it of late; after the same two tokens, where both are known.
+When sampling, the likeliest token is often not the one that is drawn. The target draws the token of a position with
+noise that is known beforehand (:class:`specdec.sampling.noise.Noise`). So an estimate of its distribution, ranked with
+the same noise, is a guess at its draw (Daliri, Musco and Suresh 2024, arXiv 2408.07978). The estimate after a token is
+the mean of the target's latest distributions after it, or after the same two tokens if these are known.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DOUBT = 2  # pairs of tokens in the prompt that are supposed to have gone on ot
 _ERROR = 1.25  # by how many logits a guess is off, so that a lead by as many is e to one
 _BEST = 8  # tokens of a guess that may be proposed
 _PRIOR, _PRIOR_WEIGHT = 0.75, 8.0  # rows that are right for one that was promised, and the promises that it counts as
-_FAINT = 0.02  # no row that is likelier wrong than this is looked at
+_FAINT = 0.02  # a row with a smaller reach is not considered
 
 
 class Guess(NamedTuple):
@@ -69,12 +69,12 @@ class Distributions:
             counts[after] = counts.get(after, 0) + 1
 
     def learn(self, before: int | None, token: int, tokens: Sequence[int], logits: Sequence[float]) -> None:
-        """Take what the target thought after a token and the one before it (None: there is none), the latest so far.
+        """Store the target's latest distribution after a token and the token before it (None: there is none).
 
         Args:
-            before, token: of the text.
-            tokens: some that may be drawn, distinct.
-            logits: theirs, the largest first.
+            before, token: tokens of the text.
+            tokens: distinct tokens that may follow.
+            logits: logits of ``tokens``, the largest first.
         """
         kept = array("q", tokens), array("f", logits)
         for key in ((token,), (before, token)):
@@ -156,7 +156,7 @@ class DrawnSession:
         return sum(odd >= params.min_p and before < most for odd, before in zip(odds, above, strict=False))
 
     def _learn(self, draft: Draft, path: Sequence[int], emitted: int, scores: Scores) -> None:
-        """Take what the target thought after each scored row, what came after the accepted ones last."""
+        """Store the target's distribution after each scored row, those after accepted rows last."""
         text = self._context.tokens
         rows = scores.rows if scores.rows is not None else range(len(draft))
         tokens, logits = scores.weighed(min(KEPT, self._context.target.vocab_size))

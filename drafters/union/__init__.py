@@ -1,4 +1,4 @@
 """Union: several drafters in one tree, each as far as it pays.
 
-``drafter`` is the one that is registered, ``merge`` the session, ``parts`` lays drafts into a tree, ``bandit`` judges.
+``drafter`` is registered, ``merge`` has the session, ``parts`` puts drafts into one tree, ``bandit`` judges each part.
 """

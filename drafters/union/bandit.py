@@ -1,4 +1,8 @@
-"""What a part of a merged drafter has been worth: how its rows fared, and whether it is to draft."""
+"""Bandit: how often rows of one part of a merged drafter are right, and whether the part should draft.
+
+It asks the question of :mod:`specdec.costs.policy` for a part of a tree, whose rows compete with other parts' rows.
+Both use the prices of :mod:`specdec.costs.prices`.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +15,42 @@ __all__ = ["BY_MATCH", "DEPTHS", "MATCHES", "ONWARD", "RANKS", "Bandit", "kind_o
 DEPTHS, RANKS, MATCHES = 8, 4, 6
 _KINDS = (MATCHES + 1) * RANKS * 2 * (DEPTHS + 1)
 
-# What is supposed before any was seen. Of a first rank by its draft's match: of 0, 1, 2-3, 4-7, ... tokens; then of a
-# lower rank, and of a row that contradicts a part before it, beside a first rank.
+# Prior chance of a row of the first rank, by its draft's match length of 0, 1, 2-3, 4-7, ... tokens.
 BY_MATCH = (0.35, 0.3, 0.45, 0.6, 0.75, 0.85, 0.9)
-ONWARD = 0.6  # at least this after a row that was right
-_WEIGHT = 3.0  # of what is supposed, in rows seen
+ONWARD = 0.6  # least prior chance of a row behind a row that was right
+_WEIGHT = 3.0  # weight of the prior, in rows
 
-# Tokens a step that a part with much to compute may bring, by the rows of its tree, of which those that pay are taken.
+# Expected gain per step, in tokens, of a part that runs a model and has 1, 2, ... rows in the tree.
 _HOPES = [0.3 * (1 - 0.6**rows) for rows in range(1, 9)]
-_GRACE = 0.05  # of a part that has little to compute
-_DEBT = 0.01  # tokens a step that a part may lose, on average of late, before it sleeps
+_GRACE = 0.05  # expected gain of a part that computes little
+_DEBT = 0.01  # mean loss per step, in tokens, above which a part sleeps
 
 
 class Bandit:
-    """What is known of a part: how its rows have fared, and what it has been worth lately, in tokens a step.
+    """The record of a part: how often its rows were right, and its mean net gain in tokens per step.
 
     Args:
-        part: the drafter.
+        part: the part's drafter.
         memory: weight of the past, from one step or row to the next.
     """
 
     def __init__(self, part: Drafter, memory: float) -> None:
         self._memory, self._fixed_rows = memory, part.fixed_cost_rows
         self._hits, self._tries = [0.0] * _KINDS, [0.0] * _KINDS
-        self._net: float | None = None  # until the prices of its first step are known
-        # A part that has no model to run is simply tried, one that has waits until it may pay.
+        self._net: float | None = None  # None until the prices of the part's first step are known
+        # A part without a model is tried at once; a part with a model waits until it may pay.
         self._computes = bool(part.taps)
-        # What a model brings comes rarely and is much, what it takes comes every time: few steps say little of it.
+        # A model's gain is rare and large, its cost comes with every step: many steps are needed to judge it.
         self._lasting = memory**0.25 if part.taps else memory
         self._patience = Patience(32, 256) if part.taps else Patience(4, 32)
 
     def chance(self, kind: int, supposed: float) -> float:
-        """That such a row is right where its parent is; ``supposed``: of a kind of which nothing is known."""
+        """Probability that a row of a kind is right where its parent is; ``supposed``: the prior."""
         tries = self._tries[kind]
         return (self._hits[kind] + _WEIGHT * supposed) / (tries + _WEIGHT) if tries else supposed
 
     def reach(self, match: int, rows: int, least: float) -> list[float]:
-        """Of a path of first ranks the chance that each row is reached, as far as it is not below the ``least``."""
+        """Probability to reach each row of a path of first ranks; it ends where the probability is below ``least``."""
         first, supposed, reached, reaches = kind_of(match, 0, 0, False), BY_MATCH[match], 1.0, list[float]()
         for depth in range(1, rows + 1):
             chance = self.chance(first + min(depth, DEPTHS), supposed)
@@ -59,12 +62,12 @@ class Bandit:
         return reaches
 
     def note(self, kind: int, right: bool) -> None:
-        """One more such row, whose parent was right."""
+        """Record whether a row was ``right`` whose parent was right."""
         self._hits[kind] = self._memory * self._hits[kind] + right
         self._tries[kind] = self._memory * self._tries[kind] + 1
 
     def awake(self, prices: Prices, length: int) -> bool:
-        """Whether the part drafts for this step; before any was judged, what a draft costs decides."""
+        """Whether the part drafts for this step; before the first judgement, the cost of a draft decides."""
         if self._net is None:
             hope = _GRACE
             if self._computes:
@@ -72,14 +75,14 @@ class Bandit:
             self._net = hope - prices.drafting(self._fixed_rows, length)
         if self._net > -_DEBT:
             return True
-        # Sequences of a batch wake the part together, and each of them then pays for the try.
+        # Sequences of a batch share the bandit, and each of them pays for a try; so each counts a share of a step.
         if not self._patience.due(1 / prices.batch_load.sequences):
             return False
-        self._net = 0.0  # a few disappointments, and it sleeps again
+        self._net = 0.0  # a few losses, and it sleeps again
         return True
 
     def judge(self, prices: Prices, length: int, *, net: float, cost: float) -> None:
-        """Take note of a step: tokens that its rows brought less their price, and the draft's cost."""
+        """Record a step: ``net`` tokens, its accepted rows less the price of its rows, and the draft's ``cost``."""
         assert self._net is not None
         net -= prices.drafting(self._fixed_rows, length, cost)
         self._net = self._lasting * self._net + (1 - self._lasting) * net
@@ -88,5 +91,6 @@ class Bandit:
 
 
 def kind_of(match: int, depth: int, rank: int, dissents: bool) -> int:
-    """Rows of one kind are judged alike; ``match``: the bits of its length. Kinds of a path follow one another."""
+    """Number of a row's kind; rows of a kind share a record. ``match``: bits of the match length. Kinds of consecutive
+    depths are consecutive."""
     return ((match * RANKS + rank) * 2 + dissents) * (DEPTHS + 1) + depth

@@ -1,8 +1,8 @@
 """Union: several drafters' trees in one.
 
-The paper of lookahead decoding adds prompt lookup's n-grams to its own (Fu et al. 2024, Table 3, row 9); this is that,
-for any drafters. The likeliest rows of all come first, as many as the engine's policy allows, see
-:mod:`drafters.union.merge`; ``auto`` goes further and weighs every row by what it costs.
+The paper of lookahead decoding adds prompt lookup's n-grams to its own (Fu et al. 2024, Table 3, row 9); this drafter
+does so for any drafters. It takes the likeliest rows of all parts, as many as the row policy allows, see
+:mod:`drafters.union.merge`; ``auto`` also weighs every row against its price.
 """
 
 from __future__ import annotations

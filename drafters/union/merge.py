@@ -1,12 +1,12 @@
-"""Merge: the trees of several drafters in one, and what each of them has been worth.
+"""Merge: the trees of several drafters in one tree, and a record of each drafter's gain.
 
-Equal paths share rows. Each row is judged by how such rows have fared: of that part, with a match of that length, at
-that depth and rank; the chance that a row is reached is the product along its path, and the best rows are taken. A part
-whose accepted rows do not earn what its rows and its drafting cost sleeps, and is woken now and then. All of that
-follows from steps that are over, never from the one that is drafted for.
+Equal paths share rows. The probability of a row is estimated from earlier rows of its kind: of the same part, match
+length, depth and rank. The probability to reach a row is the product along its path, and the best rows are taken. A
+part whose accepted rows do not outweigh the price of its rows and of its drafting sleeps, and is woken now and then.
+All of this depends on finished steps only.
 
-A row that was not taken is judged all the same where its parent was accepted: the text says whether it was right. So
-a change for the better is noticed without paying for it.
+A row that was not taken is recorded as well if its parent was accepted, as the text shows whether it was right. So an
+improvement is noticed without paying for it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ PARTS: tuple[Any, ...] = (
 
 Lookahead beside them brought one token in a hundred steps where rows are free, and cost more than that elsewhere.
 """
-_FAINT = 0.03  # a row that is reached more rarely than this is not considered, whatever rows cost
-_SURE = 4.0  # rows that are supposed to have held what they promised, before any was taken
-_LEAST_SURE = 0.01  # of what is promised so much is believed whatever came of it, or nothing would ever be taken again
+_FAINT = 0.03  # a row with a smaller probability is not considered, whatever rows cost
+_SURE = 4.0  # weight of the prior that probabilities are right, in rows
+_LEAST_SURE = 0.01  # least factor on probabilities; with 0 no row would ever be taken again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class MergedConfig:
     """Options of a drafter that merges others' trees.
 
     Attributes:
-        parts: drafters, each a name or ``{"name": ..., **options}``, the cheapest first: a row that two of them propose
-            is put down to the first. None takes suffix automaton and token recycling, and under ``auto`` the
-            Medusa heads in this package where they fit the model.
+        parts: drafters, each a name or ``{"name": ..., **options}``, the cheapest first: a row that two parts propose
+            counts for the first one. None takes suffix automaton and token recycling, and under ``auto`` also the
+            Medusa heads in this package if they fit the model.
         rows: most rows below the root, of all parts together; None leaves it to the engine.
-        memory: weight of the past in a part's worth and in a row's chance, from one step to the next.
+        memory: weight of the past in a part's gain and in a row's probability, from one step to the next.
     """
 
     parts: list[Any] | None = None
@@ -61,7 +61,7 @@ class MergedConfig:
     memory: float = 0.96
 
     drafter: ClassVar[str]
-    """Its name."""
+    """The drafter's name."""
 
     def __post_init__(self) -> None:
         if self.parts is not None and not self.parts:
@@ -72,7 +72,7 @@ class MergedConfig:
 
 
 class Record:
-    """What is known of the parts: each one's bandit, and how far their promises are believed.
+    """The record of all parts: a bandit for each, and a common factor on their probabilities.
 
     Args:
         parts: the drafters.
@@ -86,13 +86,12 @@ class Record:
 
     @property
     def sure(self) -> float:
-        """Rows that were right, for one that was promised when they were taken: the best of many opinions promise more
-        than they hold."""
+        """Accepted rows per expected row. It is below 1 because the largest of many estimates are too large."""
         return max(self._calibration.share, _LEAST_SURE)
 
 
 class Merged(DrafterBase):
-    """The parts, and the record of them, which sequences share unless their text depends on it."""
+    """A merged drafter: its parts and their record, which sequences share unless their text depends on it."""
 
     draws = False
 
@@ -114,7 +113,7 @@ class Merged(DrafterBase):
 
     @classmethod
     def made(cls, config: MergedConfig, target: Target) -> list[Drafter]:
-        """The parts that ``config`` names, or the usual ones."""
+        """The parts that ``config`` names, or the default ones."""
         return [make_drafter(part, target) for part in config.parts or PARTS]
 
     def start(self, context: Context) -> MergedSession:
@@ -122,23 +121,23 @@ class Merged(DrafterBase):
 
 
 class MergedSession(BatchedSession):
-    """One sequence's parts. Without a policy all of them draft; a drafter that plans keeps the rows that pay."""
+    """One sequence's parts. Without a row policy all parts draft; ``auto`` keeps only the rows that pay."""
 
     def __init__(self, drafter: Merged, context: Context) -> None:
         self._drafter, self._context, self._name = drafter, context, drafter.name
         self._record = Record(drafter.parts, drafter.config.memory) if context.isolated else drafter.record
         self._prices = None if context.policy is None else context.policy.prices
-        # As a part of a union without a policy it takes what there is room for, as the union does.
+        # ``auto`` as a part of a union without a policy takes as many rows as there is room for, as the union does.
         self._planned = self._prices if drafter.plans_rows else None
         pairs = zip(drafter.parts, self._record.bandits, strict=True)
         self._parts = [MergedPart(part, bandit, context) for part, bandit in pairs]
         self._most = drafter.config.rows or context.max_rows
         self._length = 0
-        self._readbacks: list[tuple[MergedPart, int]] = []  # parts with a readback of the latest step, and its size
-        self._rows: Sequence[int] = [0]  # of the tree, that the draft took, ascending
+        self._readbacks: list[tuple[MergedPart, int]] = []  # parts with a readback in the latest step, and its size
+        self._rows: Sequence[int] = [0]  # rows of the tree that are in the draft, ascending
         self._draft = Draft.chain([context.root])
-        self._needed = NO_ROWS  # rows of the tree that were taken whatever they promised
-        self._promised = 0.0  # rows that were to be right of those that were taken for what they promised
+        self._needed = NO_ROWS  # rows of the tree that were taken whatever their probability
+        self._promised = 0.0  # expected number of accepted rows among the others
 
     def passes(self, row_budget: int) -> Passes[Draft]:
         context, prices = self._context, self._prices
@@ -147,7 +146,7 @@ class MergedSession(BatchedSession):
         row_budget = min(row_budget, self._most + 1)
         tree, cost, least = Tree(context.root), 0.0, 0.0
         if self._planned is not None and row_budget > 1:
-            # No row is taken that is not worth what the cheapest one costs.
+            # A row with a smaller expected gain than the cheapest row's price never pays.
             least = max(_FAINT, self._planned.least(length, row_budget) / self._record.sure)
         for part in self._parts:
             part.active = row_budget > 1 and (prices is None or part.bandit.awake(prices, length))
@@ -181,7 +180,7 @@ class MergedSession(BatchedSession):
         return self._draft
 
     def _taken(self, tree: Tree, cost: float) -> Draft:
-        """The rows that were taken."""
+        """The draft of the rows that were taken."""
         rows, kept = self._rows, {row: number for number, row in enumerate(self._rows)}
         probes, read = NO_ROWS, set[int]()
         if tree.needed:
@@ -191,7 +190,7 @@ class MergedSession(BatchedSession):
         return Draft(tokens, [-1, *parents], probes=probes, read=sorted(read), hints=Hints(cost=cost))
 
     def sources(self) -> list[str]:
-        """Of each row of the latest draft, the part that proposed it first."""
+        """Per row of the latest draft the first part that proposed it."""
         names = {row: part.name for part in self._parts if part.active for row in part.added}
         return [names.get(row, self._name) for row in self._rows]
 
@@ -223,13 +222,13 @@ class MergedSession(BatchedSession):
         for part in self._parts:
             if part.active and accepted:
                 self._judge(part, seen, readbacks.get(part), accepted)
-            elif part.taps:  # it sees the hidden states of all tokens
+            elif part.taps:  # a part with taps needs the hidden states of all tokens
                 self._show(part, seen, readbacks.get(part))
 
     def _judge(
         self, part: MergedPart, seen: Observation, readback: Sequence[int] | None, accepted: Sequence[int]
     ) -> None:
-        """Judge a part that drafted by what became of its rows, and let it learn; ``accepted``: rows of the tree."""
+        """Record what became of a part's rows, and let the part observe them; ``accepted``: rows of the tree."""
         rows, prices = self._rows, self._prices
         part.judge(seen.tokens)
         if part.observes and part.maps:
@@ -246,7 +245,7 @@ class MergedSession(BatchedSession):
             part.bandit.judge(prices, self._length, net=net, cost=part.draft.hints.cost)
 
     def _show(self, part: MergedPart, seen: Observation, readback: Sequence[int] | None) -> None:
-        """Have a part observe the step as it was, but of the taps its own, and its own answer."""
+        """Let a part observe the whole step, with its own taps and its own readback."""
         if seen.readback is not None or part.taps != self._drafter.taps:
             taps = {layer: seen.taps[layer] for layer in part.taps}
             seen = Observation(seen.draft, seen.path, seen.tokens, seen.scores, taps, readback)

@@ -1,4 +1,4 @@
-"""The parts of a merged drafter: each one's draft laid into the common tree, and its share of what was seen."""
+"""The parts of a merged drafter: how a part's draft is put into the common tree, and what the part observes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_ROWS = frozenset[int]()
 
 
 class Tree:
-    """All that the parts propose, equal paths once: per row its token, parent and the chance that it is reached."""
+    """The rows that all parts propose, equal paths once: per row its token, parent and probability to be reached."""
 
     __slots__ = ("heirs", "is_chain", "needed", "parents", "probes", "reach", "rows", "tokens")
 
@@ -32,23 +32,23 @@ class Tree:
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.reach = [root], [-1], [1.0]
         self.probes = self.needed = NO_ROWS
-        self.is_chain = True  # of candidates, which nothing was ever put beside
+        self.is_chain = True  # a single path of candidates so far
 
     def extend(self, tokens: Sequence[int], reach: Sequence[float]) -> None:
-        """Put a path of candidates below the root, where nothing else is yet."""
+        """Add a path of candidates below the root of an empty tree."""
         self.tokens += tokens
         self.parents += range(len(tokens))
         self.reach += reach
 
     def find(self) -> None:
-        """Have all rows in ``rows`` and ``heirs``, those of ``extend`` too."""
+        """Fill ``rows`` and ``heirs``, which ``extend`` does not."""
         if self.is_chain:
             self.rows = {(row - 1, self.tokens[row]): row for row in range(1, len(self.tokens))}
             self.heirs = {row: row + 1 for row in range(len(self.tokens) - 1)}
             self.is_chain = False
 
     def put(self, row: int, parent: int, token: int, reach: float, candidate: bool) -> int:
-        """Have the ``row`` that was found, or a new one; the better of two opinions counts."""
+        """Add a row, or update the existing ``row`` >= 0; the larger of two probabilities counts."""
         if row < 0:
             row = self.rows[parent, token] = len(self.tokens)
             self.tokens.append(token)
@@ -65,13 +65,13 @@ class Tree:
         return row
 
     def need(self, row: int) -> None:
-        """Have a row verified with its ancestors, whatever it is worth."""
+        """Mark a row and its ancestors as rows to be verified in any case."""
         while row > 0 and row not in self.needed:
             self.needed |= {row}
             row = self.parents[row]
 
     def best(self, most: int) -> list[int]:
-        """The rows that need not be there, the likeliest ones first, so that parents come before their children."""
+        """The rows that may be left out, the likeliest first, so that parents come before their children."""
         rest = [*range(1, len(self.tokens))]
         if self.probes or self.needed:
             rest = [row for row in rest if row not in self.probes and row not in self.needed]
@@ -81,7 +81,7 @@ class Tree:
 
 
 class MergedPart:
-    """A part in one sequence: its session, its latest draft and where that draft's rows went."""
+    """A part in one sequence: its session, its latest draft, and the draft's rows in the tree."""
 
     __slots__ = (
         "active",
@@ -110,9 +110,9 @@ class MergedPart:
         self.added = range(0)  # rows of the tree that no part before it proposed
 
     def place(self, tree: Tree, least: float) -> None:
-        """Put its rows into the tree, each with the chance that it is reached, but none of less than the ``least``.
+        """Put the draft's rows into the tree if their probability to be reached is at least ``least``.
 
-        The first row of a path that is left out is judged all the same, as it may become better.
+        The first row of a path that is left out is recorded as well, as its probability may rise.
         """
         draft, first = self.draft, len(tree.tokens)
         if len(draft) == 1:
@@ -126,7 +126,7 @@ class MergedPart:
         self.added = range(first, len(tree.tokens))
 
     def _lay(self, tree: Tree, least: float, match: int) -> None:
-        """What ``_merge`` does, for a chain of candidates where nothing else is yet."""
+        """As ``_merge``, for a chain of candidates and an empty tree."""
         tokens, first = self.draft.tokens, kind_of(match, 0, 0, False)
         reach = self.bandit.reach(match, len(tokens) - 1, least)
         size = len(reach) + 1
@@ -139,7 +139,7 @@ class MergedPart:
         size, probes = len(draft), draft.probes
         self.rows, self.kinds = rows, kinds = [0], [0]
         chances, ranks = [1.0], [0] * size
-        if draft.read:  # what a row of which is read has all its ancestors verified
+        if draft.read:  # a row that is read needs all of its ancestors
             least = 0.0
         tree.find()
         known, heirs, reaches = tree.rows, tree.heirs, tree.reach
@@ -175,9 +175,10 @@ class MergedPart:
             tree.need(rows[own])
 
     def judge(self, text: Sequence[int]) -> None:
-        """Note which of its rows were right, by the tokens that the step emitted."""
+        """Record which of the draft's rows were right, by the tokens that the step emitted."""
         draft, note, size, right = self.draft, self.bandit.note, len(text), [True]
-        rows = zip(self.kinds, self.rows, draft.tokens, draft.parents, draft.depths, strict=False)  # as far as kinds go
+        # ``kinds`` may be shorter than the rest.
+        rows = zip(self.kinds, self.rows, draft.tokens, draft.parents, draft.depths, strict=False)
         for kind, row, token, parent, depth in islice(rows, 1, None):
             if depth <= size and right[parent]:
                 hit = token == text[depth - 1]
@@ -190,24 +191,24 @@ class MergedPart:
 
 
 def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collection[int]) -> Observation:
-    """What became of ``draft``, whose row i was row ``rows[i]`` of the whole, with the taps that its part wants.
+    """The observation of one part's ``draft``, whose row i was row ``rows[i]`` of the whole, with the part's taps.
 
-    Where the accepted path leaves the part's own rows, the missing ones are appended to its draft, so that path, tokens
-    and taps fit together as if the part had proposed them too. A row that was left out, -1, counts as a row whose
-    logits are not read, and its taps mean nothing.
+    Where the accepted path leaves the part's rows, the missing rows are appended to its draft, so that path, tokens and
+    taps are consistent. A row that was left out, -1, becomes a probe whose logits are not read; its taps are undefined.
     """
     whole, path, scores = seen.draft, seen.path, seen.scores
     assert whole is not None
     assert scores is not None
     unscored = whole.probes.difference(whole.read)
-    if rows == [*range(len(whole))] and unscored <= draft.probes:  # it had the step for itself
+    if rows == [*range(len(whole))] and unscored <= draft.probes:  # no other part proposed rows
         hidden = {layer: seen.taps[layer] for layer in taps}
         return Observation(draft, list(path), seen.tokens, scores, hidden, seen.readback)
-    if len(rows) == 1:  # it had none of it: all that concerns it is the text
+    if len(rows) == 1:  # the part had no rows in the step, and observes the text only
         chain = Draft.chain([whole.tokens[row] for row in path])
         hidden = {layer: _rows(seen.taps[layer], path) for layer in taps}
         return Observation(chain, range(len(path)), seen.tokens, scores.select(path, None), hidden, seen.readback)
-    others = [row for row in path if row not in rows]  # its end, as what is behind another's row is not the part's
+    # Others' rows are the end of the path: rows below another part's row are not this part's.
+    others = [row for row in path if row not in rows]
     union_rows = [*rows, *others]
     path = [union_rows.index(row) for row in path]  # the first of equal rows
     size = len(union_rows)
@@ -228,5 +229,5 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
 
 
 def _rows(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """``rows`` of hidden states that are not written to later, so that the first ones, in order, need no copy."""
+    """The given ``rows`` of hidden states; the first rows in order are a view, as nothing writes to them later."""
     return hidden[: len(rows)] if [*rows] == [*range(len(rows))] else device_copies.pick(hidden, rows)

@@ -1,8 +1,8 @@
 """Audit: every answer compared with plain decoding, token by token.
 
-Where an answer differs, the logits after the common text are computed once more, by the unmodified model in one
-forward, and the two tokens are compared there. Tokens whose scores are nearer than rounding are a tie that two kernels
-may break either way. A wider gap is a bug, of the system or of plain decoding itself; the fresh logits tell which.
+Where an answer differs, the logits after the common text are computed again by one forward of the unmodified model, and
+the two tokens' scores are compared. Scores that differ by less than rounding are a tie that kernels may break either
+way. A larger gap is a bug of the system or of plain decoding; the new logits show which.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Divergence:
     """The first difference of an answer from plain decoding's.
 
     Attributes:
-        system, question_id, repeat, turn, position: where; the position counts new tokens from 0.
-        expected, found: plain decoding's token and the system's; None where the text had ended.
-        gap: of the two best scores there; ``between``: of the two tokens' own. Scores are logits, and with a
-            temperature the processed logits and the noise of that position.
-        bound: the largest gap that is rounding at this dtype.
-        dtype: of the model.
+        system, question_id, repeat, turn, position: the place; ``position`` counts new tokens from 0.
+        expected, found: plain decoding's token and the system's; None if the text had ended.
+        gap: difference of the two best scores; ``between``: difference of the two tokens' scores. Scores are logits,
+            and with a temperature the processed logits plus the noise of that position.
+        bound: the largest gap that rounding explains at this dtype.
+        dtype: dtype of the model.
         verdict: ``rounding`` or ``BUG``.
-        culprit: the system that is off the fresh logits, where the verdict is BUG.
+        culprit: the system that differs from the new logits, if the verdict is BUG.
     """
 
     system: str

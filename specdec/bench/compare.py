@@ -1,8 +1,8 @@
-"""Compare: two runs side by side, and what moved beyond noise.
+"""Compare: two runs side by side, and the figures that changed by more than noise.
 
-A system's speedup is a ratio inside of one run, so a machine that is slower on another day moves both of its parts. The
-ratio of the two runs' speedups is bootstrapped over the questions, drawn together for both runs; it has moved where its
-99 % interval leaves out 1 (99 and not 95, as a comparison looks at many pairs at once).
+A system's speedup is a ratio within one run, so a slower machine changes both of its parts. The ratio of the two runs'
+speedups is bootstrapped over the questions, drawn together for both runs. It has changed if its 99 % interval excludes
+1 (99 and not 95, as a comparison tests many pairs at once).
 """
 
 from __future__ import annotations

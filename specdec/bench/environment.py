@@ -51,7 +51,7 @@ def caption(environment: Mapping[str, Any]) -> str:
 
 
 def describe_model(name: str, target: TransformersTarget) -> dict[str, Any]:
-    """What the model is; ``fingerprint`` is the same for the same weights in the same dtype, wherever they lie."""
+    """A description of the model; ``fingerprint`` depends on weights and dtype only, not on their place."""
     digest = hashlib.sha256()
     parameters = 0
     for key, weight in sorted(target.model.state_dict().items()):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_figures", "sign"]
 
-# Okabe and Ito's colours, told apart by most colour-blind eyes, and three more; then markers tell.
+# Okabe and Ito's colours, which most colour-blind people can distinguish, and three more; then markers differ.
 _COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -71,7 +71,7 @@ def _styles(systems: Sequence[str]) -> dict[str, Style]:
 
 
 def sign(figure: Figure, caption: str) -> None:
-    """Say at the foot of a figure how it was made."""
+    """Write at the foot of a figure how it was made."""
     figure.supxlabel(caption, fontsize=6.5, color="#666666", x=0.01, ha="left")
 
 
@@ -196,7 +196,7 @@ def _shares(overall: Mapping[str, Row]) -> Figure | None:
 
 
 def _cost(overall: Mapping[str, Row], styles: Mapping[str, Style], cost: Mapping[str, Any]) -> Figure | None:
-    """The cost of a forward by rows; over it, what each drafter's steps cost and what they bring."""
+    """Plot the cost of a forward by rows, and over it the cost and the tokens of each drafter's steps."""
     plain = overall.get(BASELINE)
     if not cost.get("seconds") or plain is None or not plain.step_seconds:
         return None

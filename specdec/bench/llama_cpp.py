@@ -158,7 +158,7 @@ def _continuation(text: list[int], count: int) -> list[int]:
 
 @cache
 def _quiet() -> Any:
-    """A log function that drops what llama.cpp says of each tensor; the library calls it until the process ends."""
+    """A log function that drops llama.cpp's messages; the library calls it until the process ends."""
     import llama_cpp
 
     return llama_cpp.llama_log_callback(lambda level, text, data: None)

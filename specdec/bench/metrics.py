@@ -1,8 +1,8 @@
-"""Metrics: what a run's answers say, per group of questions and overall.
+"""Metrics of a run's answers, per group of questions and overall.
 
-Times are medians over the repeats of a question; intervals are 95 % percentile bootstraps over questions, seeded. A
-ratio of two systems uses the questions that both answered. Tokens are counted alike for all: those that came out, an
-end-of-sequence token included, never more than the budget.
+Times are medians over the repeats of a question; intervals are seeded 95 % percentile bootstraps over questions. A
+ratio of two systems uses the questions that both answered. Tokens are counted in the same way for all systems: the
+emitted tokens with an end-of-sequence token, at most the budget.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Metrics:
     rows: dict[str, dict[str, Row]]
 
     def one_by_one(self) -> Metrics:
-        """Those of the systems that answer one question at a time."""
+        """The figures of the systems that answer one question at a time."""
         return Metrics(self.groups, {label: rows for label, rows in self.rows.items() if at_once(label)[1] == 1})
 
 

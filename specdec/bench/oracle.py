@@ -1,8 +1,8 @@
-"""Oracle: a drafter that knows the answer, and is right as often as it is told to be.
+"""Oracle: a drafter that knows the answer, and is right with a given probability.
 
-Speed by acceptance is what trained drafters are compared on, and acceptance they buy with training. The oracle sets it,
-costs nothing, and so shows what the engine makes of it: at T tokens per step nothing can be faster than T times plain
-decoding, and what is missing from that is the target's time for more rows, and the engine's own.
+Trained drafters reach some acceptance by training. The oracle sets the acceptance at no cost, and so shows the speed of
+the engine at that acceptance. At T tokens per step the limit is T times plain decoding; the difference from this limit
+is the target's time for more rows and the engine's own time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plan: what a run is going to do, from a YAML file and the command line."""
+"""Plan: the options of a run, from a YAML file and the command line."""
 
 from __future__ import annotations
 

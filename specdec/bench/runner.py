@@ -1,7 +1,7 @@
-"""Runner: every system on every question, in turn, repeat by repeat; killed and started again, it goes on.
+"""Runner: every system answers every question, in turn, repeat by repeat; a killed run continues when started again.
 
-A system that answers several questions at once gets a lot of them: several times the largest batch, so that a batch is
-full for most of the lot. The others are asked the lot's questions one by one.
+A system that answers several questions at once gets a group of them: several times the largest batch, so that its batch
+is full most of the time. Other systems get the group's questions one by one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Runner:
         out: the run's folder.
         command: the command line, for the manifest.
         engine: loaded from the plan if None.
-        on_system: told the label before answers are begun, and how many of them count (of a warm-up none does).
+        on_system: called with the label and the number of answers that count (0 for a warm-up) before they begin.
         cost: measure the cost of a forward by its rows at the end.
 
     Raises:
@@ -87,7 +87,7 @@ class Runner:
             )
         self.plan, self.folder = plan, RunFolder(out)
         self._on_system, self._measure_cost = on_system, cost
-        check_specs(plan)  # before a large model is loaded for nothing, and so is what the folder holds
+        check_specs(plan)  # before a large model is loaded in vain; the folder is checked early as well
         self.folder.check()
         old = self.folder.manifest() if self.folder.manifest_path.exists() else None
         done = {record.key for record in self.folder.records()}
@@ -281,10 +281,10 @@ def answer_prompts(
 
 @contextmanager
 def _unswept() -> Iterator[None]:
-    """Within, the garbage collector passes over all that is there already.
+    """A context in which the garbage collector ignores all existing objects.
 
-    That is some 400,000 objects of models and libraries. To look through them takes a tenth to a quarter of a second,
-    which would be counted to whoever answers just then.
+    These are some 400,000 objects of models and libraries. A collection of them takes 0.1 to 0.25 s, which would be
+    counted to the system that is answering.
     """
     gc.collect()
     gc.freeze()

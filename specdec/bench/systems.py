@@ -40,14 +40,14 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class System(Protocol):
-    """Something that answers.
+    """A system that answers questions in a run.
 
     Attributes:
         label: its name in tables and files.
-        ours: a drafter in our engine, for whose exactness the audit vouches.
-        lossy: it may change the output distribution, and says so.
-        comparable: its text must be plain decoding's, token for token.
-        options: what it was made with, for the manifest.
+        ours: whether it is a drafter in our engine, whose exactness the audit checks.
+        lossy: whether it may change the output distribution.
+        comparable: whether its text must equal plain decoding's, token for token.
+        options: its options, for the manifest.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""The commands of ``specdec``, and what they show on a terminal.
+"""The commands of ``specdec`` and their output on a terminal.
 
-Modules here import torch only inside of functions, so that ``specdec --help`` is there at once.
+These modules import torch inside functions only, so that ``specdec --help`` starts fast.
 """

@@ -1,7 +1,7 @@
-"""Answers: a file of prompts decoded in batches into a file of generations, in order, whole or not at all.
+"""Answer files: the prompts of a file are decoded in batches into a file of generations, in the prompts' order.
 
-Until all are answered they are lines of the file's name + ``.partial``, as each one ends, behind a line that says what
-run this is. The same call goes on from there.
+The file appears when it is complete. Until then, finished answers are lines of a file with the suffix ``.partial``,
+after a line that identifies the run. The same call continues after them.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def chat(
                 raise
             output.print_error(PromptError(f"{error}, or begin anew with /reset"))
             continue
-        if text:  # a question whose answer was ended before it began is as if it had not been asked
+        if text:  # a question whose answer was ended before it began is dropped
             messages += [question, {"role": "assistant", "content": text}]
 
 
@@ -98,7 +98,7 @@ def _answer(engine: Engine, config: ChatConfig, prompt: Messages, kept: PrefixCa
 
 
 def _costs(generation: Generation, drafter: str) -> str:
-    """The line of statistics, and what of the prompt was run."""
+    """The line of statistics, with the number of prompt tokens that were run."""
     stats = generation.stats
     run = stats.prompt_tokens - stats.reused_tokens
     line = output.statistics(generation, drafter).plain.replace("ended by unfinished", "ended by you")
@@ -106,7 +106,7 @@ def _costs(generation: Generation, drafter: str) -> str:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """What the user says, line by line, without empty lines."""
+    """The user's lines, without empty ones."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to end a talk
     if not interactive:

@@ -34,7 +34,7 @@ def model_at_hand() -> tuple[str, str | None]:
 
 
 def question_for(model: str) -> Question:
-    """What the model is asked; the embedded one, which knows Python code and nothing else, goes on with some."""
+    """The default prompts; the embedded model knows only Python code and continues some."""
     file, number = ("tiny", 15) if model == "tiny" else ("six_kinds", 1)
     return next(question for question in read_questions(find_questions(file)) if question.id == number)
 

@@ -1,4 +1,4 @@
-"""``specdec info``: what would run a model here and why, and how fast each way is."""
+"""``specdec info``: how a model would be run on this machine, why, and how fast each runner is."""
 
 from __future__ import annotations
 

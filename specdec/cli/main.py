@@ -1,7 +1,7 @@
-"""The command line: ``specdec generate``, ``chat``, ``drafters``, ``demo``, ``info``, and what installed packages add.
+"""The command line: ``specdec generate``, ``chat``, ``drafters``, ``demo``, ``info``, and commands of other packages.
 
-Importing torch and transformers takes seconds, so commands import what they need of specdec when they run, and
-``--help`` and a mistyped option answer at once.
+Importing torch and transformers takes seconds, so commands import the rest of specdec when they run; ``--help`` and a
+mistyped option answer at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["COMMANDS", "build", "main"]
 COMMANDS = "specdec.commands"
 """Entry point group of further commands."""
 
-# Every file that is written has an error of its own, so these are standard output's, or standard error's.
+# Errors of writing files are other classes, so these errors come from standard output or standard error.
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             status: int | None = build()(arguments, standalone_mode=False, prog_name="specdec")
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, as an error at Python's end could not be told
+                sys.stdout.flush()  # now, as an error at Python's exit could not be reported
         return status or 0
     except (SpecdecError, typer.TyperException) as error:
         if not (_follows() and isinstance(error, ConfigError | PromptError | typer.TyperException)):
@@ -105,9 +105,9 @@ def _follows() -> bool:
 
 
 def build() -> typer.Typer:
-    """The application: the commands below, and those that installed packages declare as entry points.
+    """The application: the commands below, and commands that installed packages declare as entry points.
 
-    Such an entry point is a function, which becomes a command of that name, or a Typer app, which becomes a group.
+    An entry point is a function, which becomes a command of that name, or a Typer app, which becomes a group.
     """
     app = typer.Typer(
         no_args_is_help=True,
@@ -335,7 +335,7 @@ def demo(
             answers.append(race.turn(prompt))
             for name, result in race.results.items():
                 painter.write(f"--- {name} ---\n{result.generations[-1].text}\n\n")
-    for _ in range(2 if small else 0):  # its answers take no time, and so a clock says little of one
+    for _ in range(2 if small else 0):  # its answers are so short that one measurement says little
         race.turn(build_prompt(question, [], "auto", engine.tokenizer))
     note = f"{chosen}, temperature {sampling.temperature:g}; tokens/s of decoding alone, steps taken in turn"
     console.print(output_module.race_table(list(race.results.values()), note))

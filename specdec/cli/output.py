@@ -1,4 +1,4 @@
-"""What the command line shows: streams whose steps have colours, a line of statistics, tables."""
+"""Output of the command line: streams with a colour per step, a line of statistics, tables."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _is_standard_error(file: IO[str]) -> bool:
 
 
 def statistics(generation: Generation, drafter: str) -> Text:
-    """One line: what the text cost, and whether it is lossy."""
+    """One line with the statistics of a text, and whether it is lossy."""
     stats = generation.stats
     name = Text(drafter)
     if generation.lossy:
@@ -131,9 +131,9 @@ def to_json(generation: Generation, drafter: str) -> dict[str, Any]:
 
 
 def describe(name: str, kind: Any) -> dict[str, Any]:
-    """What ``specdec drafters`` tells of a drafter class: its docstring's first line, and the fields of its ``Config``.
+    """The description of a drafter class for ``specdec drafters``: its docstring's first line and its options.
 
-    An option's ``default`` is its repr, None where it has to be given.
+    An option's ``default`` is the repr of its default, None if the option is required.
     """
     about = _attributes(kind.Config)
     options = [
@@ -152,7 +152,7 @@ def _default(field: Any) -> str | None:
 
 
 def _attributes(config: Any) -> dict[str, str]:
-    """Field -> text, from the Attributes section of a docstring; ``a, b: text`` tells of both."""
+    """Field -> text, from the Attributes section of a docstring; ``a, b: text`` describes both fields."""
     _, _, section = (inspect.getdoc(config) or "").partition("Attributes:\n")
     section = re.split(r"\n(?=\S)", section)[0]
     about: dict[str, str] = {}
@@ -163,7 +163,7 @@ def _attributes(config: Any) -> dict[str, str]:
 
 
 def drafter_list(drafters: Sequence[Mapping[str, Any]]) -> Group:
-    """What each drafter is, and a table of its options below; ``error`` says why one does not import."""
+    """The description of each drafter with a table of its options; ``error`` is the reason why one does not import."""
     names = [len(option["name"]) for drafter in drafters for option in drafter["options"]]
     parts: list[RenderableType] = []
     for drafter in drafters:
@@ -182,7 +182,7 @@ def drafter_list(drafters: Sequence[Mapping[str, Any]]) -> Group:
 
 
 def print_error(error: Exception) -> None:
-    """An error as a line on standard error; nothing where it says nothing, as where there was no command but help."""
+    """Print an error as a line on standard error; an error without a message, as after help, prints nothing."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if message:
         print_line(("error:", "bold red"), message)
@@ -194,7 +194,7 @@ def print_line(kind: tuple[str, str], message: str) -> None:
 
 
 def race_table(results: Sequence[Result], note: str) -> Table:
-    """The end of the demo; the first result is what the others are compared with."""
+    """The end of the demo; the other results are compared with the first."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, caption=note, caption_justify="left")
     table.add_column("\ndrafter", no_wrap=True)
     for title in ("new\ntokens", "target\nsteps", "tokens\nper step", "\ntokens/s", "\nspeedup"):

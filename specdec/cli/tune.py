@@ -1,4 +1,4 @@
-"""``specdec tune``: what a step costs on this machine, by its rows, as a table, a plot and a file."""
+"""``specdec tune``: the cost of a step by its rows on this machine, as a table, a plot and a file."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def tune(
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw them, as PNG, SVG or PDF.")
     ] = None,
 ) -> None:
-    """Measure what a forward costs by its rows, and keep it: policies decide by it.
+    """Measure the cost of a forward by its rows, and keep it for row policies.
 
-    Do it while the machine is quiet, once for every model, dtype, device and number of threads that is used.
+    Run it while the machine is quiet, once per model, dtype, device and number of threads that you use.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -100,10 +100,10 @@ def table(curve: CostCurve) -> Table:
 
 
 def plot(curve: CostCurve, path: Path) -> None:
-    """Cost of a forward against its rows, by one row's cost, a line per length.
+    """Plot the cost of a forward against its rows, relative to one row, with a line per length.
 
     Raises:
-        ConfigError: matplotlib is not installed, or knows no such kind of picture.
+        ConfigError: matplotlib is not installed, or does not know the file type.
     """
     from specdec.costs.plots import new_figure, require_bench_extra, scale_to_rows, tidy
 

@@ -1,4 +1,6 @@
-"""Costs: what a forward of some rows takes here and now, how many rows pay, and whether to draft at all.
+"""Costs: one question per module, answered by finished steps only.
 
-Only numbers of rows follow from it, never a token: what is chosen depends on steps that are over.
+``curve``: how long does a forward of n rows take? ``measuring`` times it. ``live_curve``: how long does it take now?
+``prices``: how many of the given rows pay? Drafters that choose their rows use it, and so do the two below.
+``policy``: how many rows may a drafter propose that does not choose them? ``fallback``: does drafting pay at all?
 """

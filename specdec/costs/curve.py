@@ -1,8 +1,8 @@
-"""A cost curve: the seconds that a forward of some rows takes after a text of some length.
+"""Cost curve: how many seconds a forward of n rows takes after a text of a given length.
 
-On an accelerator 64 rows may cost what one does; on a CPU eight rows may cost two. What a drafter should propose is
-decided by this curve. How it is followed from there on: :mod:`specdec.costs.live_curve`. Where nothing may be
-measured, :func:`roofline` stands in.
+On an accelerator 64 rows may take as long as one; on a CPU eight rows may take as long as two steps. This curve decides
+how many rows are worth proposing. :mod:`specdec.costs.live_curve` adapts it to recent forwards. Where nothing may be
+measured, :func:`roofline` replaces it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from specdec.settings.files import write_json
 from specdec.settings.validation import read_json
 from specdec.target import Target
 
-__all__ = ["CostCurve", "Reading", "pass_price", "roofline"]
+__all__ = ["BUCKET", "CostCurve", "Reading", "pass_price", "roofline"]
 
 _PASS_SECONDS = 6e-5  # of a drafter's pass, besides its weights
 _READ, _READINGS = 256, 512  # rows of a reading, or more, and readings of a curve that are kept
+BUCKET = 256  # tokens of context that share one reading, see CostCurve.near
 _MOST = 10**9  # rows, tokens and seconds of a curve
 
 # Rows whose arithmetic takes as long as reading the weights once. A CPU core does some ten operations on a float32
@@ -36,12 +37,11 @@ _BALANCE, _BALANCE_ACCELERATOR = 10, 150
 
 
 class Reading(NamedTuple):
-    """A curve after texts of some length.
+    """A curve at one length of the text.
 
     Attributes:
-        seconds: ``seconds[n]`` is what a forward of n rows takes, or of more rows where those take less. A caller that
-            needs n rows then runs the larger forward.
-        cheapest: of as many rows, what the cheapest one beyond them adds, in seconds.
+        seconds: ``seconds[n]`` is the time of a forward of n rows, or of more rows where these take less time.
+        cheapest: ``cheapest[n]`` is the least that any further row adds to a forward of n rows, in seconds.
     """
 
     seconds: list[float]
@@ -53,12 +53,12 @@ class CostCurve:
     """T(rows) at several context lengths.
 
     Attributes:
-        machine: what it holds for, see :func:`describe`.
+        machine: the machine, code and model it was measured with, see :func:`specdec.costs.measuring.describe`.
         rows: ascending; the first is 1.
         lengths: tokens in the cache, ascending.
         seconds: ``seconds[i][j]`` is the median time of a forward of ``rows[j]`` rows after ``lengths[i]`` tokens;
             all its rows have logits.
-        steady: whether the processor was its own while it was measured; only such a curve is kept.
+        steady: whether the measuring thread had a processor to itself; only such a curve is kept.
     """
 
     machine: Mapping[str, Any]
@@ -86,19 +86,19 @@ class CostCurve:
 
     @property
     def now(self) -> CostCurve:
-        """Itself: nothing bends it, see :class:`specdec.costs.live_curve.LiveCosts`."""
+        """The curve itself, so that it can stand in for a :class:`specdec.costs.live_curve.LiveCosts`."""
         return self
 
     @cached_property
     def _readings(self) -> dict[tuple[int, int], Reading]:
-        """By length and rows; sequences share them."""
+        """Readings by length and rows, shared by all sequences."""
         return {}
 
     def at(self, length: int, most: int) -> npt.NDArray[np.float64]:
-        """Seconds of 0 .. ``most`` rows after ``length`` tokens; straight lines between and beyond the measured.
+        """Seconds of 0 .. ``most`` rows after ``length`` tokens, by linear interpolation and extrapolation.
 
-        Where no more rows were measured than a step is bound by reading the weights for, their slope says nothing of
-        the arithmetic beyond; then it is at least that of the roofline.
+        Where only a few rows were measured, a forward was bound by reading the weights, and its slope says nothing
+        about the arithmetic of more rows. Then the slope is at least the roofline's.
         """
         grid, lengths = np.asarray(self.seconds, dtype=np.float64), self.lengths
         if len(lengths) == 1:
@@ -120,7 +120,7 @@ class CostCurve:
         return values
 
     def reading(self, length: int, most: int) -> Reading:
-        """What forwards of up to ``most`` rows, or more, take after ``length`` tokens."""
+        """The curve after ``length`` tokens, for forwards of up to ``most`` rows or more."""
         size = max(_READ, 1 << most.bit_length())  # enough for nearly all callers, so that the curve is seldom read
         known = self._readings.get((length, size))
         if known is None:
@@ -131,29 +131,36 @@ class CostCurve:
             known = self._readings[length, size] = Reading(seconds.tolist(), [*cheapest.tolist(), math.inf])
         return known
 
+    def near(self, length: int, most: int) -> Reading:
+        """As :meth:`reading`, at a length that all texts of about ``length`` tokens share."""
+        return self.reading(length // BUCKET * BUCKET + BUCKET // 2, most)
+
     def steps(self, length: int, most: int) -> list[float]:
-        """What 0 .. ``most`` rows cost in plain steps, forwards of one row; few never cost more than many."""
+        """Cost of forwards of 0 .. ``most`` rows in plain steps (forwards of one row); never falls with more rows."""
         seconds = self.reading(length, most).seconds
         return [taken / seconds[1] for taken in seconds[: most + 1]]
 
     def plain(self, length: int) -> float:
-        """Seconds of a plain step."""
+        """Seconds of a plain step, a forward of one row."""
         return self.reading(length, 1).seconds[1]
 
     def paying(self, gains: Sequence[float], length: int) -> int:
-        """How many rows below the root bring the most expected tokens for their time; ``gains``: each one's chance."""
+        """The number of rows below the root with the most expected tokens per second.
+
+        ``gains``: per row, the probability that it is accepted.
+        """
         steps, tokens = self.steps(length, len(gains) + 1), [*accumulate(gains, initial=1.0)]
         return max(range(1, len(tokens)), key=lambda rows: tokens[rows] / steps[1 + rows], default=1)
 
     def tree_rows(self, length: int, most: int) -> int:
-        """How many rows below the root, up to ``most``, are a good size for a tree of which nothing more is known.
+        """A good number of rows below the root, up to ``most``, for a tree whose acceptance is unknown.
 
-        It is supposed that the k-th best row is right once in k + 1 times.
+        It assumes that the k-th best row is accepted with probability 1 / (k + 1).
         """
         return self.paying([1 / (row + 1) for row in range(1, most + 1)], length)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the curve as JSON; the file is replaced whole or not at all."""
         write_json(path, asdict(self))
 
     @classmethod
@@ -173,10 +180,11 @@ class CostCurve:
 
 
 def roofline(device: torch.device | str) -> CostCurve:
-    """What is supposed of a device where nothing was measured: a step reads the weights once, each row adds arithmetic.
+    """An assumed curve for a device on which nothing was measured.
 
-    An accelerator does both at once, so rows are free up to its balance; on a CPU the times add up. Seconds are plain
-    steps. It knows the kind of device only, neither the machine nor the model.
+    A step reads the weights once, and each row adds arithmetic. An accelerator does both at once, so rows are free up
+    to a limit; on a CPU the times add up. Its unit is the plain step, not the second. It depends on the kind of device
+    only, not on the machine or the model.
     """
     if torch.device(device).type == "cpu":
         return CostCurve(machine={}, rows=(1, 1 + _BALANCE), lengths=(1,), seconds=((1.0, 2.0),))
@@ -185,6 +193,6 @@ def roofline(device: torch.device | str) -> CostCurve:
 
 
 def pass_price(weights: float, target: Target, costs: CostCurve, length: int) -> float:
-    """The time of a drafter's pass of one row over ``weights`` parameters, in plain steps of the target."""
+    """Time of a drafter's pass of one row through ``weights`` parameters, in plain steps of the target."""
     plain = target.layer_weights + target.vocab_size * target.hidden_size
     return weights / plain + _PASS_SECONDS / costs.plain(length)

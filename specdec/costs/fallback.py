@@ -1,15 +1,15 @@
-"""Fallback: whether to draft at all.
+"""Fallback: whether drafting pays at all.
 
-Policies weigh rows, and what a drafter's own code takes is no row: a tenth of a millisecond is little beside the step
-of one sequence, and a tenth of a sequence's share of a step that eight take together. So where drafted steps yield less
-than plain ones would, all sequences that share their forwards rest: no session drafts. Later they draft for as long
-as it takes to know better.
+A row policy weighs rows; it does not see the time of a drafter's own code. A tenth of a millisecond is little beside
+the step of one sequence, but a tenth of a sequence's share of a step of eight. So where drafted steps yield less than
+plain steps would, all sequences that share forwards rest: they take plain steps. Later they draft again, for as many
+steps as a new comparison needs.
 
-A yield is tokens by time. Tokens depend on the text, and are known from many steps only. Time depends on who else uses
-the machine, changes within seconds, and is known from few steps, of both kinds: so some steps are plain ones even where
-drafting wins, the more the nearer the two are and whenever the machine seems to be another one. Steps are timed whole,
-and against each other: by how many times what the curve says the middle ones take, which a moment of another process
-does not change.
+The yield is tokens per second. Tokens depend on the text, so many steps are needed to know them. Time depends on other
+processes and changes within seconds, so it is taken from the latest steps of both kinds. Therefore some steps are plain
+even where drafting wins: more of them where the two yields are close, or when the machine seems to have changed. Whole
+steps are timed, relative to the cost curve, and a mean of the middle ones is taken, which a moment of another process
+does not move.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from specdec.costs.live_curve import LiveCosts
 
 __all__ = ["Fallback"]
 
-# In steps:
-_KNOWN, _AGAIN = 512, 48  # drafted ones that the tokens are known from; and of those before a rest, after it
-_DRAFTED, _PLAIN = 32, 5  # the latest ones, which say what a step takes now: of about as long a time, where in doubt
-_PACE = 15  # plain ones, which say whether the machine is another one
-_FIRST, _MOST = 128, 2000  # of a rest: at first, and after others that ended in vain
-_SETTLE = 16  # of a rest, after which it is known what plain steps take now
-_COLD = 8  # drafted after a rest, by sessions that missed what was said meanwhile, whose tokens do not count
-_TRY, _EAGER = 16, 8  # drafted between two comparisons; and before as many are known as two of them take
-_OFTEN, _SELDOM = 8, 64  # drafted between two plain ones: where it is in doubt, and at most
+# Numbers of steps:
+_KNOWN, _AGAIN = 512, 48  # drafted steps from which tokens are known; and how many of them are kept after a rest
+_DRAFTED, _PLAIN = 32, 5  # latest drafted and plain steps, from which times are known
+_PACE = 15  # latest plain steps, which show whether the machine changed
+_FIRST, _MOST = 128, 2000  # length of a rest: at first, and at most after rests that ended in vain
+_SETTLE = 16  # plain steps of a rest after which their time is known
+_COLD = 8  # drafted steps after a rest whose tokens do not count: sessions have not seen the text of the rest
+_TRY, _EAGER = 16, 8  # drafted steps between two comparisons; fewer while less than twice _TRY are known
+_OFTEN, _SELDOM = 8, 64  # drafted steps between two plain ones: in doubt, and at most
 
-_LOSES = 0.98  # of the yield of plain steps: with less they rest
-_PRIOR, _PRIOR_STEPS = 1.15, 8  # yield, of that of plain steps, before there was any; and the steps that it counts as
-_SHARE = 0.01  # of all time that tries in vain, and plain steps where drafting wins, may cost
-_MOVED = math.log(1.08)  # a machine whose steps take so much longer or shorter is another one
-_TICK = 1e-9  # seconds that a step takes where the clock does not see them
+_LOSES = 0.98  # yield relative to plain steps below which sequences rest
+_PRIOR, _PRIOR_STEPS = 1.15, 8  # prior of the relative yield, and its weight in steps
+_SHARE = 0.01  # share of all time that failed tries, and plain steps while drafting wins, may cost
+_MOVED = math.log(1.08)  # a larger change of the time of steps means that the machine changed
+_TICK = 1e-9  # least seconds of a step, in case the clock did not advance
 
 
 class _Brought(NamedTuple):
-    """What came of a drafted step."""
+    """The outcome of a drafted step."""
 
     sequences: int
     tokens: int
@@ -50,7 +50,7 @@ class _Brought(NamedTuple):
 
 
 class _Took(NamedTuple):
-    """What a step took."""
+    """The time of a step."""
 
     rows: int
     length: int
@@ -58,28 +58,27 @@ class _Took(NamedTuple):
 
 
 def _slower(steps: Iterable[_Took], seconds: Callable[[int, int], float]) -> float:
-    """The time of steps, by ``seconds(rows, length)`` of their forwards.
+    """Time of steps relative to ``seconds(rows, length)`` of their forwards: the mean of the middle half.
 
-    The mean of the middle half: what happens to one step in four counts for nothing, and what happens to every other
-    one for half.
+    What slows one step in four does not count, and what slows every other step counts half.
     """
     each = sorted(step.seconds / seconds(step.rows, step.length) for step in steps)
     return fmean(each[len(each) // 4 : len(each) - len(each) // 4])
 
 
 class _BatchSize:
-    """What is known of sequences that decode together, and whether they rest."""
+    """The record of batches of about one size, and whether their sequences rest."""
 
     def __init__(self) -> None:
         self._brought: deque[_Brought] = deque(maxlen=_KNOWN)
         self._drafted: deque[_Took] = deque(maxlen=_DRAFTED)
         self._plain: deque[_Took] = deque(maxlen=_PACE)
-        self._steps = 0  # drafted ones, ever
-        self._pace: float | None = None  # of the machine, when it was last looked at, by the measured curve
-        self._every, self._since = 4, 0  # drafted steps between two plain ones, and since the latest one
+        self._steps = 0  # drafted steps in all
+        self._pace: float | None = None  # time of steps relative to the measured curve, at the latest look
+        self._every, self._since = 4, 0  # drafted steps between two plain ones, and since the latest plain one
         self._cold, self._left = 0, _EAGER  # steps until tokens count, and until the next comparison
         self._resting, self._wait = False, _FIRST
-        self._rested, self._enough = 0, 0.0  # steps of this rest, and how many are enough if the machine changes
+        self._rested, self._enough = 0, 0.0  # steps of this rest, and how many suffice if the machine changed
 
     @property
     def rests(self) -> bool:
@@ -96,7 +95,7 @@ class _BatchSize:
                 self._rest(live, length)
             return
         self._since += 1
-        if plain is not None:  # nothing was guessed, and what it took beside drafting is what a plain one takes
+        if plain is not None:  # nothing was guessed, so without its drafting the step is a plain one
             self._since = 0
             self._plain.append(_Took(sequences, length, plain))
         self._steps += 1
@@ -110,7 +109,7 @@ class _BatchSize:
             self._decide(live, length)
 
     def _compare(self, live: LiveCosts, length: int) -> float:
-        """What drafted steps yield, of what plain ones do."""
+        """Yield of drafted steps relative to plain ones."""
         known = len(self._brought)
         if not (known and self._plain):
             return _PRIOR
@@ -129,19 +128,19 @@ class _BatchSize:
         sequences, tokens, _ = map(sum, zip(*self._brought, strict=True))
         each = tokens / sequences  # tokens of a sequence's step
         if ahead < _LOSES:
-            lost = (1 / ahead - 1) * each * (_COLD + _TRY)  # by the next try, in plain steps
+            lost = (1 / ahead - 1) * each * (_COLD + _TRY)  # cost of the next try, in plain steps
             self._resting, self._rested, self._pace, self._enough = True, 0, None, lost / (2 * _SHARE)
             self._left = round(max(self._wait, lost / _SHARE))
             return
         moved = self._look(self._drafted, live)
-        # A plain step costs what it would have brought more as a drafted one, which takes each / ahead of it.
+        # A plain step costs the tokens that a drafted one would have added; that one takes each / ahead plain steps.
         due = (ahead - 1) * ahead / (each * _SHARE)
         self._every = _OFTEN if moved else round(min(max(due, _OFTEN), _SELDOM))
         self._left = _EAGER if self._steps < 2 * _TRY else _TRY
         self._wait = max(self._wait // 2, _FIRST)
 
     def _look(self, steps: Iterable[_Took], live: LiveCosts) -> bool:
-        """Whether such steps take something else now than when they were last looked at."""
+        """Whether the time of steps changed since the latest look."""
         pace = _slower(steps, live.measured_seconds)
         if self._pace is not None and abs(math.log(pace / self._pace)) <= _MOVED:
             return False
@@ -152,7 +151,7 @@ class _BatchSize:
         self._left -= 1
         over = self._left <= 0
         if self._rested == _SETTLE:
-            if self._compare(live, length) > 1:  # it was the machine, and plain steps take longer now, too
+            if self._compare(live, length) > 1:  # the machine became slower, and plain steps take longer now, too
                 self._resting, self._pace, self._left, self._every = False, None, _TRY, _OFTEN
                 return
             self._look(self._plain, live)
@@ -168,10 +167,10 @@ class _BatchSize:
 
 
 class Fallback:
-    """Whether sequences that share their forwards draft; one serves an engine.
+    """Decides for an engine whether sequences that share forwards draft or rest.
 
     Args:
-        live: what forwards take.
+        live: the cost curve.
     """
 
     def __init__(self, live: LiveCosts) -> None:
@@ -179,7 +178,7 @@ class Fallback:
         self._by_batch_size: dict[tuple[int, bool], _BatchSize] = {}
 
     def rests(self, sequences: int, drawn: bool) -> bool:
-        """Whether the next step of ``sequences`` sequences is a plain one; ``drawn``: whether one of them samples."""
+        """Whether the next step of so many ``sequences`` is a plain one; ``drawn``: whether any of them samples."""
         return self._of(sequences, drawn).rests
 
     def note(
@@ -194,23 +193,23 @@ class Fallback:
         drafting: float,
         seconds: float,
     ) -> None:
-        """Take note of a step.
+        """Record a step.
 
         Args:
-            sequences: that shared the forward.
-            drawn: whether one of them samples.
-            tokens: that all sequences together got.
+            sequences: number of sequences in the forward.
+            drawn: whether any of them samples.
+            tokens: tokens that all sequences together emitted.
             length: tokens before the step, on average.
-            rows: of the forward.
+            rows: rows of the forward.
             whole: whether all rows went through all layers; a draft with an entry skips the first ones.
             drafting: seconds of proposing and observing, a part of ``seconds``.
-            seconds: of the whole step.
+            seconds: seconds of the whole step.
         """
         plain = max(seconds - drafting, _TICK) if whole and rows == sequences else None
         self._of(sequences, drawn).note(self._live, length, sequences, tokens, plain, rows, max(seconds, _TICK))
 
     def _of(self, sequences: int, drawn: bool) -> _BatchSize:
-        """What is kept for about ``sequences`` sequences: one record for each power of two."""
+        """The record of about ``sequences`` sequences; there is one per power of two."""
         kind = sequences.bit_length(), drawn
         record = self._by_batch_size.get(kind)
         if record is None:

@@ -1,10 +1,9 @@
-"""Live costs: a cost curve that follows what forwards take now.
+"""Live costs: a cost curve that is adapted to the latest forwards.
 
-A curve is measured within a second, and a machine is not the same a minute later. Where others compute on the same
-chip, the memory that a step of one row waits for may be slower and the arithmetic of eight rows faster than they were,
-or the other way round, so that eight rows take 1.15 plain steps instead of 1.55. So each forward of a generation is
-compared with the curve, and the curve is bent to the latest ones: near the rows that were run by what these took, and
-elsewhere by what the nearest ones did.
+A curve is measured within a second, and the machine may differ a minute later. Where other processes compute on the
+same chip, memory may be slower and arithmetic faster than during the measurement, or the reverse, so that eight rows
+take 1.15 plain steps instead of 1.55. So each forward of a generation is compared with the curve, and the curve is bent
+towards the latest forwards: strongly for the numbers of rows that were run, and less for the others.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from specdec.costs.curve import CostCurve
+from specdec.costs.curve import BUCKET, CostCurve
 
 __all__ = ["LiveCosts"]
 
 _BINS = 8  # to a doubling of the rows
-_MOST = 256  # rows that have bins of their own
-_FIRST, _EVERY = 16, 32  # forwards after which the curve is bent, at first and later: all prices are then read anew
+_MOST = 256  # rows that have bins
+_FIRST, _EVERY = 16, 32  # forwards until the curve is bent, at first and later; then all prices are read again
 _MEMORY = 0.98  # weight of the past, from one forward to the next: some fifty forwards count
-_NEAR, _FAR = 0.1, 0.25  # doublings of the rows within which a forward tells of others, and within which of most
-_WEIGHT = 2.0  # forwards that what the nearest ones tell counts as, beside the forwards of such rows themselves
-_OUTLIER = math.log(1.5)  # what a forward may differ from what was expected: more was another process
-_SOME = 5  # forwards of the same rows, of which the median one is what was to be expected
-_BUCKET = 256  # tokens of context for which the curve is read once
+_NEAR, _FAR = 0.1, 0.25  # widths of the narrow and the wide kernel, in doublings of the rows
+_WEIGHT = 2.0  # weight of the wide kernel's mean, in forwards
+_OUTLIER = math.log(1.5)  # a larger difference from the expected time is cut to this: another process interfered
+_SOME = 5  # forwards of the same number of rows from which their median is the expected time
 
 _COUNTS = np.unique(np.round(2 ** (np.arange(_BINS * int(math.log2(_MOST)) + 1) / _BINS)).astype(int))
 _APART = np.abs(np.log2(_COUNTS)[:, None] - np.log2(_COUNTS)[None, :])
@@ -35,15 +33,15 @@ _BIN_OF = np.abs(np.arange(_MOST + 1)[:, None] - _COUNTS[None, :]).argmin(1).tol
 
 
 class LiveCosts:
-    """A curve, and the same curve as it is now.
+    """A measured curve, and the same curve adapted to the latest forwards.
 
     Args:
-        measured: as it was.
-        follows: whether the seconds that are noted are those of forwards. On a GPU they are what a forward takes to
-            launch, and the curve stays as it was measured.
+        measured: the measured curve.
+        follows: whether noted seconds are those of forwards. On a GPU they are the time to launch a forward, and the
+            curve stays as it was measured.
 
     Attributes:
-        now: the curve that the latest forwards make of it, a new one whenever it changes.
+        now: the adapted curve; a new object whenever it changes.
     """
 
     def __init__(self, measured: CostCurve, *, follows: bool = True) -> None:
@@ -52,25 +50,25 @@ class LiveCosts:
         self._rows = np.union1d(_COUNTS, measured.rows)
         most = int(self._rows[-1])
         self._times = np.array([measured.at(length, most) for length in measured.lengths])[:, self._rows]
-        self._due: dict[int, list[float]] = {}  # see _expected; by context
-        self._latest: list[tuple[int, int, float]] = []  # forwards since the curve was bent, as they were noted
+        self._due: dict[int, list[float]] = {}  # see _expected, by length // BUCKET
+        self._latest: list[tuple[int, int, float]] = []  # rows, length and seconds of forwards since the last bend
         self._wait = _FIRST
         self._weights = np.zeros(len(_COUNTS))
         self._sums = np.zeros(len(_COUNTS))
-        self._bent = np.zeros(len(_COUNTS))  # logarithm of what forwards take by what the curve says
+        self._bent = np.zeros(len(_COUNTS))  # per bin, log(actual time / measured time)
 
     def seconds(self, rows: int, length: int) -> float:
-        """What a forward of so many rows takes now after about ``length`` tokens."""
-        return _read(self.now, rows, length)
+        """Seconds of a forward of ``rows`` rows after about ``length`` tokens, now."""
+        return self.now.near(length, rows).seconds[rows]
 
     def measured_seconds(self, rows: int, length: int) -> float:
-        """What it took when the curve was measured."""
-        return _read(self.measured, rows, length)
+        """The same when the curve was measured."""
+        return self.measured.near(length, rows).seconds[rows]
 
     def note(self, rows: int, length: int, seconds: float) -> None:
-        """Take note of a forward of so many rows after ``length`` tokens."""
+        """Record the seconds of a forward of ``rows`` rows after ``length`` tokens."""
         if self._follows and 0 < rows <= _MOST and seconds > 0:
-            self._latest.append((rows, length, seconds))  # and no more: a forward has driven all else out of the caches
+            self._latest.append((rows, length, seconds))  # cheap on purpose: a forward has evicted the CPU's caches
             if len(self._latest) == self._wait:
                 self._bend()
 
@@ -92,14 +90,10 @@ class LiveCosts:
         self.now = replace(self.measured, rows=self._rows.tolist(), seconds=(self._times * factors).tolist())
 
     def _expected(self, length: int) -> list[float]:
-        """The logarithms of what forwards of 0, 1, ... rows take after about ``length`` tokens by the curve."""
-        bucket = length // _BUCKET
+        """Logarithms of the measured seconds of 0, 1, ... rows after about ``length`` tokens."""
+        bucket = length // BUCKET
         due = self._due.get(bucket)
         if due is None:
-            times = self.measured.at(bucket * _BUCKET + _BUCKET // 2, _MOST)
+            times = self.measured.at(bucket * BUCKET + BUCKET // 2, _MOST)
             due = self._due[bucket] = [0.0, *map(math.log, times[1:])]
         return due
-
-
-def _read(curve: CostCurve, rows: int, length: int) -> float:
-    return curve.reading(length // _BUCKET * _BUCKET + _BUCKET // 2, rows).seconds[rows]

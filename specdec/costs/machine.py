@@ -1,4 +1,4 @@
-"""Machine: what a measurement holds for, and which process has threads to compute with."""
+"""Machine: the processor and code that a measurement depends on, and a check of threads after a fork."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["Threads", "digest_of_code", "processor"]
 
 
 class Threads:
-    """The threads that torch and the native library share a product among. OpenMP starts them once in a process.
+    """The threads among which torch and the native library divide a product. OpenMP starts them once per process.
 
-    A fork copies none of them, and the process that it makes would wait for them for ever.
+    A fork does not copy them, and the new process would wait for them forever.
     """
 
     _started_by: ClassVar[int | None] = None  # by process id
 
     @classmethod
     def check(cls) -> None:
-        """Note which process is about to use several threads.
+        """Record that this process is about to use several threads.
 
         Raises:
-            ForkError: one from which this one was forked did so before.
+            ForkError: a process from which this one was forked did so before.
         """
         threads = torch.get_num_threads()
         if threads < 2:
@@ -61,7 +61,7 @@ def processor(device: torch.device) -> str:
 
 @cache
 def digest_of_code() -> str:
-    """Of specdec's own sources, any of which may make a forward faster or slower."""
+    """Digest of specdec's sources, any of which may change the time of a forward."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(path for kind in ("*.py", "*.c") for path in package.rglob(kind)):
         digest.update(path.read_bytes())

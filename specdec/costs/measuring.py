@@ -1,4 +1,4 @@
-"""Measuring a cost curve, once for a model, dtype, device and number of threads, and keeping it."""
+"""Measuring a cost curve once per model, dtype, device and number of threads, and keeping it in a file."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
 _QUICK_SECONDS, _QUICK_ROWS, _QUICK_LENGTHS = 1.0, (1, 2, 3, 4, 6, 8, 16, 32, 64), (256,)
 _REPEATS = 15
-_GROWTH = 32  # texts grow by so many tokens while forwards are timed, and begin anew: some kernels plan by length
+_GROWTH = 32  # while forwards are timed, texts grow by so many tokens and start again: some kernels plan by length
 _STEADY = 0.8  # share of a measurement's time in which its thread must have had a processor
-_TICK = 1e-9  # seconds that anything takes, by a clock that did not move meanwhile
-_FIRST_PASS = 0.5  # share of the time that every number of rows may take once, before any is timed again
+_TICK = 1e-9  # least seconds of a forward, in case the clock did not advance
+_FIRST_PASS = 0.5  # share of the time in which every number of rows is timed once, before any is timed again
 
 
 def describe(target: Target, **options: Any) -> dict[str, Any]:
-    """What a measurement holds for: machine, code, the model's shape and how it is run; never its weights.
+    """The conditions of a measurement: machine, code, the model's shape and how it is run, but not its weights.
 
-    ``options`` go before the target's own.
+    ``options`` override the target's.
     """
     config, options = getattr(target, "config", None), {**getattr(target, "options", {}), **options}
     if options.get("runner") == "native":
@@ -63,7 +63,7 @@ def describe(target: Target, **options: Any) -> dict[str, Any]:
 
 
 def stored_at(machine: Mapping[str, Any]) -> Path:
-    """The file in which the curve for such a machine and model is kept."""
+    """The file in which the curve of such a machine and model is kept."""
     digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()
     return cache_folder() / "cost" / f"{digest[:16]}.json"
 
@@ -71,16 +71,16 @@ def stored_at(machine: Mapping[str, Any]) -> Path:
 def cost_curve(
     target: Target, file: str | Path | None = None, *, progress: Callable[[float], None] | None = None
 ) -> CostCurve:
-    """The target's curve: from ``file``, else as it was kept, else measured now, in about a second, and kept.
+    """The target's curve: from ``file``, else the kept one, else measured now, in about a second, and kept.
 
-    ``progress`` is called during a measurement only, see :func:`measure`. A file that is broken, or was made for
-    another machine or model, is passed over with a warning that says so.
+    ``progress`` is called during a measurement only, see :func:`measure`. A file that is broken or was made for
+    another machine or model is ignored with a warning.
 
     Raises:
         ConfigError: ``file`` does not exist.
     """
     agreed = getattr(target, "agreed_curve", None)
-    if agreed is not None:  # several processes have to go by the same one
+    if agreed is not None:  # several processes must use the same curve
         return agreed(progress)  # type: ignore[no-any-return]
     machine = describe(target)
     path = stored_at(machine) if file is None else Path(file)
@@ -97,15 +97,15 @@ def new_curve(
     progress: Callable[[float], None] | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> CostCurve:
-    """The target's curve, measured in about a second; kept at ``path``, with a warning where that cannot be.
+    """The target's curve, measured in about a second and kept at ``path``; a failure to keep it is a warning.
 
-    Where others had this thread's processor meanwhile, it is not ``steady``, and not kept: it would hold for later.
+    Where other processes took this thread's processor meanwhile, the curve is not ``steady`` and is not kept.
     """
     began, worked = clock(), thread_time()
     curve = measure(
         target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress, clock=clock
     )
-    if target.device.type == "cpu" and clock is perf_counter:  # elsewhere the thread waits for others by intent
+    if target.device.type == "cpu" and clock is perf_counter:  # on a device the thread waits on purpose
         curve = replace(curve, steady=thread_time() - worked >= _STEADY * (clock() - began))
     try:
         if path is not None and curve.steady:
@@ -117,9 +117,9 @@ def new_curve(
 
 
 def kept_curve(machine: Mapping[str, Any], path: Path | None = None) -> CostCurve | None:
-    """The curve that is kept for such a machine and model, at ``path`` or in its own place; None where there is none.
+    """The curve that is kept for such a machine and model at ``path``, by default at ``stored_at``; None if none is.
 
-    One that is broken, or of another machine or model, is passed over with a warning.
+    A file that is broken or belongs to another machine or model is ignored with a warning.
     """
     path = path or stored_at(machine)
     try:
@@ -138,11 +138,11 @@ def kept_curve(machine: Mapping[str, Any], path: Path | None = None) -> CostCurv
 
 
 def source_of(curve: CostCurve, file: str | Path | None = None) -> str:
-    """Where a curve was read or made, for people: ``file``, the place where curves are kept, or neither."""
+    """Where a curve came from, as text for users: ``file``, the file in the cache folder, or neither."""
     if not curve.machine:
         return "a roofline, as nothing was timed here"
     for path in (Path(file or ""), stored_at(curve.machine)):
-        with suppress(ConfigError):  # a broken file is not where it came from, and was told of when it was passed over
+        with suppress(ConfigError):  # a broken file is not its source, and was warned about when it was ignored
             if path.is_file() and CostCurve.load(path) == curve:
                 return str(path)
     return "a measurement that was not kept"
@@ -158,14 +158,15 @@ def measure(
     clock: Callable[[], float] = perf_counter,
     tree: bool | None = None,
 ) -> CostCurve:
-    """Time forwards of random tokens after texts whose keys and values are zeros, each a token longer than before.
+    """Time forwards of random tokens after texts whose keys and values are zeros, each one token longer than the last.
 
-    The rows are a binary tree, or with ``tree=False`` a chain; None takes trees but on a CPU, where what differs is
-    within the noise. On a CUDA device all that is compiled or recorded once is so before the first is timed.
+    The rows are a binary tree, or with ``tree=False`` a chain; None takes chains on a CPU, where the difference is
+    within the noise, and trees elsewhere. On a CUDA device everything that is compiled or recorded once is done before
+    the first forward is timed.
 
-    ``seconds`` bounds the whole but for one forward of each length: repeats are given up first, then the largest
-    forwards, then the longest texts; what was not measured is extrapolated. ``progress`` gets the share that is done,
-    0.0 first; ``clock`` tells seconds.
+    ``seconds`` bounds the whole but for one forward per length: repeats are dropped first, then the largest forwards,
+    then the longest texts; what was not measured is extrapolated. ``progress`` gets the share that is done, first 0.0;
+    ``clock`` returns seconds.
     """
     longest = max(target.context_length - rows[-1] - _GROWTH, 1)
     tree = device_copies.is_apart(target.device) if tree is None else tree
@@ -213,10 +214,10 @@ def _times(
 ) -> list[float]:
     """Median seconds for each number of rows, for as many of ``rows`` as the time allows.
 
-    The first forward of a number does not count. All numbers get as much of the time as the others, in turn, so that
-    few rows, which decide most, are timed most often. And the median, as steps are paid for with what they usually
-    take: where a neighbour shares the core, arithmetic may take twice as long every other moment, and a plain step,
-    which waits for memory, does not; the least of some forwards would know nothing of it.
+    The first forward of each number does not count. Each number gets an equal share of the time, so small numbers,
+    which matter most, are timed most often. The median stands for the usual time. The minimum would not: where another
+    process shares the core, arithmetic may take twice as long every other moment, and a plain step, which waits for
+    memory, does not.
     """
     began = clock()
     warm = take(rows[0])

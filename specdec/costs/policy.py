@@ -1,19 +1,18 @@
-"""Policy: how many rows of guesses a step may verify.
+"""Row policy: how many rows a drafter may propose that does not choose them itself.
 
-Every proposed row makes a step longer, by what the measured curve T(rows) says: the second row costs T(2) - T(1), the
-next one T(3) - T(2), and so on, each as a fraction of T(1), a plain step. A guess that is accepted saves about one
-plain step. So a drafter goes on proposing as long as its accepted tokens outweigh the steps that its rows cost.
+Every row makes a step longer by what the cost curve T(rows) says: the second row costs T(2) - T(1), the third
+T(3) - T(2), and so on, each as a fraction of T(1), a plain step. An accepted row saves about one plain step. So a
+drafter proposes as long as its accepted rows outweigh the cost of its rows.
 
-- ``off``: no policy; the drafter proposes what its options say.
-- ``acceptance``: an account per sequence, accepted tokens in, cost of rows out, by the curve: as it is now where that
-  is followed (:mod:`specdec.costs.live_curve`), else as it was measured, and then the same calls take the same steps.
-- a path: the same, by the curve in that file.
+- ``off``: no policy; the drafter's options decide.
+- ``acceptance``: one account per sequence; accepted rows are paid in, the cost of rows is paid out. It uses the live
+  curve (:mod:`specdec.costs.live_curve`) where there is one; else the measured curve, and then equal calls take equal
+  steps.
+- a path: the same with the cost curve in that file.
 
-Where the curve is followed, :mod:`specdec.costs.fallback` has sequences rest under any policy, drafting's own time
-counted.
+Where there is a live curve, :mod:`specdec.costs.fallback` stops drafting under any policy while it does not pay.
 
-What is chosen follows from steps that are over, never from the draws of the one that it is chosen for, so sampling
-stays lossless under each of them.
+Every choice depends on finished steps only, never on the draws of the step it is made for, so sampling stays lossless.
 """
 
 from __future__ import annotations
@@ -25,34 +24,37 @@ from typing import Protocol
 
 from specdec.costs.curve import CostCurve
 from specdec.costs.live_curve import LiveCosts
-from specdec.costs.prices import ROW_SECONDS, Prices
+from specdec.costs.prices import Prices
 from specdec.errors import ConfigError, SpecdecWarning, shown
 from specdec.step.tree import Draft
 
 __all__ = ["AcceptancePolicy", "Patience", "RowPolicy", "check_policy"]
 
-_START, _MOST = 0.75, 3.0  # accepted tokens on the account: at first, and the most that a drafter can save up
-_TREE_ROWS = 1  # of them, for drafting and verifying any tree
+_START, _MOST = 0.75, 3.0  # balance of an account in accepted rows: at first, and at most
+_TREE_ROWS = 1  # fixed cost of drafting and verifying any tree, as a drafter's fixed_cost_rows
 
 
 class RowPolicy(Protocol):
-    """Decides on the rows of steps.
+    """Decides how many rows a step may have.
 
     Attributes:
-        prices: what rows cost now, for drafters that choose among their rows themselves.
+        prices: current prices of rows, also for drafters that choose their rows themselves.
     """
 
     prices: Prices
 
     def row_budget(self, limit: int, length: int) -> int:
-        """Rows to allow a drafter after ``length`` tokens, at most ``limit``; 1, the root alone, is a plain step."""
+        """The most rows that a drafter may propose after ``length`` tokens, at most ``limit``; 1 is a plain step."""
 
     def learn(self, draft: Draft, path: Sequence[int], length: int) -> None:
-        """Take note of a step: what was verified after ``length`` tokens, and the accepted rows."""
+        """Record a step: the draft that was verified after ``length`` tokens, and its accepted rows."""
 
 
 class Patience:
-    """When to try again what did not pay: after some steps, and after twice as many each time that it failed again."""
+    """Decides when to retry what did not pay: after ``first`` steps at first, later after twice as many each time.
+
+    It waits for ``most`` steps at most.
+    """
 
     def __init__(self, first: int = 4, most: int = 64) -> None:
         self._first, self._most = first, most
@@ -60,7 +62,7 @@ class Patience:
         self._left: float = first
 
     def due(self, share: float = 1.0) -> bool:
-        """Count a step that goes without, or one sequence's share of it; whether the next try is due with it."""
+        """Count a step without a try, or one sequence's ``share`` of it; True if a try is due now."""
         self._left -= share
         if self._left > 0:
             return False
@@ -69,30 +71,30 @@ class Patience:
         return True
 
     def paid(self) -> None:
-        """It paid: the next disappointment is met with little patience again."""
+        """Record that a try paid: the next wait is the first one again."""
         self._wait = self._left = self._first
 
 
 class AcceptancePolicy:
-    """How many rows a drafter gets, by acceptance alone. One serves one sequence.
+    """The row policy ``acceptance``, for one sequence.
 
-    Each drafter has an account: accepted rows are paid in, what rows cost is paid out. A drafter whose account is empty
-    rests. It gets one row for a try now and then, and less often after each try that fails.
+    Accepted rows are paid into the drafter's account, and the cost of its rows is paid out. A drafter whose account is
+    empty rests. It gets one row for a try now and then, more rarely after each try that fails.
 
     Args:
-        curve: the target's.
+        costs: the target's curve, measured or live.
         fixed_rows: the drafter's ``fixed_cost_rows``.
     """
 
     def __init__(self, costs: CostCurve | LiveCosts, fixed_rows: int = 0) -> None:
         self.prices = Prices(costs)
-        self._fixed_seconds = ROW_SECONDS * (_TREE_ROWS + fixed_rows)
+        self._fixed_rows = _TREE_ROWS + fixed_rows
         self._left = _START
         self._patience = Patience(1, 32)
 
     def row_budget(self, limit: int, length: int) -> int:
-        """Rows that the drafter can pay for: the root alone where that is none."""
-        prices, fixed = self.prices, self._fixed(length)
+        """As :meth:`RowPolicy.row_budget`: the rows that the balance covers."""
+        prices, fixed = self.prices, self.prices.fixed(self._fixed_rows, length)
         least = prices.step(length, 2) - 1 + fixed
         if self._left < least:
             if not self._patience.due():
@@ -101,26 +103,22 @@ class AcceptancePolicy:
         return min(limit, max(prices.rows(length, 1 + self._left - fixed, limit), 2))
 
     def learn(self, draft: Draft, path: Sequence[int], length: int) -> None:
-        """As :meth:`RowPolicy.learn`; a draft of the root alone, for which no model ran, is not judged."""
+        """As :meth:`RowPolicy.learn`; a draft of the root alone that cost nothing does not change the balance."""
         rows = len(draft)
         self.prices.learn(rows, len(path), length)
         if rows == 1 and not draft.hints.cost:
             return
-        spent = self.prices.step(length, rows) - 1 + self._fixed(length) + draft.hints.cost
+        spent = self.prices.step(length, rows) - 1 + self.prices.fixed(self._fixed_rows, length) + draft.hints.cost
         self._left = min(self._left + len(path) - 1 - spent, _MOST)
         if self._left >= _START:
             self._patience.paid()
 
-    def _fixed(self, length: int) -> float:
-        """What drafting costs besides rows, in plain steps."""
-        return self._fixed_seconds / self.prices.plain(length)
-
 
 def check_policy(choice: str) -> str:
-    """The choice, if it may be one; ``cost``, which went by a clock before the curve did, is ``acceptance``.
+    """The policy that ``choice`` names; ``cost`` is an old name of ``acceptance``, and warns.
 
     Raises:
-        ConfigError: neither acceptance nor off, and no file.
+        ConfigError: ``choice`` is neither acceptance nor off nor an existing file.
     """
     if choice == "cost":
         message = "policy='cost' is 'acceptance' now, whose costs follow what forwards take; give that"

@@ -1,4 +1,4 @@
-"""Prices of rows, in tokens: the time that they add, and the tokens that such a time yields of late."""
+"""Prices of rows in tokens: the time that a row adds, times the tokens per second of recent steps."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
-from specdec.costs.curve import CostCurve, Reading
+from specdec.costs.curve import BUCKET, CostCurve, Reading
 from specdec.costs.live_curve import LiveCosts
 
-__all__ = ["ROW_SECONDS", "UNBATCHED", "BatchLoad", "Prices", "most_worth"]
+__all__ = ["UNBATCHED", "BatchLoad", "Prices", "most_worth"]
 
-_BUCKET = 256  # tokens of context for which one reading of the curve serves
-_PRIOR_STEPS = 10.0  # plain steps that the first belief about tokens per step counts as
+_PRIOR_STEPS = 10.0  # weight of the prior, one token per plain step, in steps
 _MEMORY = 0.95  # weight of the past, from one step to the next
-ROW_SECONDS = 1e-4  # one of a drafter's fixed_cost_rows
+_ROW_SECONDS = 1e-4  # one of a drafter's fixed_cost_rows
 
 
 class BatchLoad(NamedTuple):
-    """What a sequence shares its forwards with: how many ``sequences``, itself included; the others' ``rows``."""
+    """The load of a sequence's forwards: the number of ``sequences``, itself included, and the others' ``rows``."""
 
     sequences: int
     rows: int
@@ -30,11 +29,11 @@ UNBATCHED = BatchLoad(1, 0)
 
 
 def most_worth(gains: Sequence[float], prices: Sequence[float], least: float = 0.0) -> int:
-    """How many rows, best first, bring the most over what they cost; none where no number brings more than ``least``.
+    """The number of rows, best first, with the largest expected gain; 0 where no number gains more than ``least``.
 
     Args:
-        gains: each row's chance to be accepted, which is what it brings in tokens.
-        prices: of 0, 1, ... rows, in tokens.
+        gains: per row, the probability that it is accepted, which is its expected gain in tokens.
+        prices: price of 0, 1, ... rows, in tokens.
     """
     nets = [*map(sub, accumulate(gains, initial=0.0), prices)]
     best = max(nets)
@@ -42,37 +41,38 @@ def most_worth(gains: Sequence[float], prices: Sequence[float], least: float = 0
 
 
 class Prices:
-    """What rows cost, in tokens: the time that they add, and the tokens that such a time yields of late.
+    """Prices of rows and of drafting for one sequence, in plain steps or in tokens.
 
-    Times are in plain steps of the curve. In a batch a plain step is a sequence's share of a forward with one row of
-    each, and rows come on top of those that the others bring; so rows and drafting are the dearer.
+    The unit of time is the plain step. In a batch it is a sequence's share of a forward with one row per sequence, and
+    the sequence's rows come on top of the others' rows; so rows and drafting cost more plain steps than alone.
 
     Args:
-        costs: the target's.
+        costs: the target's curve.
 
     Attributes:
         batch_load: the sequences that share the next forward.
-        rate: tokens per plain step's time of late, or those of plain steps where these are faster.
+        rate: tokens per plain step of time in recent steps, at least 1, which is plain decoding's.
     """
 
     def __init__(self, costs: CostCurve | LiveCosts) -> None:
         self._costs = costs
         self.batch_load = UNBATCHED
-        # Where a curve was read last and beside whom, which one, for how many rows, and what it said.
+        # The latest reading: where it was taken, for how many rows, and its result.
         self._place: tuple[int, BatchLoad, CostCurve | None] = (-1, UNBATCHED, None)
         self._most, self._read, self._found = 0, Reading([], []), ([0.0], 0, 1.0)
-        self._tokens = self._time = _PRIOR_STEPS  # the prior is plain decoding
+        self._tokens = self._time = _PRIOR_STEPS
         self.rate = 1.0
 
     def _curve(self, length: int, most: int) -> tuple[list[float], int, float]:
-        """Seconds of forwards after about ``length`` tokens, the others' rows in them, and those of a plain step.
+        """Seconds of forwards by rows, the others' rows among them, and the seconds of a plain step.
 
-        There are seconds of ``most`` rows or more beside the others'.
+        The first reaches to ``most`` rows or more beside the others'.
         """
-        near, batch_load, curve = place = length // _BUCKET, self.batch_load, self._costs.now
+        batch_load, curve = self.batch_load, self._costs.now
+        place = length // BUCKET, batch_load, curve
         if place != self._place or most > self._most:
             sequences, beside = batch_load
-            self._read = curve.reading(near * _BUCKET + _BUCKET // 2, max(beside + most, sequences))
+            self._read = curve.near(length, max(beside + most, sequences))
             seconds, self._place = self._read.seconds, place
             self._most, self._found = len(seconds) - 1 - beside, (seconds, beside, seconds[sequences] / sequences)
         return self._found
@@ -82,39 +82,43 @@ class Prices:
         return self._curve(length, 1)[2]
 
     def step(self, length: int, rows: int) -> float:
-        """What a step of so many rows costs after about ``length`` tokens, in plain steps; the root alone is one."""
+        """Cost of a step of ``rows`` rows after about ``length`` tokens, in plain steps; 1 for the root alone."""
         seconds, beside, plain = self._curve(length, rows)
         return 1 + (seconds[beside + rows] - seconds[beside + 1]) / plain
 
     def rows(self, length: int, steps: float, most: int) -> int:
-        """How many rows, up to ``most``, cost no more than so many plain steps."""
+        """The largest number of rows, up to ``most``, whose step costs at most ``steps`` plain steps."""
         seconds, beside, plain = self._curve(length, most)
         limit = seconds[beside + 1] + (steps - 1) * plain
         return bisect_right(seconds, limit, beside, beside + most + 1) - 1 - beside
 
     def least(self, length: int, most: int) -> float:
-        """Tokens that the cheapest row costs, of ``most`` or of those behind; one worth less pays beside no others."""
+        """Price of the cheapest row in tokens; a row with a smaller expected gain never pays."""
         _, beside, plain = self._curve(length, most)
         return self.rate * self._read.cheapest[beside + 1] / plain
 
     def price(self, length: int, rows: int, base: int = 1) -> float:
-        """Tokens that the extra time of a step of so many rows over one of ``base`` rows would have brought."""
+        """Price in tokens of a step of ``rows`` rows beyond one of ``base`` rows."""
         seconds, beside, plain = self._curve(length, max(rows, base))
         return self.rate * (seconds[beside + rows] - seconds[beside + base]) / plain
 
+    def fixed(self, fixed_rows: int, length: int) -> float:
+        """Cost of drafting in plain steps, by a drafter's ``fixed_cost_rows``."""
+        return _ROW_SECONDS * fixed_rows / self.plain(length)
+
     def drafting(self, fixed_rows: int, length: int, cost: float = 0.0) -> float:
-        """Tokens that drafting costs, by a drafter's ``fixed_cost_rows`` and the draft's cost."""
+        """Price of drafting in tokens, by a drafter's ``fixed_cost_rows`` and the draft's ``hints.cost``."""
         if not (fixed_rows or cost):
             return 0.0
-        return self.rate * (ROW_SECONDS * fixed_rows / self.plain(length) + cost)
+        return self.rate * (self.fixed(fixed_rows, length) + cost)
 
     def keep(
         self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0, share: float = 1.0
     ) -> int:
-        """How many of the rows to keep, best first, beside ``base`` rows that are there anyway.
+        """The number of rows to keep, best first, beside ``base`` rows that are verified in any case.
 
-        ``gains``: each row's chance to be accepted, of which a ``share`` is believed. None are kept unless all together
-        bring more than their price and ``least`` tokens.
+        ``gains``: per row, the probability that it is accepted, to be multiplied by ``share``. The result is 0 unless
+        the kept rows gain more than their price plus ``least`` tokens.
         """
         seconds, beside, plain = self._curve(length, base + len(gains))
         rate, first = self.rate / plain / share, beside + base
@@ -123,7 +127,7 @@ class Prices:
         return most_worth(gains, prices, least / share)
 
     def learn(self, rows: int, tokens: int, length: int) -> None:
-        """Take note of a step of ``rows`` rows after ``length`` tokens that yielded ``tokens``."""
+        """Record a step of ``rows`` rows after ``length`` tokens that emitted ``tokens`` tokens."""
         self._tokens = _MEMORY * self._tokens + tokens
         self._time = _MEMORY * self._time + self.step(length, rows)
         self.rate = max(self._tokens / self._time, 1.0)

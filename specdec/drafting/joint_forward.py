@@ -1,4 +1,4 @@
-"""One forward for the rows of several sequences, each of which gets its part of the output."""
+"""Joint forward: the rows of several sequences in one forward, whose output is divided among them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.sampling.scores import RowArgmax
 from specdec.step.batched_rows import rows_of
 from specdec.step.block import Block
 from specdec.step.forward_passes import Pass
@@ -19,13 +18,13 @@ __all__ = ["Forward", "ForwardRows", "forward_together"]
 
 @dataclass(slots=True, eq=False)
 class ForwardRows:
-    """What one sequence brings to a forward.
+    """One sequence's rows of a forward.
 
     Attributes:
-        block: its rows.
-        rows: those whose logits are wanted; None for all, empty for none.
-        entry: hidden states that passed the first layers already.
-        taps: hidden layers wanted back.
+        block: the rows.
+        rows: rows to return logits for; None for all, empty for none.
+        entry: hidden states of rows that already passed the first layers.
+        taps: hidden layers to return.
         top_k: how many of each scored row's largest logits will be read.
     """
 
@@ -38,13 +37,13 @@ class ForwardRows:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Runs blocks through a model's layers up to ``exit_layer``, None for all: what passes through a model wait for."""
+    """Runs blocks through a model up to ``exit_layer``, None for all layers; the ``run`` of a pass through a model."""
 
     target: Target
     exit_layer: int | None = None
 
     def of(self, block: Block, rows: Sequence[int] | None = None) -> Pass:
-        """The pass of one block, which gives a TargetOutput, with logits of these rows, of all for None."""
+        """The pass of one block; its output is a TargetOutput with logits of ``rows``, None for all rows."""
         return Pass(self, ForwardRows(block, rows), self.target.batch_invariant)
 
     def __call__(self, parts: Sequence[ForwardRows]) -> list[TargetOutput]:
@@ -53,9 +52,9 @@ class Forward:
 
 
 def forward_together(target: Target, parts: Sequence[ForwardRows], exit_layer: int | None = None) -> list[TargetOutput]:
-    """Run the rows of several sequences as one forward; each one's part of the output, with its taps, in order.
+    """Run the rows of several sequences as one forward; returns each sequence's part of the output, in order.
 
-    Rows that passed the first layers already come in where these end: the others are run up to there first.
+    Rows with an entry join at its layer; the other rows are run up to that layer first.
     """
     if len(parts) == 1:
         (part,) = parts
@@ -78,27 +77,25 @@ def forward_together(target: Target, parts: Sequence[ForwardRows], exit_layer: i
         output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows, top_k=top_k)
         hidden = output.hidden
         found |= output.taps
-    whole = TargetOutput(output.logits, output.hidden, found)
-    argmax = None
-    if output.logits is not None:
-        argmax = RowArgmax(output.logits) if output.argmax is None else output.argmax[0]
+    whole = TargetOutput(None, output.hidden, found)
+    scores = None if output.logits is None else output.scores(None)
     outputs: dict[ForwardRows, TargetOutput] = {}
     first = scored = 0
     for part in ranked:
         last, wanted = first + part.block.rows, part.block.rows if part.rows is None else len(part.rows)
-        own = (argmax, scored, scored + wanted) if wanted and argmax is not None else None
+        own = scores.part(scored, scored + wanted) if wanted and scores is not None else None
         outputs[part] = whole.part(first, last, own, part.taps)
         first, scored = last, scored + wanted
     return [outputs[part] for part in parts]
 
 
 def _layer(part: ForwardRows) -> int:
-    """The layer that its rows enter at; -1 where they are tokens."""
+    """The layer at which the rows enter; -1 for tokens."""
     return -1 if part.entry is None else part.entry.layer
 
 
 def _wanted(parts: Sequence[ForwardRows]) -> list[int] | None:
-    """The rows among all whose logits somebody wants; None for all of them."""
+    """The rows of the joint forward to return logits for; None for all."""
     if all(part.rows is None for part in parts):
         return None
     wanted, first = list[int](), 0

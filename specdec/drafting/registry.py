@@ -1,8 +1,8 @@
-"""Registry: drafters by name, from the entry points of whatever is installed.
+"""Registry: drafters by name, from the entry points of installed packages.
 
-A package adds a drafter by declaring ``name = "module:Class"`` under the entry point group ``specdec.drafters``; the
-class needs a ``name``, a ``Config`` dataclass and ``build(config, target)``; one with weights may have a classmethod
-``describe_weights(folder)``, which gives lines about what is there. Nothing is imported until it is asked for.
+A package adds a drafter by declaring ``name = "module:Class"`` in the entry point group ``specdec.drafters``. The class
+needs a ``name``, a ``Config`` dataclass and ``build(config, target)``. A class with weights may have a classmethod
+``describe_weights(folder)``, which returns lines of text. A drafter's module is imported at its first use.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def parse_drafter(spec: str | Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def describe_weights(folder: Path) -> tuple[str, list[str]]:
-    """The drafter that reads the weights in a folder, and what it says of them, line by line.
+    """The name of the drafter that reads the weights in a folder, and its description of them, line by line.
 
     Raises:
-        CheckpointError: there is no such folder, or no drafter reads it; then the message has each one's reason.
+        CheckpointError: there is no such folder, or no drafter reads it; the message has each drafter's reason.
     """
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {str(folder)!r}; give the one that holds the weights of a drafter")
@@ -103,8 +103,8 @@ def make_drafter(drafter: DrafterSpec, target: Target) -> Drafter:
     """A drafter from its name, from ``{"name": ..., **options}``, or itself.
 
     Raises:
-        ConfigError: unknown name or option (the nearest one is named), a value out of range, or a drafter that does not
-            declare what the engine asks of it.
+        ConfigError: unknown name or option (the nearest one is named), a value out of range, or a drafter that lacks an
+            attribute of :class:`specdec.drafter.Drafter`.
     """
     made: Drafter
     if isinstance(drafter, str | Mapping):

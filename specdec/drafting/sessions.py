@@ -1,4 +1,4 @@
-"""What the engine does with a drafter: starts its session, asks it for a draft, and checks what it gets."""
+"""Sessions: the engine's calls of a drafter, to start a session and to get a draft, with checks of the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INT, _SOUND = {int}, {range, Later}
 
 
 def top_k_of(drafter: Drafter) -> int:
-    """How many of each scored row's likeliest tokens its sessions read; 0 where they are told nothing."""
+    """How many of each scored row's likeliest tokens the drafter's sessions read; 0 if they do not observe steps."""
     return drafter.top_k if drafter.needs_observe else 0
 
 
@@ -29,7 +29,7 @@ def session_of(drafter: Drafter, context: Context) -> DraftSession:
     """A drafter's session for a new sequence.
 
     Raises:
-        DraftError: what it started is none.
+        DraftError: the drafter returned something else.
     """
     session = drafter.start(context)
     if not all(callable(getattr(session, method, None)) for method in ("propose", "observe")):
@@ -41,10 +41,10 @@ def session_of(drafter: Drafter, context: Context) -> DraftSession:
 
 
 def proposing(session: DraftSession, row_budget: int, name: str, target: Target) -> Passes[Draft]:
-    """What the session of a drafter of that name proposes, a draft in all its types; the passes that it waits for.
+    """The checked draft of a session, as a generator of the passes that it waits for; ``name``: the drafter's.
 
     Raises:
-        DraftError: it is none, or holds what no draft holds; the message names the drafter.
+        DraftError: the session returned something else, or a draft with wrong types; the message names the drafter.
     """
     if not isinstance(session, BatchedSession):
         return propose_at_once(session, row_budget, name, target)
@@ -57,7 +57,7 @@ def proposing(session: DraftSession, row_budget: int, name: str, target: Target)
 
 
 def propose_at_once(session: DraftSession, row_budget: int, name: str, target: Target) -> Draft:
-    """The same of a session that waits for no pass."""
+    """As :func:`proposing`, for a session without passes."""
     try:
         draft = session.propose(row_budget)
     except DraftError as error:
@@ -67,13 +67,13 @@ def propose_at_once(session: DraftSession, row_budget: int, name: str, target: T
 
 
 def _check(draft: Draft, name: str, target: Target) -> None:
-    """Raises DraftError where what a drafter of that name proposed is no draft, or holds what no draft holds."""
+    """Raises DraftError if ``draft`` is no draft or holds wrong types."""
     if (wrong := _misfit(draft, target)) is not None:
         raise DraftError(f"drafter {name!r} proposed {wrong}")
 
 
 def _misfit(draft: Draft, target: Target) -> str | None:
-    """What is of a wrong type in a draft, and what it must be, or None."""
+    """The wrong type in a draft and the right one, as text for an error; None if there is none."""
     if not isinstance(draft, Draft):
         return f"{_typed(draft)}; it must propose a Draft"
     for what, rows in ("token", draft.tokens), ("parent", draft.parents):
@@ -127,7 +127,7 @@ def _typed(value: object) -> str:
 
 
 def _kind(value: object) -> str:
-    """A tensor by its dtype and shape, all else by itself."""
+    """Text for an error: dtype and shape of a tensor, value and type of anything else."""
     if not isinstance(value, torch.Tensor):
         return _typed(value)
     return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"

@@ -1,4 +1,4 @@
 """The engine: sequences, the scheduler that steps them, prompts, prefixes, text streams and a run's configuration.
 
-Only what is here commits rows to a cache and tokens to a text.
+Only this folder commits rows to a cache and tokens to a text.
 """

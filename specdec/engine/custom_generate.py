@@ -1,7 +1,7 @@
 """``model.generate(..., custom_generate=functools.partial(specdec.custom_generate, drafter="lookahead"))``.
 
-Transformers prepares inputs, logits processors and stopping criteria as for its own loop and calls this instead of it.
-It hands neither streamer nor stop strings to a custom loop: give those with ``functools.partial``.
+Transformers prepares inputs, logits processors and stopping criteria as for its own loop, and calls this function in
+its place. It passes neither streamer nor stop strings to a custom loop: give them with ``functools.partial``.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def custom_generate(
 
     Args:
         drafter: name, ``{"name": ..., **options}`` or drafter.
-        seed: of the sampling noise, plus the sequence's place among several; None draws them from torch's generator, so
-            that ``torch.manual_seed`` governs them.
+        seed: seed of the sampling noise; a sequence's place in the batch is added. None draws seeds from torch's
+            generator, so that ``torch.manual_seed`` sets them.
         acceptance: as ``SamplingParams``'; with ``match`` a seed's text is the same under every drafter.
         stop: stop strings; need ``tokenizer``.
         streamer: gets each step's tokens; give it with ``functools.partial``. For one sequence.
@@ -74,12 +74,12 @@ def custom_generate(
         policy: ``acceptance``, ``cost``, ``off`` or a cost file, as Engine's.
 
     Logits processors and stopping criteria are called with one sequence at a time, its padding included. For one
-    sequence they are asked about each token once, in order, unless acceptance is ``reject`` or ``typical``, which ask
-    about tokens of drafts, too: a processor of yours that keeps something between calls is right only under ``match``.
+    sequence they are called once per token, in order. Under ``reject`` and ``typical`` they are also called for tokens
+    of drafts, so a processor that keeps state between calls is correct only under ``match``.
 
     Returns:
-        [B, n] prompts and new tokens, padded on the right where others went on; a ``GenerateDecoderOnlyOutput`` where
-        ``return_dict_in_generate`` is set, which holds the sequences alone.
+        [B, n] prompts and new tokens, padded on the right; with ``return_dict_in_generate`` a
+        ``GenerateDecoderOnlyOutput`` that holds only the sequences.
 
     Raises:
         ConfigError: beams, padding elsewhere, or any other option or input that would be ignored; it is named.
@@ -242,7 +242,7 @@ class _Ends:
 
 
 def _ends(criterion: Any, said: Any) -> bool:
-    """What a stopping criterion said of one sequence: a bool, or a tensor, array or list of one."""
+    """Whether a stopping criterion ended one sequence; it may return a bool, or a tensor, array or list of one."""
     plain = isinstance(said, torch.Tensor | np.ndarray | np.generic | bool | int | list | tuple)
     try:
         flag = torch.as_tensor(np.array(said) if isinstance(said, np.generic) else said) if plain else None

@@ -1,8 +1,8 @@
-"""The device side of a step: all rows are decided where their logits are, and one copy says what came of them.
+"""Verification on a device: all rows are decided on the device, and one copy brings the results to the host.
 
-A device with memory of its own makes every number that is read a wait. So what a step needs there goes in with its
-rows, in their one copy (``arrays``); processors, argmax, draws and what the rules ``reject`` and ``typical`` compute
-run on the device for all rows; and what verification and the drafter will read comes out in one copy (``verify``).
+Every number that is read from a device costs a wait. So the arrays that a step needs go there with its rows, in one
+copy (``arrays``). Processors, argmax, draws and the computations of ``reject`` and ``typical`` run on the device for
+all rows. The numbers that verification and the drafter read come back in one copy (``verify``).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from specdec.target import TargetOutput
 __all__ = ["DeviceVerification", "decide", "last_row", "paths_of", "walk_arrays"]
 
 Judge = Callable[[Sequence[list[Any]]], Verdict]
-"""The verdict of a rule, by the numbers of what it had to read."""
+"""Computes a rule's verdict from the numbers of the tensors that it reads."""
 
 
 class DeviceVerification(Verification):
-    """Verifies a sequence's drafts with one copy into the device and one out of it, which it may share with others.
+    """Verifies a sequence's drafts with one copy to the device and one copy back, which it may share with others.
 
     Args:
-        sampler: of the sequence.
-        session: of its drafter.
+        sampler: the sequence's sampler.
+        session: the sequence's drafting session.
         top_k: how many of each scored row's likeliest tokens the session reads.
     """
 
@@ -86,7 +86,7 @@ class DeviceVerification(Verification):
         asked = None if rule is not match else self._readback(draft, block, scores, output, own)
         tokens = [] if late is None else [late.tensor]
         tensors = [*([] if own is best else [own]), *read, *top, *tokens, *([] if asked is None else [asked])]
-        argmax, first, last = scores.row_argmax()
+        argmax, first, last = scores.device_argmax()
 
         def verdict_of(found: Sequence[list[Any]]) -> Verdict:
             numbers = iter(found)
@@ -101,11 +101,11 @@ class DeviceVerification(Verification):
             return verdict
 
         device = best.device
-        return Readback([argmax.tokens, *(tensor.to(device) for tensor in tensors)], verdict_of)
+        return Readback([argmax, *(tensor.to(device) for tensor in tensors)], verdict_of)
 
     def _likeliest(self, draft: Draft, scores: Scores) -> Readback:
-        """What is read of a greedy step: the largest logits of all sequences' rows, which are one tensor."""
-        argmax, first, last = scores.row_argmax()
+        """The readback of a greedy step without other reads: one tensor, the argmax of all sequences' rows."""
+        argmax, first, last = scores.device_argmax()
 
         def verdict_of(found: Sequence[list[Any]]) -> Verdict:
             best = found[0][first:last]
@@ -114,7 +114,7 @@ class DeviceVerification(Verification):
             verdict.scores = scores
             return verdict
 
-        return Readback([argmax.tokens], verdict_of)
+        return Readback([argmax], verdict_of)
 
     def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Verdict:
         readback = self.read(draft, rows, block, output)
@@ -124,7 +124,7 @@ class DeviceVerification(Verification):
         return readback.verdict()
 
     def _process(self, draft: Draft, block: Block, scores: Scores) -> list[int]:
-        """Have the processors judge the scored rows, without reading any; the rows' depths."""
+        """Apply the processors to the scored rows, without a copy to the host; returns the rows' depths."""
         rows = range(len(draft)) if scores.rows is None else scores.rows
         depths = [draft.depths[row] for row in rows]
         if self.sampler.processors:
@@ -142,7 +142,7 @@ class DeviceVerification(Verification):
     def _readback(
         self, draft: Draft, block: Block, scores: Scores, output: TargetOutput, own: torch.Tensor
     ) -> torch.Tensor | None:
-        """What the session asks of a step whose rows' ``own`` tokens are on the device."""
+        """The tensor that the session reads back; ``own``: the target's token after each scored row, on the device."""
         if self._session is None:
             return None
         device = own.device
@@ -159,7 +159,7 @@ class DeviceVerification(Verification):
 
 
 def paths_of(draft: Draft, rows: Sequence[int]) -> npt.NDArray[np.int64]:
-    """[R, D] of some rows those that lie between the root and each of them, itself last; filled up with the root."""
+    """[R, D] per given row the rows of its path below the root, the row itself last; padded with the root."""
     paths = np.zeros((len(rows), max(draft.depths)), dtype=np.int64)
     for own, row in zip(paths, rows, strict=True):
         while row > 0:
@@ -168,9 +168,9 @@ def paths_of(draft: Draft, rows: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def walk_arrays(draft: Draft, place: Callable[[int], int]) -> dict[str, npt.NDArray[Any]]:
-    """What :func:`last_row` needs: per row, where its parent's logits are, and whether it may be accepted.
+    """Arguments of :func:`last_row`: per row the place of its parent's logits, and whether it may be accepted.
 
-    ``place`` says where a scored row stands among the logits. Of equal siblings the first counts, as in ``match``.
+    ``place`` maps a scored row to its row of the logits. Of equal siblings the first counts, as in ``match``.
     """
     places, eligible, seen = [0], [True], set[tuple[int, int]]()
     unscored = draft.probes.difference(draft.read)
@@ -188,29 +188,29 @@ def walk_arrays(draft: Draft, place: Callable[[int], int]) -> dict[str, npt.NDAr
 def last_row(
     own: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, eligible: torch.Tensor, closure: torch.Tensor
 ) -> torch.Tensor:
-    """int64 [1], the row with which ``match`` ends its path, without a copy to the host.
+    """int64 [1], the last row of the path that ``match`` accepts, computed without a copy to the host.
 
     Args:
-        own: [R] the target's own token after each scored row.
-        tokens: [T] the draft's.
-        places, eligible: of :func:`walk_arrays`, [T].
+        own: [R] the target's token after each scored row.
+        tokens: [T] the draft's tokens.
+        places, eligible: [T], see :func:`walk_arrays`.
         closure: [T, T] bool, whether row i sees row j.
     """
     wrong = (own.index_select(0, places) != tokens) | ~eligible
     wrong[:1] = False
     accepted = ~(closure & wrong).any(-1)
-    # The path is the longest accepted one, and its rows are those that its end sees.
+    # The accepted path is the longest one; its length is the number of rows that its last row sees.
     return (accepted * closure.sum(-1)).argmax(-1, keepdim=True)
 
 
 def decide(sampler: Sampler, scores: Scores, depths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two int64 [R] on the device: each scored row's largest raw logit, and the target's own token after it.
+    """Two int64 [R] on the device: argmax of each scored row's raw logits, and the target's token after the row.
 
-    ``depths`` are the rows', empty where the latter is not needed; ``scores`` are ``processed`` where there are
-    processors. A row whose logits are no distribution has a number that is no token.
+    ``depths`` are the rows' depths, or empty if the second result is not needed. With processors, ``scores.processed``
+    must be set. A row whose logits are no distribution gets -1.
     """
-    argmax, first, last = scores.row_argmax()
-    best = own = argmax.tokens[first:last]
+    argmax, first, last = scores.device_argmax()
+    best = own = argmax[first:last]
     if not depths:
         return best, best
     logits = scores.logits if scores.processed is None else scores.processed
@@ -223,17 +223,15 @@ def decide(sampler: Sampler, scores: Scores, depths: Sequence[int]) -> tuple[tor
 
 
 def _read_of(rule: Verifier, draft: Draft, scores: Scores, sampler: Sampler) -> tuple[list[torch.Tensor], Judge | None]:
-    """What a rule reads of all rows, and its verdict by the numbers; none for ``match``, which reads what is decided.
+    """The tensors that a rule reads, and its verdict by their numbers; ``match`` needs ``decide`` only."""
 
-    No logits processor may need the rows' texts.
-    """
     if rule is match:
         return [], None
     return (rejecting if rule is reject else _typical)(draft, scores, sampler)
 
 
 def _typical(draft: Draft, scores: Scores, sampler: Sampler) -> tuple[list[torch.Tensor], Judge]:
-    """What ``typical`` reads of any row; the target's own tokens are decided already."""
+    """The tensors that ``typical`` reads, and its verdict; the target's tokens are decided already."""
     below = draft.children()
     above = [row for row in range(len(draft)) if below[row]]
     chances = {row: sampler.probabilities(scores, row, []) for row in above}
@@ -248,7 +246,7 @@ def _typical(draft: Draft, scores: Scores, sampler: Sampler) -> tuple[list[torch
 
         def read(row: int, children: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
             if math.isnan(known[row][0]):
-                sampler.distribution(scores, row, tokens)  # which says what is wrong with it
+                sampler.distribution(scores, row, tokens)  # raises an error with the reason
             return known[row]
 
         return longest(draft, scores, sampler, read)

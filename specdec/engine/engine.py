@@ -59,18 +59,17 @@ class Engine:
         drafter: a registered name, ``{"name": ..., **options}``, or a drafter.
         max_rows: most rows of one step's tree; bounds the scratch slots of the cache.
         prefill_chunk: prompt tokens per forward; None takes 512, or the sliding window where that is smaller.
-        policy: ``off`` lets the drafter propose what its options say; ``acceptance`` weighs accepted tokens against
-            what rows cost by the target's curve; a path is that of a cost file to do so by. See
-            :mod:`specdec.costs.policy`. A drafter that plans its rows goes by acceptance where it is off.
-        costs: the target's curve, which is gone by as it is: the same calls take the same steps. Left out, it is read
-            from the user's cache folder where it was kept, or measured here and now, for about a second, if policy or
-            drafter want it; and where a row's numbers are the same whatever rows are beside it (native layers), it
-            follows what forwards take from then on.
+        policy: the row policy. With ``off`` the drafter's options decide; ``acceptance`` weighs accepted tokens
+            against the cost of rows; a path names a cost file to do so with. See :mod:`specdec.costs.policy`. Under
+            ``off``, a drafter that plans its rows still uses prices as under ``acceptance``.
+        costs: the target's cost curve. A given curve is never adapted, so equal calls take equal steps. If left out, it
+            is read from the user's cache folder or measured now, for about a second, if policy or drafter need it; and
+            where the target is ``batch_invariant`` (native layers), it is adapted to the latest forwards.
         progress: called with the share that is done while the curve is measured.
 
     Attributes:
-        live: what rows cost now, if that is followed.
-        fallback: whether drafting pays at all, if that is followed, too.
+        live: the live cost curve, or None.
+        fallback: decides whether drafting pays at all; None without a live curve.
 
     Raises:
         ConfigError: unknown drafter or option, or a size that is not positive.
@@ -109,7 +108,7 @@ class Engine:
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
         self._predicting: Engine | None = None
-        self._answer_end: tuple[Any, int | None] | None = None  # the chat template, and what it ends an answer with
+        self._answer_end: tuple[Any, int | None] | None = None  # the chat template, and the token that ends an answer
 
     @property
     def chunk_rows(self) -> int:
@@ -120,10 +119,7 @@ class Engine:
         return min(512, max(32, min(windows))) if windows else 512  # a window's size, but no sliver
 
     def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
-        """What decides on the rows of a new sequence, if anything does.
-
-        ``steady``: by the curve as it was measured.
-        """
+        """The row policy of a new sequence, or None; ``steady``: by the measured curve, not the live one."""
         if not self._weighs:
             return None
         costs = self.costs if self.live is None or steady else self.live
@@ -198,7 +194,7 @@ class Engine:
         )
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """What runs here, and why: section -> name -> value; `specdec info` prints it."""
+        """How the model is run, and why: section -> name -> value; `specdec info` prints it."""
         machine = describe(self.target)
         curve = self._known_costs or kept_curve(machine) or self.costs
         steps = curve.steps(0, 8)
@@ -216,7 +212,7 @@ class Engine:
     def with_drafter(self, drafter: DrafterSpec, *, policy: str | None = None) -> Engine:
         """The same target with another drafter, and another policy if one is given; nothing is loaded twice.
 
-        What rows cost is measured here, once, if this engine had no use for it and the new one has.
+        The cost curve is measured once, now, if the new engine needs it and this one did not.
         """
         policy = self.policy if policy is None else check_policy(policy)
         other_file = policy != self.policy and policy not in ("off", "acceptance")
@@ -238,13 +234,13 @@ class Engine:
         return other
 
     def predicting(self) -> Engine:
-        """The same engine whose drafter drafts from a text's ``prediction`` as well; made once."""
+        """The same engine with a drafter that also drafts from a text's ``prediction``; made once."""
         if self._predicting is None:
             self._predicting = self.with_drafter({"name": "prediction", "drafter": self.drafter})
         return self._predicting
 
     def _follow(self, live: LiveCosts | None) -> None:
-        """Go by what rows cost now."""
+        """Use a live cost curve, or None."""
         self.live = live
         self.fallback = Fallback(live) if live is not None and self._weighs else None
 
@@ -263,17 +259,17 @@ class Engine:
         Args:
             prompt: text, token ids, or ``[{"role": ..., "content": ...}]`` for the tokenizer's chat template.
             max_new_tokens: budget; the model's context length is one too.
-            sampling: greedy if None, whatever the checkpoint's generation config says (a SpecdecWarning names it).
-            stop: strings that end the text, special tokens' own among them; the result's text is cut before them.
-            stop_token_ids: tokens that end the text, beside the model's own end tokens.
-            logits_processor: transformers' or any ``(ids [1, n], scores [1, V]) -> scores``; they see each token's own
-                prefix, so they act as in plain decoding. A :class:`specdec.sampling.grammar.Grammar` has a state
-                instead.
-            logprobs: keep each token's logarithm of probability by the target, before processors, and so many of the
+            sampling: greedy if None; the checkpoint's generation config is not used (a SpecdecWarning names it).
+            stop: strings that end the text, also those of special tokens; the result's text is cut before them.
+            stop_token_ids: tokens that end the text, in addition to the model's end tokens.
+            logits_processor: a list of functions ``(ids [1, n], scores [1, V]) -> scores``, as in transformers. They
+                see each token's own prefix, so they act as in plain decoding. A
+                :class:`specdec.sampling.grammar.Grammar` has a state instead.
+            logprobs: keep each token's log-probability under the target, before processors, and so many of the
                 likeliest tokens' (0 for none); None keeps nothing.
-            prefix_cache: keeps this text, and has the one before: what both begin with is not run again.
-            prediction: text or token ids that the answer is expected to be, such as the file that it changes: it is
-                drafted from beside the engine's drafter, and changes no token of the answer.
+            prefix_cache: keeps this text and holds earlier ones; a common beginning is not run again.
+            prediction: text or token ids that the answer is expected to be, such as the file that it changes. It is
+                drafted from in addition to the engine's drafter, and changes no token of the answer.
             on_step: called after every step.
 
         Raises:
@@ -301,8 +297,8 @@ class Engine:
     ) -> Iterator[Chunk]:
         """As ``generate``, a chunk per step; the texts add up to ``generate``'s, the last chunk has the finish reason.
 
-        With ``trace``, ``chunk.step.trace`` says what the step's tree was, and where its tokens came from.
-        The returned iterator's ``close`` ends the generation; a chunk may have no text (half a character, say).
+        With ``trace``, ``chunk.step.trace`` holds the step's tree and the sources of its tokens. The returned
+        iterator's ``close`` ends the generation. A chunk may have no text, such as half a character.
         """
         return self.start(prompt, max_new_tokens, sampling, **options, trace=trace, stream=True).chunks()
 
@@ -316,20 +312,19 @@ class Engine:
         on_done: Callable[[int, Generation], None] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[Generation]:
-        """Decode many prompts, ``batch`` at a time, the next one joining where one ends; results in the prompts' order.
+        """Decode many prompts, ``batch`` at a time; when one ends, the next joins. Results are in the prompts' order.
 
-        Each text is the one that ``generate`` gives for its prompt, whatever runs beside it. Parameters are for all
-        prompts or one for each: a list, of lists where one value is a list already.
+        Each text equals the one of ``generate`` for its prompt. A parameter holds one value for all prompts, or a list
+        with one value per prompt (a list of lists, if a value is a list).
 
         Args:
             options: as ``generate``'s; ``batch`` (8), ``step_rows`` and ``cache_bytes`` are those of
                 :class:`specdec.engine.scheduler.Scheduler`, and ``seed`` is in place of ``sampling``'s.
             progress: show a bar.
-            on_done: called with place and generation as each ends, so that nothing is lost where a later one is
-                interrupted.
+            on_done: called with place and generation as each one ends, so that finished ones survive an interrupt.
 
         A prompt that fails (too long, a processor that raises) fails alone: its ``finish_reason`` is ``error``, its
-        ``error`` says why, and a SpecdecWarning names it.
+        ``error`` is the reason, and a SpecdecWarning names it.
 
         Raises:
             ConfigError: a parameter with another number of values than there are prompts, or a size that cannot be.
@@ -358,9 +353,9 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
         **options: Unpack[BatchOptions],
     ) -> Iterator[tuple[int, Chunk]]:
-        """As ``generate_batch``, a prompt's place and chunk per step of it; a failure is a chunk with an ``error``.
+        """As ``generate_batch``, yielding a prompt's place and chunk per step; a failure is a chunk with an ``error``.
 
-        Between steps, while the caller has a chunk, the model is as it was.
+        Between steps, while the caller has a chunk, the model is unchanged.
         """
         if self.tokenizer is None:
             raise ConfigError("streams need a tokenizer; the engine has none")
@@ -393,7 +388,7 @@ class Engine:
         return sequence
 
     def begin(self, request: Request) -> SequenceState:
-        """The generation of a request that was prepared: its cache and its drafting session are made."""
+        """Start the generation of a prepared request: make its cache and its drafting session."""
         return SequenceState(self.predicting() if request.prediction else self, request)
 
     def advance(self, sequence: SequenceState) -> None:
@@ -403,7 +398,7 @@ class Engine:
                 raise outcome
 
     def prepare(self, request: Request) -> Request:
-        """A request as ``begin`` takes it: its prompt as token ids, every option checked and filled in.
+        """Prepare a request for ``begin``: its prompt becomes token ids, and every option is checked and filled in.
 
         Raises:
             PromptError: see :meth:`encode`.
@@ -453,7 +448,7 @@ class Engine:
         )
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:
-        """Say what transformers' ``generate`` would take from the checkpoint, and an engine does not."""
+        """Warn of values of the checkpoint's generation config that transformers' ``generate`` would use."""
         model = getattr(self.target, "model", None)
         unused = [] if model is None else unused_generation_options(model, sampling=sampling is not None)
         if unused:
@@ -466,10 +461,10 @@ class Engine:
             )
 
     def _warn_of_chat_end(self, prompt: Prompt, stops: Sequence[str], stop_tokens: frozenset[int]) -> None:
-        """Say, in a SpecdecWarning, that an answer may not end where the chat template ends it.
+        """Warn that an answer may not end where the chat template ends it.
 
-        So it is for messages where neither the model's end tokens nor these stops are what the template writes behind
-        an answer. The model goes on then, as it does in transformers' ``generate``.
+        This is so for messages if the token that the template writes after an answer is neither one of the model's end
+        tokens nor one of these stops. The model then goes on, as it does in transformers' ``generate``.
         """
         if not is_chat(prompt):
             return

@@ -1,8 +1,8 @@
 """Options of transformers' ``generate``: each is followed by ``custom_generate``, or refused by its name.
 
-``generate`` makes logits processors and stopping criteria of most of its options, which the loop calls. What asks for
-another loop, for other inputs than token ids, or for something that a speculative loop does not have is refused. So is
-an option of a version of transformers that this one does not know.
+``generate`` turns most of its options into logits processors and stopping criteria, which the loop calls. Options that
+ask for another loop, for inputs other than token ids, or for something that a speculative loop does not have are
+refused. So are options of unknown versions of transformers.
 """
 
 from __future__ import annotations

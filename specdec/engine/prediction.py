@@ -1,4 +1,4 @@
-"""Predictions: what a caller expects an answer to be, as tokens, and how much of it the answer turned out to hold."""
+"""Predictions: the expected answer as tokens, and how much of it the actual answer holds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Prediction = str | Sequence[int] | torch.Tensor
 
 
 def prediction_ids(prediction: Prediction | None, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Token ids of a prediction, without those that a tokenizer puts before a text; none for None and an empty one.
+    """Token ids of a prediction, without special tokens at the start; empty for None and an empty prediction.
 
     Raises:
-        PromptError: it is something else, it is text and there is no tokenizer, or a token is outside the vocabulary.
+        PromptError: it is neither text nor token ids, it is text and there is no tokenizer, or a token is outside the
+            vocabulary.
     """
     if prediction is None:
         return []

@@ -1,11 +1,11 @@
-"""Prefix cache: the keys and values of a text, for the next text that begins alike, as a talk's next turn does.
+"""Prefix cache: keys and values of the latest text, for a next text with the same beginning, as in a conversation.
 
-Texts are compared by token ids, and what both begin with is copied, slot by slot, into the new text's own cache. So
-nothing is computed twice and nothing is undone: a text's cache is never cut, and several texts may go on from one.
+Texts are compared by token ids. Keys and values of the common beginning are copied, slot by slot, into the new text's
+own cache. So nothing is computed twice, a text's cache is never cut, and several texts may go on from one.
 
-A sliding window's ring has no more than the last keys, and knows which. Where it lacks one that the new text's next
-token sees, all of the new text is run. So it is where the model was changed since, is another one, or where a drafter
-needs hidden states that were not kept.
+A sliding window's ring holds only the last keys. If it lacks a key that the new text's next token sees, the whole new
+text is run. The same holds if the model was changed or replaced, or if a drafter needs hidden states that were not
+kept.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
 class PrefixCache:
     """Keeps the latest text that was decoded with it: ``engine.generate(prompt, prefix_cache=kept)``.
 
-    What is generated is what it is without one: bit for bit in native layers, where a token's keys and values do not
+    Generations are the same as without one: bit for bit in native layers, where a token's keys and values do not
     depend on the rows beside it, and elsewhere up to rounding, as between two sizes of ``prefill_chunk``. It holds the
     memory of one text's cache.
     """
@@ -93,10 +93,10 @@ class PrefixCache:
     def begin(
         self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int]
     ) -> tuple[KeptText, dict[int, torch.Tensor]]:
-        """Fill a new text's empty cache with what is known of its beginning, and keep that text from now on.
+        """Fill a new text's empty cache with the known part of its beginning, and keep the new text from now on.
 
         Returns:
-            The text, to be told of its hidden states, and those of the tokens copied: layer -> [n, D].
+            The kept text, and the hidden states of the copied tokens: layer -> [n, D].
         """
         text = KeptText(target, target.version(), cache, tokens, {layer: [] for layer in taps})
         former, self._kept = self._kept, text

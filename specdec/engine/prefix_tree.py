@@ -1,13 +1,13 @@
-"""Prefix tree: the keys and values of many texts, what several of them begin with once, within a bound of bytes.
+"""Prefix tree: keys and values of many texts, with common beginnings stored once, up to a number of bytes.
 
-A radix tree over token ids. A node is a piece of text that was run, with the keys and values of its tokens, and the
-hidden states of those layers that drafters wanted. A text that begins goes down as far as its tokens agree, and has
-copies of what is there; it may go on from a text that is still being decoded, too, as far as that has come. A text that
-ends leaves in the tree what is not there yet. Where there is no more room, the leaf that was not used for longest goes.
+It is a radix tree over token ids. A node is a piece of text that was run, with the keys and values of its tokens and
+the hidden states that drafters read. A new text walks down as far as its tokens agree and gets copies; it may also
+copy from a text that is still being decoded. A text that ends adds to the tree what is missing. When the tree is full,
+the least recently used leaf is removed.
 
-The rules are those of :mod:`specdec.engine.prefix_cache`: copies only, slot by slot; of a sliding window's layers a
-node has no more than was left of its tokens, and where that does not hold all that the next token sees, the text goes
-on from a shorter beginning; a model that was changed begins anew.
+The rules are those of :mod:`specdec.engine.prefix_cache`: slots are copied one by one. For layers with a sliding window
+a node holds the keys that were left; if these lack a key that the next token sees, the text starts from a shorter
+beginning. After a change of the model the tree starts empty.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ class _Running:
 
 
 class PrefixTree(PrefixCache):
-    """Keeps what many texts begin with: ``prefix_cache=`` of any number of generations, one after another or at once.
+    """Keeps the beginnings of many texts: ``prefix_cache=`` of any number of generations, in sequence or at once.
 
-    What is generated is what it is without one, see :class:`specdec.engine.prefix_cache.PrefixCache`.
+    Generations are the same as without one, see :class:`specdec.engine.prefix_cache.PrefixCache`.
 
     Args:
-        max_bytes: most bytes of what it keeps. A text that is still being decoded has a cache of its own, which does
-            not count; what does not fit when it has ended is not kept.
+        max_bytes: most bytes that the tree holds. The caches of texts that are still being decoded do not count; what
+            does not fit when a text ends is not kept.
 
     Raises:
         ConfigError: a bound below 1.

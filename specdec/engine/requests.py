@@ -47,15 +47,15 @@ class Request:
     """A prompt and the options of its generation: those of ``Engine.generate``, and more.
 
     Attributes:
-        stop_when: asked after every token, with prompt and text, whether the text ends.
-        sample: whether tokens are drawn; None goes by the temperature.
-        eos_ids: the model's end tokens; None takes its own.
-        stream: whether its text is read as it comes.
-        drafter: a name, ``{"name": ..., **options}`` or a drafter, in place of the engine's own; for a
+        stop_when: called after every token with the tokens of prompt and text; the text ends if it returns True.
+        sample: whether tokens are drawn; None: if the temperature is above 0.
+        eos_ids: end tokens; None takes the model's.
+        stream: whether the text is read while it is generated.
+        drafter: a name, ``{"name": ..., **options}`` or a drafter, in place of the engine's; for a
             :class:`specdec.engine.scheduler.Scheduler`.
-        max_rows: most rows of one of its drafts, at most the engine's; None takes that. Under ``reject`` the text
+        max_rows: most rows of a draft, at most the engine's ``max_rows``, which None takes. Under ``reject`` the text
             at a seed depends on it, as on every option of a drafter.
-        trace: have each step's tree, and where its tokens came from, as ``Step.trace``.
+        trace: keep each step's tree and the sources of its tokens in ``Step.trace``.
     """
 
     prompt: Prompt
@@ -85,7 +85,7 @@ def make_requests(
     seed: int | Sequence[int] | None = None,
     **options: Any,
 ) -> list[Request]:
-    """One request per prompt, of parameters that are for all, or one for each; ``options`` are those of a Request.
+    """One request per prompt; a parameter has one value for all or one per prompt. ``options``: those of a Request.
 
     Stop strings, stop tokens and processors are lists already, so that one for each is a list of lists.
 

@@ -35,7 +35,7 @@ _STEP_ROWS = 256  # as many as keep a CPU's products fast; a larger chunk only m
 
 
 class Host(Setup, Protocol):
-    """What a batch needs of an engine."""
+    """The attributes of an engine that a scheduler uses."""
 
     def prepare(self, request: Request) -> Request:
         """The request with its prompt as token ids, and every option checked and filled in."""
@@ -50,7 +50,7 @@ class Host(Setup, Protocol):
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """What came of a request: a step, or its end by an error or a cancellation.
+    """The event of a request: a step, or its end by an error or a cancellation.
 
     Attributes:
         index: the request's place, its :class:`Handle`'s index.
@@ -184,7 +184,7 @@ class Scheduler:
         return not (self._running or self._submitted or self._next)
 
     def step(self) -> list[Event]:
-        """Admit what there is room for, and run one forward of all that run; what came of each sequence."""
+        """Admit requests that there is room for, and run one forward of all sequences; returns their events."""
         target = self._engine.target
         with target.active():
             events = self._drop_cancelled() + self._admit()
@@ -193,7 +193,7 @@ class Scheduler:
             return events
 
     def _event(self, sequence: SequenceState, outcome: Step | Exception) -> Event:
-        """What came of a sequence, which is let go of where that was its end."""
+        """The event of a sequence's step; an ended sequence is removed."""
         index = self._running[sequence].index
         if isinstance(outcome, Exception) or sequence.finish_reason is not None:
             del self._running[sequence]
@@ -202,7 +202,7 @@ class Scheduler:
         return Event(index, sequence, outcome)
 
     def run(self) -> Iterator[list[Event]]:
-        """The events of one step after the other, until nothing runs and no request is left."""
+        """Yield the events of each step until no sequence runs and no request waits."""
         while (events := self.step()) or self._running:  # a step that only ran chunks of prompts has no events
             yield events
 
@@ -212,7 +212,7 @@ class Scheduler:
         return sum(sequence.cache_bytes for sequence in self._running)
 
     def _drop_cancelled(self) -> list[Event]:
-        """Let go of what was cancelled since the last step."""
+        """Remove requests that were cancelled since the last step; returns their events."""
         if not self._cancelled:
             return []
         with self._lock:
@@ -230,7 +230,7 @@ class Scheduler:
         ]
 
     def _admit(self) -> list[Event]:
-        """Begin what there is room for, in order; the failures among it."""
+        """Begin waiting requests in order while there is room; returns the events of those that fail."""
         failed: list[Event] = []
         while len(self._running) < self._batch:
             if self._next is None and not self._look(failed):
@@ -251,7 +251,7 @@ class Scheduler:
         return failed
 
     def _look(self, failed: list[Event]) -> bool:
-        """Have the next request ready, passing over those that cannot be; False where there is none."""
+        """Prepare the next request, adding those that fail to ``failed``; False if there is none."""
         for request in self._requests:
             index = next(self._numbers)
             try:
@@ -265,7 +265,7 @@ class Scheduler:
         return self._next is not None
 
     def _prepared(self, index: int, request: Request) -> _Waiting:
-        """A request that may wait in line."""
+        """A prepared request, ready to be admitted."""
         began = perf_counter()
         engine = self._engine_of(request.drafter)
         request = engine.prepare(replace(request, drafter=None))
@@ -273,7 +273,7 @@ class Scheduler:
         return _Waiting(index, engine, request, size, perf_counter() - began)
 
     def _engine_of(self, drafter: DrafterSpec | None) -> Host:
-        """The engine with this drafter, of which there is one for all requests that name it."""
+        """The engine with this drafter; requests that name the same drafter share it."""
         if drafter is None:
             return self._engine
         key = repr(parse_drafter(drafter)) if isinstance(drafter, str | Mapping) else id(drafter)
@@ -284,10 +284,10 @@ class Scheduler:
         return found
 
     def _bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Bytes that the cache of such a text may come to hold, if they are bounded.
+        """Most bytes of the cache of such a text; 0 if ``cache_bytes`` is None.
 
         Raises:
-            ConfigError: more than there may be in all.
+            ConfigError: the text may need more than ``cache_bytes``.
         """
         if self._cache_bytes is None:
             return 0

@@ -41,7 +41,7 @@ __all__ = ["ScheduledRows", "SequenceState", "Setup", "cache_sizes"]
 
 
 class Setup(Protocol):
-    """What a sequence needs of an engine, see :class:`specdec.engine.engine.Engine`."""
+    """The attributes of an :class:`specdec.engine.engine.Engine` that a sequence uses."""
 
     target: Target
     tokenizer: Any
@@ -56,10 +56,7 @@ class Setup(Protocol):
         """Most tokens of a prompt that go through one forward."""
 
     def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
-        """What decides on the rows of a new sequence, if anything does.
-
-        ``steady``: by the curve as it was measured.
-        """
+        """The row policy of a new sequence, or None; ``steady``: by the measured curve, not the live one."""
 
     def advance(self, sequence: SequenceState) -> None:
         """Take one step of one sequence by itself; raises what ended it."""
@@ -74,7 +71,7 @@ class ScheduledRows(ForwardRows):
         draft: as proposed; None for a chunk of the prompt.
         asked: whether the drafting session proposed the draft. A plain step while drafting rests is shown to the
             session as a chunk of the prompt is.
-        readback: what verification reads of a device, where that was copied together with other sequences'.
+        readback: tensors that verification reads from a device, if they were copied together with other sequences'.
         accepted: the path that verification found, before the text's end cut it.
         drafting, making: seconds spent on proposing the draft, and on turning it into rows of a forward.
     """
@@ -121,8 +118,8 @@ class SequenceState:
             sampling, tokens, target.vocab_size, target.head_device, request.logits_processor, request.sample
         )
         self.draws = self._sampler.sample
-        # Where the text at a seed depends on the rows that are proposed, as under ``reject``, it must depend neither on
-        # other sequences nor on what forwards take, and so the rows must not either.
+        # Under ``reject`` the text at a seed depends on the proposed rows. It must not depend on other sequences or on
+        # the time of forwards, so the rows must not either.
         rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self.drafter.draws)
         isolated = sampling.acceptance == "typical" or (self.draws and rejects)
         policy, live = engine.row_policy(steady=isolated), engine.live
@@ -169,13 +166,13 @@ class SequenceState:
         self.prefilling = cache.length < len(tokens) - 1
 
     def look_again(self) -> None:
-        """Have what a text beside it has run meanwhile, if nothing of the prompt was known or run so far."""
+        """Look into the prefix cache again if nothing of the prompt has run: others may have run its beginning."""
         if self._prefix_cache is not None and not self.context.cache.length:
             self._kept = self._take(self._prefix_cache)
             self.prefilling = self.context.cache.length < self.stats.prompt_tokens - 1
 
     def _take(self, prefix_cache: PrefixCache) -> KeptText:
-        """Have what is known of the prompt's beginning; the session is shown it as if it had just been run."""
+        """Copy the prompt's known beginning from the prefix cache; the session observes it as if it had just run."""
         with self._target.active():
             text, taps = prefix_cache.begin(self._target, self.context.cache, self.tokens, self.drafter.taps)
             self.stats.reused_tokens = known = self.context.cache.length
@@ -187,12 +184,12 @@ class SequenceState:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and text; to be read only."""
+        """Prompt and text. Read only."""
         return self.context.tokens
 
     @property
     def logprobs(self) -> Sequence[TokenLogprobs]:
-        """Of the tokens so far; empty if they were not asked for."""
+        """Log-probabilities of the tokens so far; empty if they were not asked for."""
         return self._logprobs
 
     @property
@@ -201,7 +198,7 @@ class SequenceState:
         return self.context.cache.nbytes
 
     def prefill(self) -> None:
-        """Run the prompt but its last token, in chunks, with no logits."""
+        """Run the prompt without its last token, in chunks, without logits."""
         while self.prefilling:
             self._engine.advance(self)
         began = perf_counter()
@@ -209,7 +206,7 @@ class SequenceState:
         self.stats.seconds.prefill += perf_counter() - began
 
     def step(self) -> Step:
-        """One draft, one target forward, at least one token. The prompt has been run."""
+        """Take one step: a draft, a target forward, at least one token. The prompt must have been run."""
         self._engine.advance(self)
         return self.steps[-1]
 
@@ -227,7 +224,7 @@ class SequenceState:
         context = self.context
         self._batch_load = UNBATCHED if context.isolated else batch_load
         row_budget = self._row_budget(rests)
-        began = perf_counter() - context.waited.others  # what others take meanwhile is left out
+        began = perf_counter() - context.waited.others  # without the time of other sequences meanwhile
         if rests or context.remaining <= 1:
             return self._scheduled(Draft.chain(context.tokens[-1:]), row_budget, False, began)
         if self._batched:
@@ -245,7 +242,7 @@ class SequenceState:
         return self._scheduled(draft, row_budget, True, began)
 
     def _scheduled(self, draft: Draft, row_budget: int, asked: bool, began: float) -> ScheduledRows:
-        """A draft as the rows of a forward; it was begun at that time."""
+        """A draft as rows of a forward; ``began``: when drafting started."""
         self._check(draft, row_budget)
         if self._traces and not self.steps:
             self._first_began = began
@@ -280,7 +277,7 @@ class SequenceState:
         return row_budget
 
     def read(self, rows: ScheduledRows, output: TargetOutput) -> Readback | None:
-        """What ``verify`` has to read of a device first; None where it reads what it needs."""
+        """The tensors to copy from a device before ``verify``; None if it reads them itself."""
         return None if rows.draft is None else self._verification.read(rows.draft, rows.rows, rows.block, output)
 
     def verify(self, rows: ScheduledRows, output: TargetOutput) -> Verdict:
@@ -337,7 +334,7 @@ class SequenceState:
             policy.learn(rows.draft, verdict.path, length)
 
     def _trace(self, rows: ScheduledRows, taken: Step) -> StepTrace:
-        """What a step's tree was; of the accepted rows those behind the text's end count as where it came from."""
+        """The trace of a step; accepted rows after the text's end are cut."""
         draft, session, accepted, count = rows.draft, self._session, rows.accepted, len(taken.tokens)
         assert draft is not None
         sources = [self.drafter.name] * len(draft)
@@ -364,7 +361,7 @@ class SequenceState:
         return Generation(text, new, self.finish_reason or "unfinished", self.stats, self.steps, logprobs)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Drive to the end, yielding each step; the model is as it was while the caller has the chunk."""
+        """Run to the end, yielding each step; the model is unchanged while the caller has a chunk."""
         with self._target.active():
             self.prefill()
         while self.finish_reason is None:
@@ -379,7 +376,7 @@ class SequenceState:
         return Chunk(text, step.tokens, step, self.finish_reason)
 
     def _check(self, draft: Draft, row_budget: int) -> None:
-        """Raises DraftError where a session broke the rules that exactness stands on."""
+        """Raises DraftError where a draft breaks a rule that exactness depends on."""
         tokens, last, size = draft.tokens, self.tokens[-1], self._target.vocab_size
         if len(tokens) > row_budget:
             raise DraftError(
@@ -418,7 +415,7 @@ class SequenceState:
 
 
 def _verification(target: Target, sampler: Sampler, session: DraftSession, top_k: int) -> Verification:
-    """How a sequence's drafts are verified; of several processes none decides by itself what its rows say."""
+    """How a sequence's drafts are verified: on the host, on a device, or by several processes together."""
     if isinstance(target, ShardedTarget):
         return ShardedVerification(target, sampler, top_k)
     apart = device_copies.is_apart(target.device) and device_copies.is_apart(target.head_device)

@@ -1,7 +1,7 @@
 """One step of sequences that share a forward: propose, forward, verify, commit, observe.
 
-One sequence is a batch of one. Each keeps its own cache, drafting session and noise, and so nothing of its text depends
-on the others. A sequence whose prompt is not all run yet brings a chunk of it in the place of a draft.
+One sequence is a batch of one. Each sequence has its own cache, drafting session and noise, so its text does not depend
+on the others. A sequence whose prompt has not been run completely has a chunk of the prompt in place of a draft.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from specdec.target import Target, TargetOutput
 __all__ = ["Outcome", "step"]
 
 Outcome = tuple[SequenceState, Step | Exception]
-"""A sequence, and the step that it took or why it ended."""
+"""A sequence, and the step that it took or the error that ended it."""
 
 
 def step(sequences: Sequence[SequenceState], target: Target, observer: StepObserver, row_limit: int) -> list[Outcome]:
-    """One step; what came of each sequence that drafted, or failed. Those that fail leave the others as they are.
+    """Take one step; returns the outcome of each sequence that drafted or failed. A failure does not affect the others.
 
-    A forward has at most ``row_limit`` rows: drafts first, those that had to wait before the new ones, then chunks of
-    prompts. ``observer`` is told what happens and when; nothing of a text depends on it but by the rows it has drafted.
+    A forward has at most ``row_limit`` rows: drafts that waited for room, then new drafts, then chunks of prompts.
+    ``observer`` times the parts of the step; it affects texts only by whether sequences draft, never a token.
     """
     outcomes: list[Outcome] = []
-    drafted: list[SequenceState] = []  # those that had to wait before
+    drafted: list[SequenceState] = []  # sequences whose drafts waited for room
     fresh: list[SequenceState] = []
     for sequence in sequences:
         if sequence.scheduled is not None:
@@ -64,7 +64,7 @@ def step(sequences: Sequence[SequenceState], target: Target, observer: StepObser
 
 
 def propose(sequences: Sequence[SequenceState], observer: StepObserver, outcomes: list[Outcome]) -> None:
-    """Have each sequence draft; the passes that their sessions wait for are run together."""
+    """Let each sequence draft; passes that their sessions wait for are run together."""
     waiting: list[tuple[SequenceState, Passes[ScheduledRows]]] = []
     for sequence in sequences:
         try:
@@ -88,7 +88,7 @@ def propose(sequences: Sequence[SequenceState], observer: StepObserver, outcomes
 def schedule(
     drafted: Sequence[SequenceState], sequences: Sequence[SequenceState], row_limit: int
 ) -> list[ScheduledRows]:
-    """The rows of the next forward: drafts in this order as far as they fit, then chunks of prompts."""
+    """The rows of the next forward: drafts in the given order while they fit, then chunks of prompts."""
     left = row_limit
     batch: list[ScheduledRows] = []
     for sequence in drafted:
@@ -109,9 +109,9 @@ def schedule(
 def forward(
     target: Target, batch: Sequence[ScheduledRows], outcomes: list[Outcome]
 ) -> list[tuple[ScheduledRows, TargetOutput]]:
-    """Run all rows as one forward; those that ran, each with its part of the output.
+    """Run all rows as one forward; returns the rows that ran, each with its part of the output.
 
-    Where it raises, each sequence's rows are run by themselves, which writes the same numbers to the same slots.
+    If the forward raises, each sequence's rows are run alone, which writes the same numbers to the same slots.
     """
     if not batch:
         return []
@@ -125,9 +125,9 @@ def forward(
 
 
 def read_back(ran: Sequence[tuple[ScheduledRows, TargetOutput]]) -> None:
-    """Copy what verification reads out of a device, once for all sequences.
+    """Copy the tensors that verification reads from a device to the host, in one copy for all sequences.
 
-    A sequence for which that fails reads by itself, and ends by its own error.
+    If that fails for a sequence, its ``verify`` reads them itself, and raises the sequence's own error.
     """
     waiting: list[ScheduledRows] = []
     for rows, output in ran:

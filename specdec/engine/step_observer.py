@@ -1,4 +1,4 @@
-"""Step observer: what a step took and brought, for statistics, the live curve, row policies, and the fallback."""
+"""Step observer: time and tokens of a step, for statistics, the live cost curve, row policies and the fallback."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["StepObserver"]
 
 
 class StepObserver:
-    """Is told of each part of a step as it ends, in the order of its methods.
+    """Times the parts of a step; ``step`` calls its methods in their order as each part ends.
 
     Args:
-        live: what rows cost now, if that is followed.
+        live: the live cost curve, or None.
 
     Attributes:
-        batch_load: what the sequences that draft next share their forward with.
-        rests: whether they take plain steps instead, as drafting does not pay.
+        batch_load: load of the next forward.
+        rests: whether sequences take a plain step because drafting does not pay.
     """
 
     def __init__(self, live: LiveCosts | None) -> None:
@@ -32,12 +32,12 @@ class StepObserver:
         self._live = live
         self._rows_each = 1.0  # of the drafts of the latest step
         self._fallback: Fallback | None = None
-        self._asked = 0, False  # of how many sequences the fallback was asked, and whether one of them samples
+        self._asked = 0, False  # arguments of fallback.rests: number of sequences, and whether any of them samples
 
     def begin(self, drafting: Sequence[SequenceState], running: int) -> None:
-        """So many sequences run, and these of them draft next."""
+        """``running`` sequences run, and the ``drafting`` ones draft next."""
         self.batch_load = BatchLoad(running, round((running - 1) * self._rows_each)) if running > 1 else UNBATCHED
-        # Whether a drafter pays is known where all draft by it; where several share a forward, each does as it likes.
+        # The fallback judges one drafter. If sequences of several drafters share a forward, none of them rests.
         fallback = drafting[0].fallback if drafting else None
         self.rests = False
         if fallback is not None and any(sequence.fallback is not fallback for sequence in drafting):
@@ -78,7 +78,7 @@ class StepObserver:
         self._committed = perf_counter()
 
     def observed(self, rows: ScheduledRows, verdict: Verdict) -> Step | None:
-        """Its session was shown it. Returns the step that it took, None for a chunk of the prompt."""
+        """Its session observed it. Returns the step that it took, None for a chunk of the prompt."""
         began, self._now = self._now, perf_counter()
         sequence, count = rows.sequence, rows.block.rows
         stats, seconds = sequence.stats, rows.making + self._each * count

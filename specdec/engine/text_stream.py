@@ -1,7 +1,7 @@
-"""Tokens to text as they come: what ``decode`` says of them, and stop strings found at the token that completes them.
+"""Text stream: tokens become the text that ``decode`` would return, and stop strings end it at their last token.
 
-``tokenizers.DecodeStream`` is not used: it fails on bytes that turn out to be broken, keeps broken bytes at the end to
-itself, and a run of bytes is text to it before the run is over.
+``tokenizers.DecodeStream`` is not used: it fails on broken bytes, does not return broken bytes at the end, and returns
+a run of bytes as text before the run is complete.
 """
 
 from __future__ import annotations
@@ -156,12 +156,12 @@ class TextStream:
 class _View:
     """The text of new tokens by one way to decode: with special tokens, or without.
 
-    A short tail of the tokens is decoded again as it grows, and what it adds to its own text before is what they all
-    add to theirs: nothing but its first characters depends on what stood before it.
+    Only a short tail of the tokens is decoded again as it grows. The text that new tokens add to the tail is the text
+    that they add to the whole, since only the tail's first characters depend on the tokens before it.
 
     Attributes:
         final: text that no later token changes.
-        open: what follows it as of now.
+        open: the text after it, which later tokens may change.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], skip: bool) -> None:

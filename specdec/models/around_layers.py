@@ -1,8 +1,8 @@
-"""What a model does around its layers, in its forward and in transformers' ``generate``; none of it is run here.
+"""Code of a model around its layers, in its forward and in transformers' ``generate``, which specdec does not run.
 
-Specdec calls embedding, layers, norm and head, and decodes in a loop of its own. So hooks on the whole model, virtual
-tokens, and methods that ``generate`` calls between two tokens would have no effect. What transformers itself does there
-is known to make no difference for texts, or looked at; what anyone else does is refused by its name.
+Specdec calls embedding, layers, norm and head, and decodes in its own loop. So hooks on the whole model, virtual
+tokens, and methods that ``generate`` calls between two tokens would have no effect. Transformers' own code there is
+known to make no difference for texts, or is checked; any other code is refused by its name.
 """
 
 from __future__ import annotations

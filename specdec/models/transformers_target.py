@@ -70,24 +70,24 @@ class TransformersTarget:
 
     Args:
         model: any ``...ForCausalLM`` whose layers are attention and MLP.
-        execution: which code runs the layers. ``auto``: the fastest that is exact, for a model that specdec owns; its
-            own modules for one that was handed in. ``transformers``: its own modules. ``fused``: lean torch operations
-            where layers are known. ``native``: all layers in one call of C, on a CPU.
-        attention: the kernels, by name, see :mod:`specdec.runners.attention`; any but ``auto`` rules out native layers.
-        owned: this target alone holds the model. Its weights may be laid out anew then, so that none is held twice: the
-            model still computes, saves and copies what it did, but packed weights are slow for itself, and cannot be
-            changed. ``plain_model`` gives one as it was.
-        progress: told the share that is done where steps have to be timed, once for this machine and model.
+        execution: which code runs the layers. ``auto``: the fastest exact runner for a model that specdec owns, else
+            the model's own modules. ``transformers``: the model's own modules. ``fused``: fewer torch operations for
+            known layers. ``native``: all layers in one call of C, on a CPU.
+        attention: name of the kernels, see :mod:`specdec.runners.attention`; any but ``auto`` rules out native layers.
+        owned: only this target uses the model, so its weights may be repacked in place instead of copied. The model
+            still computes, saves and copies the same values, but more slowly by itself, and packed weights cannot be
+            changed. ``plain_model`` returns an unpacked copy.
+        progress: called with the share that is done while steps are timed, once per machine and model.
 
-    A model that is not owned is never changed; ``fused`` and ``native`` hold copies of its linears' weights beside it.
-    Runners other than ``transformers`` have read the model once: weights, modules or hooks that are changed later are
-    not followed, so the next generation refuses to start (TargetError). A runner that calls the model's own modules
-    calls replicas of them (:mod:`specdec.runners.replicas`), in eval mode: the model may be called by itself, or
-    trained, in other threads and in callbacks meanwhile.
+    A model that is not owned is never changed; ``fused`` and ``native`` hold copies of its linear layers' weights.
+    Runners other than ``transformers`` read the model once and do not follow later changes of weights, modules or
+    hooks; after such a change the next generation raises TargetError. A runner that calls the model's own modules calls
+    replicas of them (:mod:`specdec.runners.replicas`) in eval mode, so the model may be called or trained in other
+    threads and callbacks meanwhile.
 
     Raises:
-        ConfigError: an unknown choice, or a runner that was named cannot run this model.
-        TargetError: the model cannot be driven exactly; the message says which part.
+        ConfigError: an unknown choice, or the named runner cannot run this model.
+        TargetError: the model cannot be driven exactly; the message names the part.
         NumericalError: its own logits are NaN or infinite.
         ForkError: see :class:`specdec.costs.machine.Threads`.
     """
@@ -261,15 +261,14 @@ class TransformersTarget:
         else:
             hidden = self.joints.embedding(runner.enter(block))
         last = self.num_layers if exit_layer is None else exit_layer
-        logits, argmax = None, None
+        logits = None
         if last < self.num_layers:
             hidden, found = runner.run(hidden, block, first, last, taps)
         else:
-            hidden, found, logits, argmax = runner.finish(hidden, block, first, last, taps, rows, self.joints, top_k)
+            hidden, found, logits = runner.finish(hidden, block, first, last, taps, rows, self.joints, top_k)
         if last in taps:
             found[last] = hidden
-        count = block.rows if rows is None else len(rows)
-        return TargetOutput(logits, hidden, found, None if argmax is None else (argmax, 0, count))
+        return TargetOutput(logits, hidden, found)
 
     def embed(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
         if not isinstance(tokens, torch.Tensor):
@@ -290,7 +289,7 @@ class TransformersTarget:
         """As :meth:`Target.head_of`, of all tokens for None; with a ``dtype`` gradients may pass, as in training."""
         head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         plain = type(head) in (nn.Linear, PackedLinear) and head.bias is None and why_special(head) is None
-        if not plain:  # what it does to its logits only its own module knows
+        if not plain:  # only the head's own module knows what it does to its logits
             every = slice(None) if tokens is None else tokens
             return lambda hidden: self.head(hidden.to(self.dtype))[..., every]
         if tokens is None and dtype is None and in_blocks(head):
@@ -404,7 +403,7 @@ class TransformersTarget:
         return describe_backend(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
 
     def _read_joints(self, embedding: Any, norm: Any, head: Any, tokens: Sequence[int]) -> Joints:
-        """What the model does between its parts, while it runs with its own attention."""
+        """The operations of the model between its parts, recorded while it runs with its own attention."""
         ids = torch.tensor([list(tokens)], device=self.device)
         replicas = Replicas(self.model, whole=True)  # others may call the model meanwhile
         forward = partial(replicas.root, ids, attention_mask=torch.ones_like(ids), use_cache=False)
@@ -429,7 +428,7 @@ class TransformersTarget:
         return specs
 
     def _with_windows(self, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:
-        """Specs with the windows that the masks of the model's own forward have, whatever its attention was told."""
+        """Specs with the windows of the masks of the model's own forward."""
         ids = torch.tensor([[token]], device=self.device)
         replicas = Replicas(self.model, attention=MASKS, whole=True)
         with torch.inference_mode():
@@ -498,9 +497,9 @@ def _timed(curve: CostCurve) -> list[float]:
 
 
 def time_runners(path: str | Path, **options: Any) -> dict[str, dict[str, float] | str]:
-    """Runner -> rows -> seconds of whole steps, or why it cannot run the model: what ``auto`` decides by, on request.
+    """Runner -> rows -> seconds of whole steps, or the reason why it cannot run the model, as ``auto`` compares them.
 
-    ``options`` are those of :meth:`TransformersTarget.from_pretrained`; ``execution`` is not asked for.
+    ``options``: those of :meth:`TransformersTarget.from_pretrained` without ``execution``.
     """
     found: dict[str, dict[str, float] | str] = {}
     for name in EXECUTIONS[1:]:

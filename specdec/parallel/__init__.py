@@ -1,12 +1,12 @@
-"""One text by several processes that torchrun started, on torch.distributed as it stands.
+"""Parallel decoding: one text by several processes that torchrun started, with torch.distributed.
 
 ``rows``
     Every process holds the model and runs a share of each step's rows (:mod:`specdec.parallel.rows`).
 ``tensor``
     Every process holds a share of each weight, by transformers' own plan (:mod:`specdec.parallel.tensor`).
 
-All processes, *ranks*, run the same program: engine, drafter and verification are the same everywhere, and no
-rank leads. What they have to agree on is compared as they go, and a difference ends them all.
+All processes (*ranks*) run the same program with the same engine, drafter and verification; no rank leads. Values on
+which they must agree are compared, and a difference ends all of them.
 """
 
 __all__ = ["PARALLEL"]

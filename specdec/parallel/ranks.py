@@ -1,4 +1,4 @@
-"""Ranks: the processes that decode together, and the few things that they say to one another."""
+"""Ranks: the processes that decode together, and the values that they exchange."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LATE = 30.0  # seconds after which a rank that does not come to a step is given
 
 
 def join(device: torch.device | str | None = None) -> None:
-    """Be one of the processes that torchrun started; of those, only rank 0 prints from now on.
+    """Join the processes that torchrun started; only rank 0 prints from now on.
 
     Raises:
-        ConfigError: this process was started alone.
+        ConfigError: this process was not started by torchrun.
     """
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -109,7 +109,7 @@ class Ranks:
             raise self._lost(error) from error
 
     def broadcast(self, value: Any) -> Any:
-        """What rank 0 says, a value that JSON knows; two collectives."""
+        """Rank 0's value, which JSON must be able to hold; two collectives."""
         data = json.dumps(value).encode() if self.rank == 0 else b""
         size = self.lead(torch.tensor([len(data)], device=self._device), patient=True)
         letters = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
@@ -118,18 +118,18 @@ class Ranks:
         return json.loads(bytes(self.lead(letters, patient=True).tolist()))
 
     def clock(self) -> float:
-        """Seconds by rank 0's clock, so that what is decided by them is decided alike."""
+        """Seconds by rank 0's clock, so that all ranks decide alike by them."""
         return float(self.lead(torch.tensor([perf_counter()], dtype=torch.float64, device=self._device)))
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks have called this."""
         self.gather(torch.zeros(1, dtype=torch.int32), patient=True)
 
     def agree(self, **values: int) -> None:
-        """See that all ranks have the same 32-bit values; one collective.
+        """Check that all ranks have the same 32-bit values; one collective.
 
         Raises:
-            ParallelError: some do not; it names the first value, and who differs.
+            ParallelError: values differ; the message names the first value and the ranks that differ.
         """
         found = self.gather(torch.tensor(list(values.values()), dtype=torch.int32), patient=True)
         for place, name in enumerate(values):

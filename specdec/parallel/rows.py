@@ -1,19 +1,19 @@
 """Rows: a step's tree is split over processes that each hold the whole model (lookahead parallelism, for any drafter).
 
-Fu et al. 2024, section 3.4 on lookahead parallelism, split a window's columns and the n-grams beside it. Here the
-subtrees of any draft are (:mod:`specdec.parallel.split`). All ranks run the same engine and drafter on the same text,
-so each of them knows the draft, and runs its share. Then one collective of fixed size tells all the others what
-verifier and drafter read of it, and nothing else: the tokens that the target says along the rank's own way through the
-tree, each row's likeliest tokens, and the hidden state where that way ends.
+Fu et al. 2024 (section 3.4, lookahead parallelism) split a window's columns and the n-grams beside it. Here the
+subtrees of any draft are split (:mod:`specdec.parallel.split`). All ranks run the same engine and drafter on the same
+text, so each rank knows the draft and runs its share. Then one collective of fixed size sends the numbers that verifier
+and drafter read: the target's tokens along the rank's *way*, its accepted path through its share of the tree; each
+row's likeliest tokens; and the hidden state at the end of the way.
 
-A way's tokens are the target's own at any temperature, as the noise depends on the position alone, and every rank that
-holds a row draws the same there. So the verdict is the longest way. Where rounding makes two ranks differ, the first
-one is right for all of them, and a rank that differs all the time is broken.
+A way holds the target's own tokens at any temperature, as the noise depends on the position only, and every rank that
+holds a row draws the same token there. So the verdict is the longest way. Where rounding makes two ranks differ, the
+first rank counts; a rank that keeps differing is broken.
 
-Keys and values stay where they are. What another rank's rows brought is run once more with the next step's share: a
-few rows, which wait for the same reading of the weights. To send their keys and values, 2 x layers x heads x width
-numbers a token, would be a second collective that cannot start before the verdict is known: for a model of 7 B in half
-precision half a megabyte a token, against about a kilobyte for all of the above.
+Keys and values are not exchanged. Accepted rows of another rank are run again with the next step's share: they are few,
+and use the same reading of the weights. Sending their keys and values, 2 x layers x heads x width numbers per token,
+would need a second collective after the verdict: for a 7 B model in half precision half a megabyte per token, against
+about a kilobyte for everything above.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ShardedTarget(ParallelTarget):
         return Block.of(draft, cache.own, self.device, self.backend)
 
     def judge(self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int) -> Verdict:
-        """Judge a draft with all ranks; the taps of ``output`` are those of the whole draft from then on."""
+        """Verify a draft together with all ranks; afterwards the taps of ``output`` are those of the whole draft."""
         assert isinstance(output, ShareOutput)
         self._refuse(draft, sampler)
         cache, ranks, top_k = output.cache, self.ranks, min(top_k, self.vocab_size)
@@ -153,7 +153,7 @@ class ShardedTarget(ParallelTarget):
             raise ConfigError(f"a draft has {len(draft)} rows, and ranks send {self.max_rows}; raise max_rows of both")
 
     def _compare(self, tokens: Sequence[int]) -> None:
-        """Raises ParallelError where a rank says something else after the root than rank 0, and not by rounding."""
+        """Raises ParallelError if a rank's token after the root differs from rank 0's by more than rounding."""
         self._steps += 1
         for rank, token in enumerate(tokens):
             self._differed[rank] += token != tokens[0]
@@ -183,10 +183,10 @@ Words = np.ndarray[Any, Any]
 
 
 class _Message:
-    """What a rank says of its share, as many numbers for every step of a text.
+    """The message of a rank about its share; it has the same size in every step of a text.
 
-    ``text`` is a checksum of text and draft; ``count`` and ``way`` are the tokens of its way, -1 where it failed;
-    ``best`` are the likeliest tokens of each scored row of its share, and the rest the taps where its way ends.
+    ``text``: checksum of text and draft. ``count``, ``way``: the tokens of its way, -1 if it failed. ``best``: the
+    likeliest tokens of each scored row of its share. The rest: the taps at the end of its way.
     """
 
     def __init__(self, max_rows: int, top_k: int, taps: Mapping[int, torch.Tensor]) -> None:
@@ -225,7 +225,7 @@ class _Message:
         return words
 
     def way(self, parts: Words, draft: Draft, share: Sequence[int]) -> Way:
-        """The rows of a rank's way, found again by its tokens."""
+        """The rows of a rank's way, found by its tokens."""
         row, way = 0, Way()
         for token in parts["way"][: int(parts["count"][0])].tolist():
             way[row] = token
@@ -234,7 +234,7 @@ class _Message:
         return way
 
     def best(self, found: Words, shares: Sequence[Sequence[int]], scored: Sequence[int]) -> list[list[int]]:
-        """Of each scored row its likeliest tokens, by the first rank that has it."""
+        """The likeliest tokens of each scored row, by the first rank that has the row."""
         known: dict[int, list[int]] = {}
         wanted, count = set(scored), self._top_k
         for parts, share in zip(found, shares, strict=True):

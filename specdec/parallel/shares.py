@@ -1,4 +1,4 @@
-"""A rank's share of a step: its slots, its output, and what of the others' scores it is told."""
+"""A rank's share of a step: its slots, its output, and the scores that it gets from other ranks."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ class SharedCache(KVCache):
 
 
 class ShareOutput(TargetOutput):
-    """What this rank's share gave; ``logits``, ``hidden`` and ``taps`` are of its own rows.
+    """The output of this rank's share; ``logits``, ``hidden`` and ``taps`` are of its own rows.
 
     Args:
-        output: of the rows that this rank ran.
-        taps: of its share of the draft.
+        output: output of the rows that this rank ran.
+        taps: taps of its share of the draft.
 
     Attributes:
-        cache: of the text.
+        cache: the text's cache.
         shares: the rows of each rank.
-        scored: the rows whose logits somebody reads.
+        scored: the rows whose logits are needed.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ShareOutput(TargetOutput):
 
 
 class GatheredScores(Scores):
-    """The likeliest tokens of a step's scored rows, from all ranks; logits are not among it.
+    """The likeliest tokens of a step's scored rows, from all ranks, without logits.
 
     Args:
-        best: of each scored row its likeliest tokens, best first.
+        best: per scored row its likeliest tokens, best first.
         rows: the scored rows; None where row i has best[i].
     """
 
@@ -105,8 +105,8 @@ class GatheredScores(Scores):
     def top_k(self, count: int) -> list[list[int]]:
         if any(len(tokens) < count for tokens in self.best[:1]):
             raise ConfigError(
-                f"a drafter reads the {count} likeliest tokens of each row and said that it reads {len(self.best[0])}; "
-                "set its `likeliest`"
+                f"a drafter reads the {count} likeliest tokens of each row and its top_k is {len(self.best[0])}; "
+                "set `top_k` to the number that it reads"
             )
         return [tokens[:count] for tokens in self.best]
 

@@ -1,9 +1,9 @@
 """Split: which rows of a tree each rank runs.
 
-A row needs the keys of its ancestors, so a share holds them too: the paths from the root to some of the leaves. Leaves
-in the tree's own order share most of their paths with their neighbours, so each rank takes a stretch of them, and the
-stretches are those for which the longest share is shortest. (Of lookahead's window each rank thus takes some columns,
-and the part of level 0 that leads to them, as in the paper.)
+A row needs the keys of its ancestors, so a share consists of the paths from the root to some leaves. Neighbouring
+leaves share most of their paths, so each rank gets a range of consecutive leaves, chosen so that the largest share is
+as small as possible. (Of lookahead's window each rank thus gets some columns, and the part of level 0 above them, as in
+the paper.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ParallelTarget: what the targets of several processes have in common."""
+"""ParallelTarget: base class of targets that several processes run together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["ParallelTarget"]
 
 
 class ParallelTarget(TransformersTarget):
-    """A target that several processes run together: all of them make it, and use it alike.
+    """A target that several processes run together; every process makes it and makes the same calls.
 
     Args:
-        model: as for TransformersTarget, as are ``options``.
+        model: as for TransformersTarget, like ``options``.
         ranks: the processes; None takes torch.distributed's.
 
     Attributes:
@@ -46,9 +46,9 @@ class ParallelTarget(TransformersTarget):
         self.together = True
 
     def agreed_curve(self, progress: Callable[[float], None] | None = None) -> CostCurve:
-        """What rows cost, the same for all ranks: as rank 0 has it kept, else timed by all at once, by its clock.
+        """The cost curve of all ranks: rank 0's kept one, else measured by all ranks together by rank 0's clock.
 
-        Where rows are split, so many more cost the same.
+        Where rows are split over ranks, the curve is stretched accordingly.
         """
         ranks, machine = self.ranks, describe(self)
         kept = kept_curve(machine) if ranks.rank == 0 else None

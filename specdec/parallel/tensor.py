@@ -1,8 +1,8 @@
-"""Tensor: each weight is split over processes by transformers' own plan, ``tp_plan="auto"``; no transport is added.
+"""Tensor parallelism: each weight is split over processes by transformers' plan, ``tp_plan="auto"``.
 
-All ranks run every row. A forward's results are nearly the same everywhere, as the same sums are sent to all; to be
-sure, what rank 0 got is what all ranks go by: its logits, and the hidden states that a drafter reads. Before a forward
-the ranks compare what they are about to run, as a difference would end inside a layer's own exchange.
+All ranks run every row. Their results are nearly equal, as the same sums are sent to all ranks; to be exact, all ranks
+use rank 0's logits and the hidden states that a drafter reads. Before a forward the ranks compare their rows, as a
+difference would hang or fail inside a layer's collective.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Layer runners: the ways to run a model's layers, and the choice of one of them, once per model.
+"""Layer runners: the ways to run a model's layers, and the choice of one per model.
 
-:mod:`runner` is the interface, :mod:`known` reads and recognises layers like Llama's and Gemma's, :mod:`layers` runs
-layers one after the other (``transformers``, ``fused``), :mod:`cuda` does so on a GPU in a few launches a layer
-(``fused`` there), :mod:`native` runs all in one call of C, and :mod:`plan` chooses. Every runner is held
-against the model's own logits before it is used (:mod:`specdec.models.self_check`).
+:mod:`runner` is the interface. :mod:`known_layers` recognises layers like Llama's and Gemma's. :mod:`layers` runs them
+one by one (``transformers``, ``fused``), :mod:`cuda` on a GPU in a few launches per layer (``fused`` there),
+:mod:`native` runs all layers in one call of C, and :mod:`choice` chooses. Every runner's logits are compared with the
+model's before it is used (:mod:`specdec.models.self_check`).
 """
 
 __all__ = ["ACTIVATIONS", "EXECUTIONS"]

@@ -1,22 +1,22 @@
-"""Tree attention: one function behind every decoder layer, with an exact fast split, on kernels that are named.
+"""Tree attention: the attention function of every decoder layer, with an exact and fast split, by named kernels.
 
 ``sdpa``
     One call over all visible slots with an additive mask: the reference.
 ``split``
-    The keys that every row sees, without a mask, and the tail (a window's edge and the tree) with a small one; each
-    part returns the log-sum-exp of its scores, and the parts are merged by it. With l the log-sum-exp and o the output,
-    ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``: exact, whatever the split. By torch's flash kernel for CPUs and by
-    plain products elsewhere.
+    Two parts: the keys that every row sees, without a mask, and the tail (a window's edge and the tree) with a small
+    one. Each part returns the log-sum-exp of its scores, by which the parts are merged. With l the log-sum-exp and o
+    the output, ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``, which is exact for any split. It uses torch's flash kernel
+    on CPUs and plain products elsewhere.
 ``aten``, ``flash``
-    The same split on a CUDA device in half precision: the prefix by the flash kernel in torch, or by that of flash-attn
-    2.8 and up, both of which split their work over the keys; the tail by the Triton kernel, which goes on from the
-    prefix. A chain or a chunk of the prompt is one causal call. What they do not take (full precision, soft caps, odd
-    widths) is computed as by ``split``.
+    The same split on a CUDA device in half precision: the prefix by torch's flash kernel, or by that of flash-attn 2.8
+    and up, both of which split their work over the keys; the tail by a Triton kernel that continues from the prefix's
+    result. A chain or a chunk of the prompt is one causal call. Unsupported cases (full precision, soft caps, odd
+    widths) are computed as by ``split``.
 ``auto``
-    On a CUDA device ``aten`` where it computes everything, else ``split``. On a CPU ``split`` for prefill chunks and
-    wide trees over long contexts, else ``sdpa``, which is one kernel instead of two.
+    On a CUDA device ``aten`` if it supports every layer, else ``split``. On a CPU ``split`` for prefill chunks and wide
+    trees over long contexts, else ``sdpa``, which is one kernel instead of two.
 
-Torch never chooses among its CUDA kernels by itself: cuDNN's, which it prefers on some, plans anew for every length.
+Torch is never left to choose among its CUDA kernels: on some devices it prefers cuDNN's, which plans for every length.
 Keys and values are never repeated for grouped-query attention: the kernels take fewer key heads than query heads, or
 the group is folded into the query rows.
 """

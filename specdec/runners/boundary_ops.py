@@ -1,9 +1,9 @@
-"""Joints: what a model does between its embedding and its layers, before its head and after it, read off its forward.
+"""Joints: operations of a model between embedding and layers, before the head and after it, detected by a forward.
 
-Some models multiply what the embedding says (Granite), what goes into the head (MiniCPM) or what comes out of it
-(Cohere), some bend logits by a tanh (Gemma 2). None is told by its name: while the model's own forward runs, the three
-modules say known numbers, and what arrives at the next place must be these numbers themselves, or a multiple or soft
-cap of them by a constant, to the last bit. Anything else is refused.
+Some models multiply the embeddings (Granite), the head's input (MiniCPM) or the logits (Cohere), some apply a tanh to
+the logits (Gemma 2). The operations are not looked up by the model's name. Instead, embedding, last norm and head are
+made to return known numbers while the model's own forward runs. The next module's input must be these numbers, or a
+multiple or soft cap of them by a constant, to the last bit. Any other model is refused.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def read_joints(
     norm: nn.Module,
     head: nn.Module,
 ) -> Joints:
-    """The joints of a model, by one ``forward`` of its own, which gives logits.
+    """The joints of a model, found by one call of ``forward``, which returns logits.
 
     Args:
-        config: of its texts, whose numbers are the constants that are tried.
-        layer: the first one.
+        config: the text config; its numbers are the constants that are tried.
+        layer: the first layer.
 
     Raises:
         TargetError: a joint is none of the known forms, or the layers are given tensors that specdec does not have.
@@ -134,7 +134,7 @@ def read_joints(
 
 
 def _numbers(like: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Numbers of every size that hidden states and logits have, in the shape of ``like``; the first is 1."""
+    """Numbers of all magnitudes of hidden states and logits, in the shape of ``like``; the first is 1."""
     count = like.numel()
     numbers = torch.linspace(-20, 20, count, dtype=torch.float64)
     sizes = torch.logspace(-3, 2.5, len(numbers[1::2]), dtype=torch.float64)
@@ -154,10 +154,10 @@ def _constants(config: Any) -> list[float]:
 
 
 def _joint(name: str, place: str, said: torch.Tensor, came: torch.Tensor, constants: list[float]) -> Joint:
-    """The joint that makes what came of what was said, bit for bit.
+    """The joint that turns one module's output into the next one's input, bit for bit.
 
     Raises:
-        TargetError: none does.
+        TargetError: no known joint does.
     """
     dtype = None if came.dtype == said.dtype else came.dtype
     if came.shape == said.shape:

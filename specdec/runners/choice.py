@@ -1,10 +1,9 @@
-"""Plan: which runner a model gets, decided once by whole steps, and why.
+"""Choice: which runner a model gets, decided once by the time of whole steps.
 
-``auto`` takes ``native`` wherever the library runs the model, unless whole decoding steps are slower with it than
-``fused`` by more than noise can make them; on a tie native wins, as it rounds a row alike whatever rows are beside it.
-Both are timed once per machine, model, dtype and number of threads, and their curves are kept
-(:mod:`specdec.costs.measuring`). A model that specdec was handed is run by its own modules unless a runner is named, as
-the others hold its weights a second time.
+``auto`` takes ``native`` where the library can run the model, unless its decoding steps are slower than ``fused`` by
+more than noise. On a tie native wins, as its results do not depend on other rows. Both are timed once per machine,
+model, dtype and number of threads, and their curves are kept (:mod:`specdec.costs.measuring`). A model object that the
+user passed is run by its own modules unless a runner is named, as other runners hold its weights a second time.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class RunnerMaker:
         return why_not(known, min(rotated))
 
     def make(self, name: str) -> LayerRunner:
-        """A runner for which ``why_not`` has nothing to say."""
+        """A runner that ``why_not`` does not rule out."""
         if name == "native":
             known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
             head = KnownHead.of(self.model, self.model.get_output_embeddings(), self.model.get_input_embeddings())
@@ -208,9 +207,9 @@ def _holders(model: nn.Module, layers: nn.ModuleList, others: Sequence[nn.Module
 def layer_kernels(
     device: torch.device, dtype: torch.dtype, shapes: frozenset[tuple[int, int, int, bool]]
 ) -> ModuleType | None:
-    """The Triton kernels of layers, tried once on such ones; None, with a warning, where they are missing or fail.
+    """The Triton kernels of layers, tried once on these shapes; None, with a warning, if they are missing or fail.
 
-    ``shapes``: query heads, key heads, their width, and whether each is normed.
+    ``shapes``: query heads, key heads, their width, and whether heads are normed.
     """
     try:
         kernels = importlib.import_module("specdec.runners.kernels.layer")
@@ -251,13 +250,13 @@ def choose_runner(
     """Make the runner that ``execution`` asks for.
 
     Args:
-        differs: how a runner's logits differ from the model's own, or None.
-        kept: seconds of whole steps of ``TIMED_ROWS`` rows by a runner's name, where they are known.
-        seconds: the same by a runner, measured now and kept; None where the machine was too busy to tell.
+        differs: returns how a runner's logits differ from the model's, or None.
+        kept: returns kept seconds of whole steps of ``TIMED_ROWS`` rows for a runner's name, or None.
+        seconds: the same for a runner, measured now and kept; None if the machine was too busy.
 
     Raises:
-        ConfigError: a runner that was named cannot run this model; the message says why.
-        TargetError: a runner that was named computes something else than the model.
+        ConfigError: the named runner cannot run this model; the message has the reason.
+        TargetError: the named runner computes something else than the model.
     """
     if execution != "auto":
         reason = maker.why_not(execution, attention)

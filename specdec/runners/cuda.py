@@ -1,13 +1,13 @@
-"""Known layers on a CUDA device: nine launches each, of kernels in Triton.
+"""Known layers on a CUDA device, by nine launches of Triton kernels per layer.
 
-In half precision every number of a row is computed alike whatever rows are beside it
-(:mod:`specdec.runners.kernels.product`, :mod:`specdec.runners.kernels.step`): of a step or of a prompt, recorded or
-launched, of one sequence or of several. So a text does not depend on what was drafted. In full precision, and where
-attention is asked for by name, the products are cuBLAS's, which sum otherwise for other numbers of rows.
+In half precision a row's results do not depend on the other rows (:mod:`specdec.runners.kernels.product`,
+:mod:`specdec.runners.kernels.step`), in a step or a prompt, recorded or launched, of one sequence or several. So a text
+does not depend on the drafts. In full precision, and with attention chosen by name, products are cuBLAS's, whose order
+of summation depends on the number of rows.
 
 Steps are recorded as CUDA graphs (:mod:`specdec.runners.graphs`); chunks of a prompt and rows of several sequences are
-launched kernel by kernel. A layer hands on the residual stream and what is to be added to it, so that the sum is taken
-with the next norm.
+launched kernel by kernel. A layer returns the residual stream and the term to be added to it, so that the sum is
+computed together with the next norm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALIGN = 16  # bytes, to a multiple of which the kernel of products reads ahead
 
 
 def _why_varying(weight: torch.Tensor) -> str | None:
-    """Why the kernel of products does not take a weight, so that its rows depend on those beside them; or None."""
+    """Why the kernel of products does not support a weight, so that results depend on the rows; None if it does."""
     if weight.dtype not in _HALF:
         return f"in {str(weight.dtype).removeprefix('torch.')} products are cuBLAS's"
     if not weight.is_contiguous() or weight.storage_offset() * weight.element_size() % _ALIGN:
@@ -76,9 +76,9 @@ class CudaLayer:
         cos_sin: CosSin,
         segments: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual [T, D] and what is to be added to it, to the same after the layer.
+        """Residual [T, D] and the term to be added to it, from before the layer to after it.
 
-        ``cos_sin``: cosines and sines [positions, d], and each row's place in them; ``segments``: of a text, at most.
+        ``cos_sin``: cosines and sines [positions, d], and each row's place in them; ``segments``: most of a text.
         """
         qkv, out, gate_up, down = self._products
         kernels, (cos, sin, at), own = self._kernels, cos_sin, self.own(block)
@@ -119,9 +119,9 @@ class CudaLayer:
 
 
 class CudaRunner(LayerByLayer):
-    """A loop over such layers, recorded by ``recorder``; see :class:`LayerByLayer`.
+    """A loop over CUDA layers, recorded by ``recorder``; see :class:`LayerByLayer`.
 
-    ``longest``: tokens of a text, as the model has it; a longer one has the graphs recorded anew.
+    ``longest``: the model's context length in tokens; a longer text has the graphs recorded again.
     """
 
     def __init__(

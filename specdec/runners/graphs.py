@@ -1,11 +1,11 @@
-"""Steps as CUDA graphs: what takes hundreds of launches from Python is recorded once, and takes one from then on.
+"""CUDA graphs of steps: hundreds of launches from Python are recorded once and replayed by one launch.
 
-A graph repeats its launches with the very same arguments, so whatever differs from step to step is in memory that does
-not move: hidden states, cosines and sines, and what the block sends (:attr:`specdec.step.block.Block.step`), the
-addresses of the sequence's cache among it. So one graph does for every text of every length, for caches that grow, and
-for as many as there are; it is recorded per bucket of rows, of the tree's rows, and per layers that are run. Rows that
-fill a bucket are computed, store nothing and are not read. Of a batch (:class:`specdec.step.batched_rows.Batch`) each
-sequence has a bucket.
+A graph repeats its launches with the same arguments, so everything that differs between steps is in memory at fixed
+addresses: hidden states, cosines and sines, and the block's arrays (:attr:`specdec.step.block.Block.step`), which hold
+the addresses of the sequence's cache. So one graph serves texts of every length, growing caches, and any number of
+caches. Graphs are recorded per bucket of rows, bucket of the tree's rows, and range of layers. Padding rows of a bucket
+are computed, but store nothing and are not read. In a batch (:class:`specdec.step.batched_rows.Batch`) each sequence
+has a bucket.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def _uncollected() -> Iterator[None]:
 
 
 class StepInputs:
-    """What the graphs of one bucket read, at addresses that stay; stands in a block's place when they are recorded.
+    """The inputs of one bucket's graphs, at fixed addresses; it takes a block's place while graphs are recorded.
 
     Attributes:
         hidden: [B, D].
-        cos_sin: cosines and sines [B, d] of the rows, and their numbers.
-        windows: of each layer's attention.
-        backend: of attention: graphs have kernels of their own for it.
+        cos_sin: cosines and sines [B, d] of the rows, and the rows' numbers.
+        windows: window of each layer's attention.
+        backend: attention backend; graphs have their own attention kernels.
     """
 
     backend = "auto"
@@ -131,22 +131,22 @@ class StepInputs:
 
 
 def _own(rows: torch.Tensor, block: Rows) -> torch.Tensor:
-    """A copy of the block's rows of what a graph computed: the next one is computed at the same place."""
+    """A copy of the block's rows of a graph's output, as the next replay overwrites the output."""
     if "packed" not in block.sent:
         return rows[: block.rows].clone()
     return rows.index_select(0, block.sent["packed"])
 
 
 class StepGraphs:
-    """Graphs of one runner, recorded when such a step is first asked for.
+    """Graphs of one runner, each recorded when its step is first run.
 
     Args:
-        recorder: keeps them.
-        layers: [B, D] of the rows of ``StepInputs`` through layers [first, last), and the taps among these.
+        recorder: keeps the graphs.
+        layers: runs [B, D] of the rows of ``StepInputs`` through layers [first, last), and returns it with the taps.
 
     Attributes:
-        failed: why they are not used any more, if so.
-        kind: what else they are recorded for; those of another kind are kept, as the recorder's memory is theirs, too.
+        failed: why graphs are no longer used, or None.
+        kind: a further key of graphs; graphs of other kinds are kept, as they share the recorder's memory.
     """
 
     def __init__(self, recorder: Recorder, layers: Callable[..., Outcome]) -> None:
@@ -158,14 +158,14 @@ class StepGraphs:
         self.kind = 0
 
     def takes(self, block: Rows) -> bool:
-        """Whether such rows are run by a graph: they come again and again, with attention by no named kernel."""
+        """Whether rows are run by a graph: they come ``again`` and attention is not chosen by name."""
         there = "step" in block.sent or isinstance(block, Batch)
         return there and block.again and block.backend == "auto" and self.failed is None
 
     def run(
         self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], cos_sin: CosSin
     ) -> Outcome | None:
-        """As a runner's; None where it cannot be recorded, with a warning that says why."""
+        """As a runner's ``run``; None where the step cannot be recorded, with a warning that has the reason."""
         if isinstance(block, Batch):
             block.send()
         sizes = block.shapes["closure"].shape

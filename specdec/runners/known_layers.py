@@ -1,7 +1,7 @@
-"""Known layers: what one like Llama's or Gemma's is made of, where nothing in it does more than its class says.
+"""Known layers: the parts of a decoder layer like Llama's or Gemma's, if the layer is exactly of a known class.
 
-Only exact classes count, with plain parameters, no hooks and no ``forward`` of their own: whatever a user, peft,
-accelerate or a quantiser changed in a layer is run by the layer's own modules. A change made later is noticed
+Only exact classes count, with plain parameters, no hooks and no replaced ``forward``: a layer that a user, peft,
+accelerate or a quantiser changed is run by its own modules. Later changes are noticed
 (:mod:`specdec.runners.snapshot`).
 """
 
@@ -84,18 +84,18 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class UnknownModule(Exception):
-    """A module that only its own code can run; the message names it and says why."""
+    """A module that only its own code can run; the message has its name and the reason."""
 
 
 def why_special(module: nn.Module) -> str | None:
-    """What a module does beyond its class, or None: hooks, a ``forward`` of its own, or weights that are no plain ones.
+    """How a module differs from its class, or None: hooks, a replaced ``forward``, or weights that are not plain.
 
-    DTensors, quantised weights and other tensor subclasses are no plain parameters.
+    DTensors, quantised weights and other tensor subclasses are not plain parameters.
     """
     for name, parameter in module._parameters.items():
         if parameter is None or (type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor):
             continue
-        # Said first: whoever splits weights over devices gives their modules a forward as well.
+        # Checked first: libraries that split weights over devices replace their modules' forward as well.
         return f"has a {name} that is a {type(parameter.data).__name__}"
     if "forward" in module.__dict__:
         return "has a forward of its own"
@@ -172,7 +172,7 @@ class KnownLayer:
         """Read a layer.
 
         Raises:
-            UnknownModule: it is not of a known class, or something in it does more than its class says.
+            UnknownModule: it is not of a known class, or a part of it differs from its class.
         """
         where = f"layer {number}"
         if type(layer) not in _LAYERS:

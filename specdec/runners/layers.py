@@ -1,7 +1,7 @@
-"""Running layers one after the other: by the model's own modules, or as the few operations that a known layer is.
+"""Running layers one by one: by the model's own modules, or as a few operations for known layers.
 
 ``transformers``
-    Every layer's own module, with the block in place of a transformers cache: any family, whatever was changed in it.
+    Every layer's own module, with the block in place of a transformers cache: any family, with any changes.
 ``fused``
     Known layers with a third of the operations, on any device: one product for queries, keys and values and one for
     gate and up, lean norms, rotary on queries and keys at once, residuals added by the product itself. Other layers
@@ -33,12 +33,12 @@ __all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer", "stack_line
 
 
 class ModuleLayer:
-    """A layer's own module, called as a replica that is told specdec's attention function.
+    """A layer's own module, called as a replica whose config names specdec's attention function.
 
     Args:
-        layer: of the decoder.
-        kind: its attention's, where rotary positions differ by it, else None.
-        arguments: what it gets beside hidden states and positions.
+        layer: the decoder layer.
+        kind: the kind of its attention if rotary positions depend on it, else None.
+        arguments: its arguments besides hidden states and positions.
     """
 
     _attention: ClassVar[str] = ATTENTION

@@ -1,7 +1,8 @@
-"""Pages: huge ones for weights that are streamed, and back with those of weights that are not needed any more.
+"""Memory pages: huge pages for weights, and release of pages of weights that are not needed any more.
 
-Checkpoints are mapped, and a mapping stays as a whole while one tensor of it lives. So repacked weights would stand
-beside their originals' pages, until the kernel wants those back. And what was freed on the heap stays with the process.
+Checkpoints are memory-mapped, and a mapping stays whole while one of its tensors lives. So the pages of the originals
+would stay in memory beside the repacked weights until the kernel reclaims them. Freed heap memory stays with the
+process as well.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ Span = tuple[int, int]  # addresses [first, last)
 
 
 class HugePages:
-    """Memory in huge pages, where the system lends them (Linux, unless it was told never to); elsewhere plain memory.
+    """Memory in huge pages where the system has them (Linux, unless they are switched off); elsewhere plain memory.
 
-    A processor reads ahead within a page, and stops at its end. What is taken one after the other lies together, as
-    a weight may be smaller than a huge page. Memory is given back when nothing that was taken of it lives.
+    A processor prefetches within a page and stops at its end. Consecutive allocations are adjacent, as a weight may be
+    smaller than a huge page. Memory is released when no allocation in it lives.
     """
 
     _CHUNK = 32 << 20  # bytes, of which only what is written to is there
@@ -61,9 +62,9 @@ class FilePages:
         self._files = _mapped_files() if sys.platform == "linux" else []
 
     def release(self, weights: Sequence[torch.Tensor]) -> None:
-        """Drop weights' pages where they are a file's: read again, they would come from the file.
+        """Drop weights' pages that are mapped from a file; a later read would load them from the file again.
 
-        For weights that no other object holds: what was changed in memory since they were read is lost.
+        Only for weights that no other object uses: changes in memory since they were read are lost.
         """
         if not self._files:
             return

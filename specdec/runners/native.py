@@ -23,7 +23,7 @@ from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Rotary
 from specdec.runners.runner import FINAL, Finished, LayerRunner
 from specdec.runners.snapshot import Snapshot
-from specdec.sampling.scores import RowArgmax
+from specdec.sampling.scores import Scores
 from specdec.step.block import Rows
 
 __all__ = ["DTYPES", "NativeRunner", "why_not"]
@@ -157,9 +157,10 @@ class NativeRunner(LayerRunner):
         hidden, found = self.run(hidden, block, first, last, taps, reading)
         if reading.normed is not None:
             found[FINAL] = reading.normed
+        if reading.logits is None or reading.stored is None:
+            return hidden, found, reading.logits
         drawn = () if reading.drawn is None else reading.drawn[:]
-        argmax = None if reading.stored is None else RowArgmax(reading.best[:], reading.stored, drawn)
-        return hidden, found, reading.logits, argmax
+        return hidden, found, Scores(reading.logits, None, reading.stored, drawn, _largest=reading.best[:])
 
     def changed(self) -> str | None:
         return self._snapshot.changed()

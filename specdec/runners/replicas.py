@@ -1,10 +1,10 @@
 """Replicas: modules with a model's weights, in eval mode, whose configs name another attention function.
 
-A module of transformers looks up its attention function in its config, and drops out by its mode. Whoever sets either
-for a while sets it for every other caller of the model: in other threads, and in callbacks of this one. So neither is
-ever set. What specdec calls are replicas, as torch's DataParallel makes them: objects of the same classes with the same
-parameters, buffers and hooks. They are made anew whenever the model's modules have changed, and what a module writes to
-its attributes while it runs is written to the model's own, too.
+A module of transformers looks up its attention function in its config, and its mode decides on dropout. Setting either
+for a while would set it for every other caller of the model, in other threads and in callbacks. So specdec never sets
+them. It calls replicas, as torch's DataParallel makes them: objects of the same classes with the same parameters,
+buffers and hooks. They are made again whenever the model's modules have changed, and attributes that a replica writes
+while it runs are written to the model's module, too.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def parts_of(root: nn.Module, *, attends: bool = False, whole: bool = False) -> 
 
 
 class Replicas:
-    """Replicas of a module and of those in it that need one.
+    """Replicas of a module and of its submodules that need one.
 
     Args:
         root: the module.
-        attention: the attention function that their configs name; None leaves configs as they are.
-        whole: every module has a replica, with tables of hooks of its own.
-        dtype: of the replicas' floating-point parameters; None: the parameters are the model's.
+        attention: the attention function that their configs name; None leaves configs unchanged.
+        whole: every module has a replica, with its own tables of hooks.
+        dtype: dtype of the replicas' floating-point parameters; None uses the model's parameters.
 
     Attributes:
-        root: the replica of the module, or the module itself where nothing would differ.
+        root: the replica of the module, or the module itself if it would not differ.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Replicas:
         return module if found is None else found[1]
 
     def call(self, *arguments: Any, **options: Any) -> Any:
-        """What the root's replica returns."""
+        """Call the root's replica."""
         output = self.root(*arguments, **options)
         if not self._kept.same():
             self._write()
         return output
 
     def _write(self) -> None:
-        """Write to the modules what was written to their replicas."""
+        """Copy attributes that replicas wrote to their modules."""
         self._written = True
         for own, its, former in self._spaces:
             for name, value in its.items():
@@ -150,7 +150,7 @@ class Replicas:
                 state[table] = OrderedDict(hooks)
 
     def _call_hook(self, hook: Callable[..., Any], module: nn.Module, replica: nn.Module, *rest: Any) -> Any:
-        """Call a hook with the module; the replica has what it wrote there."""
+        """Call a hook with the module, and copy the attributes that it wrote to the replica."""
         before = module.__dict__.copy()
         output = hook(module, *rest)
         for name, value in module.__dict__.items():
@@ -159,7 +159,7 @@ class Replicas:
         return output
 
     def _config(self, config: Any) -> Any:
-        """A copy of a config, and of those in it, that names the attention function."""
+        """A copy of a config and its sub-configs that names the attention function."""
         own = _attributes(config)
         if _IMPLEMENTATION not in own:
             return config
@@ -201,10 +201,10 @@ class Replicas:
 
 
 class Evaluated:
-    """A module, called in eval mode whatever its own mode is, by replicas that are kept until it is another one.
+    """A module that is called in eval mode whatever its own mode is, by replicas that are kept until it changes.
 
-    ``attention`` and ``dtype``: as for Replicas. In a ``dtype`` of its own all is made anew for each call, as weights
-    would be held twice, and what is written is dropped with it.
+    ``attention`` and ``dtype``: as for Replicas. With a ``dtype``, replicas are made for each call, so that weights are
+    not held twice, and attributes that they write are dropped.
     """
 
     def __init__(self, module: nn.Module, *, attention: str | None = None, dtype: torch.dtype | None = None) -> None:

@@ -1,6 +1,6 @@
 """Rotary positions: cosines and sines from the model's own module, computed once per position and looked up.
 
-A module of transformers takes some fifteen operations a step to say what it said the step before for the next row.
+A module of transformers computes them again in every step, by some fifteen operations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, sines
 
 
 class Angles:
-    """Rotary positions of one block's rows: looked up when asked for.
+    """Rotary positions of one block's rows, looked up at the first access.
 
     Attributes:
         cos: [T, d].
@@ -43,17 +43,17 @@ class Angles:
 
 
 class Rotary:
-    """A decoder's rotary module, and tables of what it said.
+    """A decoder's rotary module, with tables of its results.
 
     Args:
-        module: called as ``module(hidden, positions)``, it gives cosines and sines [1, T, d]; some want the kind of
-            attention too, as their frequencies depend on it.
-        config: of the model; its ``rope_parameters`` say whether positions mean the same in every text.
+        module: ``module(hidden, positions)`` returns cosines and sines [1, T, d]; some modules also take the kind of
+            attention, as their frequencies depend on it.
+        config: the model's config; its ``rope_parameters`` tell whether a position is the same in every text.
 
     Attributes:
         module: as given.
-        by_kind: layers differ in their positions, by their kind of attention.
-        fixed: a position means the same in every text, so that the module is asked once, and not followed afterwards.
+        by_kind: whether positions differ by a layer's kind of attention.
+        fixed: whether a position is the same in every text, so that the module is called once per position.
     """
 
     def __init__(self, module: Any, config: Any) -> None:
@@ -98,10 +98,10 @@ class Rotary:
     def compute(
         self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, d] as the module says them.
+        """Cosines and sines [T, d] by the module.
 
         Raises:
-            TargetError: it says something else.
+            TargetError: the module returns something else.
         """
         more = () if kind is None else (kind,)
         said = self.module(hidden[None], positions, *more)

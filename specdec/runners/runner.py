@@ -11,7 +11,7 @@ import torch
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Angles
-from specdec.sampling.scores import RowArgmax
+from specdec.sampling.scores import Scores
 from specdec.step.block import Rows
 
 __all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
@@ -19,7 +19,7 @@ __all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
 FINAL = -1
 """Tap for the hidden states after the last norm, which the head reads."""
 
-Finished = tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | None, RowArgmax | None]
+Finished = tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | Scores | None]
 """Hidden states after the last layer, taps, logits of the rows asked for, and their peaks if found on the way."""
 
 Layer = Callable[[torch.Tensor, Rows, Angles], torch.Tensor]
@@ -27,16 +27,16 @@ Layer = Callable[[torch.Tensor, Rows, Angles], torch.Tensor]
 
 
 class LayerRunner(ABC):
-    """One way to compute what a model does.
+    """One way to run a model's layers.
 
-    What a row sees, and where its keys and values go, is the block's affair: a runner asks the block and knows no
-    sequence of its own, so that a block may hold rows of several.
+    The block knows what a row sees and where its keys and values are stored. A runner has no state of a sequence, so a
+    block may hold rows of several sequences.
 
     Attributes:
         name: as in ``execution=``.
         borrows: whether it calls the model's own attention modules.
-        varies: why a row's numbers depend on the rows beside it; None where they are the same, bit for bit.
-        looks_up: whether ``run`` and ``finish`` take None for hidden states, and embed the block's tokens themselves.
+        varies: why a row's results depend on other rows in the forward; None where they are bit-identical.
+        looks_up: whether ``run`` and ``finish`` accept None for hidden states, and embed the block's tokens themselves.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
         head: [..., D] that passed the last norm to logits [..., V], before any soft cap.
@@ -52,14 +52,14 @@ class LayerRunner(ABC):
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row's numbers are the same, bit for bit, whatever rows are beside it."""
+        """Whether a row's results are bit-identical whatever other rows are in the forward."""
         return self.varies is None
 
     @abstractmethod
     def run(
         self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """[T, D] through layers [first, last), and what goes into the layers that ``taps`` names, below ``last``."""
+        """Run [T, D] through layers [first, last); also returns the inputs of the layers in ``taps`` below ``last``."""
 
     def enter(self, block: Rows) -> torch.Tensor:
         """[T, D] of a block's tokens, embedded."""
@@ -77,32 +77,32 @@ class LayerRunner(ABC):
         joints: Joints,
         top_k: int = 1,
     ) -> Finished:
-        """As :meth:`run` to the last layer, and on through the last norm (a tap is ``FINAL``) and the head.
+        """As :meth:`run` to the last layer, then through the last norm (tap ``FINAL``) and the head.
 
-        ``rows``: those whose logits are wanted; None for all, empty for none. ``top_k``: how many of each one's
-        largest somebody will read, for runners that find them sooner.
+        ``rows``: rows to return logits for; None for all, empty for none. ``top_k``: how many of each row's largest
+        logits will be read, for runners that can find them early.
         """
         hidden, found = self.run(hidden, block, first, last, taps)
         if FINAL in taps:
             found[FINAL] = self.norm(hidden)
         if rows is not None and not rows:
-            return hidden, found, None, None
+            return hidden, found, None
         chosen = found.get(FINAL, hidden)
         if rows is not None:
             chosen = chosen.index_select(0, block.index(rows, chosen.device))
         normed = chosen if FINAL in taps else self.norm(chosen)
-        return hidden, found, joints.logits(self.head(joints.hidden(normed))), None
+        return hidden, found, joints.logits(self.head(joints.hidden(normed)))
 
     def graphs(self, backend: str) -> str:
         """How steps are replayed as CUDA graphs with such attention, or why they are not."""
         return f"not used: {self.name} layers are not all Llama-like layers that Triton's kernels run on one device"
 
     def look(self) -> None:
-        """See anew what is in those modules of the model that it calls; before a generation."""
+        """Read again the modules of the model that the runner calls; called before a generation."""
         for called in (self.embed, self.norm, self.head):
             if isinstance(called, Evaluated):
                 called.look()
 
     def changed(self) -> str | None:
-        """What was changed in the model since the runner read it and would not be followed; None if nothing was."""
+        """A change of the model that the runner would not follow, as text; None if there is none."""
         return None

@@ -1,9 +1,9 @@
-"""Snapshot: what was read of a model, so that a change made later is found.
+"""Snapshot: the state of a model when it was read, so that later changes are noticed.
 
-What is compared is held: an address, or an ``id()``, may soon be another object's. Weights are held weakly, and of
-their memory only its record, so that those that are replaced are freed; what a dead reference stood for has changed.
-Edits in place are found by torch's version counters. What goes past those (``.data``, NumPy, another process; peft
-merges adapters so) is found by a few values of each weight, on a CPU, and only where it changed one of them.
+Compared objects are kept alive, as the address or ``id()`` of a freed object may be used again. Weights are held by
+weak references, so that replaced weights are freed; a dead reference means a change. Edits in place are noticed by
+torch's version counters. Edits that bypass those (``.data``, NumPy, another process; peft merges adapters so) are
+noticed by a few values of each weight, on a CPU, and only if one of these values changed.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _SAMPLES = 2  # of 8 bytes, of a weight
 
 
 class Snapshot:
-    """Modules as they were read: a change made later is found, as what was read would not follow it.
+    """Modules as they were read; a runner that copied their state would not follow a later change.
 
-    Classes, attributes, hooks, children and tensors are compared, which takes less than a microsecond a module.
-    Training modes are left out.
+    Classes, attributes, hooks, children and tensors are compared, which takes less than a microsecond per module.
+    Training modes are not compared.
 
     Args:
-        modules: of which all was read.
-        holders: of which the children were, such as the list of layers.
-        root: what messages name modules by.
-        everywhere: hooks on all modules count, too.
+        modules: modules that are compared as a whole.
+        holders: modules of which only the children are compared, such as the list of layers.
+        root: module from which messages name the others.
+        everywhere: whether global hooks on all modules count, too.
     """
 
     def __init__(
@@ -207,13 +207,13 @@ class _Memory:
 
 
 class Outline:
-    """What a target reads of a model beside its layers, as it was read; no runner follows a change of it.
+    """The state of a model around its layers, as it was read; no runner follows a change of it.
 
-    That is the numbers of model, decoder and config, by which hidden states and logits are multiplied and masks made;
-    that nothing more happens around the layers; and where embeddings are, and in which dtype.
+    It holds the numbers of model, decoder and config (factors of hidden states and logits, sizes of masks), the absence
+    of further operations around the layers, and the device and dtype of embeddings.
 
     Args:
-        config: of the texts.
+        config: the text config.
     """
 
     def __init__(self, model: nn.Module, decoder: nn.Module, config: Any, embedding: nn.Module) -> None:

@@ -1,11 +1,11 @@
-"""Structured output: logits processors that know a state, which is carried along a tree of drafts.
+"""Structured output: logits processors with a state that follows the tree of a draft.
 
-A processor in transformers' form sees a whole text and starts anew with every row. A *grammar* has a state after each
-text: :class:`Grammar` gives the one after the prompt, and :meth:`Matcher.advance` the next. States are values: a step's
-rows branch, so a state is asked for several next ones, and most of them are thrown away.
+A processor in transformers' form reads a whole text and starts anew for every row. A *grammar* has a state after each
+text: :class:`Grammar` returns the state after the prompt, and :meth:`Matcher.advance` the state after one more token.
+States are values: the rows of a step branch, so one state has several next states, most of which are thrown away.
 
-Give it where processors go: ``engine.generate(prompt, logits_processor=[grammar])``. Around a library whose matcher
-changes in place (xgrammar, outlines), ``advance`` forks it first:
+Pass it as a processor: ``engine.generate(prompt, logits_processor=[grammar])``. Where a library's matcher changes in
+place (xgrammar, outlines), ``advance`` forks it first:
 ``other = matcher.fork(); other.accept_token(token)``.
 """
 
@@ -20,31 +20,31 @@ __all__ = ["Grammar", "Matcher", "States"]
 
 
 class Matcher(Protocol):
-    """A state: what may follow."""
+    """A grammar's state after a text: which tokens may follow."""
 
     def advance(self, token: int) -> Matcher | None:
-        """The state after one more token, this one being left as it is; None where the token may not follow.
+        """The state after one more token, or None where the token may not follow; this state is not changed.
 
-        A draft may hold such tokens; they are never accepted.
+        A draft may hold tokens that may not follow; they are never accepted.
         """
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [1, V] with -inf for every token that may not follow; an end-of-sequence token is one of them.
 
-        Nothing else may change: for a model on a device the mask is read off other scores, which are on the host.
+        Other scores must not change: for a model on a device the mask is computed from dummy scores on the host.
         """
 
 
 @runtime_checkable
 class Grammar(Protocol):
-    """What sequences share: a schema, compiled for a tokenizer."""
+    """A schema compiled for a tokenizer; sequences share it."""
 
     def start(self, prompt: Sequence[int]) -> Matcher:
         """The state after the prompt, of a new text."""
 
 
 class States:
-    """A sequence's states: after its text, and after the paths that a step has looked at."""
+    """One sequence's states: after its text, and after paths of the current step's draft."""
 
     def __init__(self, grammar: Grammar, prompt: Sequence[int]) -> None:
         self.grammar = grammar
@@ -52,14 +52,14 @@ class States:
         self._known: dict[tuple[int, ...], Matcher | None] = {(): grammar.start(prompt)}
 
     def after(self, tokens: Sequence[int], path: Sequence[int]) -> Matcher | None:
-        """The state after the text and ``path``; None behind a token that may not be there."""
-        if len(tokens) > self._length:  # the text has gone on, and only what follows it is asked for from now on
+        """The state after the text and ``path``; None if a token of the path may not be there."""
+        if len(tokens) > self._length:  # the text has grown; states of other paths are not needed any more
             self._known = {(): self._after(tuple(tokens[self._length :]))}
             self._length = len(tokens)
         return self._after(tuple(path))
 
     def process(self, tokens: Sequence[int], path: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, V] after the text and ``path``; as they are behind a token that may not be there."""
+        """Masked scores [1, V] after the text and ``path``; unmasked if a token of the path may not be there."""
         state = self.after(tokens, path)
         return scores if state is None else state.mask(scores)
 

@@ -2,8 +2,8 @@
 
 A token for position p is drawn as ``argmax(log-probabilities + Gumbel(seed, p))`` (the Gumbel-max trick), with noise
 that is a function of seed, position and token alone. So the text at a seed is a property of the model and the seed:
-any drafter, and none, gives the same (Daliri, Musco and Suresh 2024, arXiv 2408.07978). The noise is a counter hash
-(SplitMix64) in integer arithmetic and the same on every device.
+it is the same with any drafter and without one (Daliri, Musco and Suresh 2024, arXiv 2408.07978). The noise is a
+counter hash (SplitMix64) in integer arithmetic, equal on every device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Noise"]
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
-_BLOCK = 1 << 15  # numbers of noise that are made at once, for as many positions as that is
-_AHEAD = 16  # positions, at most: their keys are made one by one, and a text may end soon
+_BLOCK = 1 << 15  # random numbers that are made at once, which sets for how many positions
+_AHEAD = 16  # most positions of a block: keys are made one by one, and a text may end soon
 
 
 def _mix(x: int) -> int:
@@ -41,9 +41,9 @@ def _signed(x: int) -> int:
 class Noise:
     """Random numbers that are a function of (seed, stream, position, index) alone.
 
-    Streams keep uses apart: stream 0 is the target's own draws, one per position of the text. Draws that a step may
-    discard (a drafter's, rejection's coins) must use another stream, keyed by the step's first position, which no other
-    step has: a number that has been looked at and thrown away must never decide again.
+    Streams separate uses. Stream 0 is the target's draws, one per position of the text. Draws that a step may discard
+    (a drafter's, the coins of rejection) must use another stream, keyed by the step's first position, which no other
+    step has: a number that was read and thrown away must never decide again.
     """
 
     TARGET, DRAFT, COIN = 0, 1, 2
@@ -51,19 +51,19 @@ class Noise:
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         self._seed = _mix(seed & _MASK)
         self._device = device
-        self._tokens: torch.Tensor | None = None  # those that it is of; all for None
+        self._tokens: torch.Tensor | None = None  # the tokens that have noise; None for all
         self._size, self._block = size, max(1, min(_AHEAD, _BLOCK // size))
-        self._ahead: dict[int, torch.Tensor] = {}  # the target's draws, by block of positions
+        self._ahead: dict[int, torch.Tensor] = {}  # block of positions -> noise of the target's draws
 
     def among(self, tokens: torch.Tensor) -> Noise:
-        """The same numbers, of ``tokens`` [d] alone."""
+        """The same noise for ``tokens`` [d] only."""
         own = Noise(0, len(tokens), self._device)
         own._seed, own._tokens = self._seed, tokens.long().contiguous()
         return own
 
     @cached_property
     def _steps(self) -> torch.Tensor:
-        """[V] int64, which wraps like the 64-bit product that it is."""
+        """[V] int64; the product wraps at 64 bits, as the hash needs."""
         tokens = torch.arange(self._size, device=self._device) if self._tokens is None else self._tokens
         return (tokens + 1) * _signed(_GOLDEN)
 
@@ -72,7 +72,7 @@ class Noise:
         return _mix((_mix((key + position * _GOLDEN) & _MASK) + index * _GOLDEN) & _MASK)
 
     def key(self, position: int) -> int:
-        """64 bits that the Gumbel numbers of the target's draw at a position follow from."""
+        """The 64-bit key of the Gumbel noise of the target's draw at a position."""
         return self._key(position, Noise.TARGET, 0)
 
     def uniform(self, position: int, stream: int, index: int = 0) -> float:
@@ -80,46 +80,46 @@ class Noise:
         return ((_mix(self._key(position, stream, index) + _GOLDEN & _MASK) >> 11) + 0.5) * 2.0**-53
 
     def gumbel(self, position: int, stream: int = TARGET, index: int = 0) -> torch.Tensor:
-        """[V] float64, one standard Gumbel number per token; to be read only."""
+        """[V] float64, one standard Gumbel number per token. Read only: callers share it."""
         if stream != Noise.TARGET or index:
             return self._gumbel([self._key(position, stream, index)])[0]
         number, place = divmod(position, self._block)
         if number not in self._ahead:
-            # The target's draws are at one position after the other, and a few of them cost little more than one. A
-            # draft looks ahead, so the block before is kept.
+            # The target draws at consecutive positions, and noise for a few costs little more than for one. A draft
+            # reads noise ahead of the text, so the previous block is kept.
             self._ahead = {known: block for known, block in self._ahead.items() if known == number - 1}
             first = number * self._block
             self._ahead[number] = self._gumbel([self._key(first + after, stream, 0) for after in range(self._block)])
         return self._ahead[number][place]
 
     def gumbel_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """[K, V] the target's draws at int64 [K] positions, which are on a device and not read."""
+        """[K, V] noise of the target's draws at int64 [K] positions, which stay on their device."""
         start = _mix((self._seed + Noise.TARGET * _GOLDEN) & _MASK)
         keys = _hashed(_hashed(positions * _signed(_GOLDEN) + _signed(start)))
         return _gumbel(_mixed(self._steps + keys[:, None]))
 
     def _gumbel(self, keys: Sequence[int]) -> torch.Tensor:
-        """[K, V] float64 for K keys."""
+        """[K, V] float64 Gumbel numbers for K keys."""
         signed = [_signed(key) for key in keys]
-        if device_copies.is_apart(self._steps.device):  # a number among a kernel's arguments is no copy to the device
+        if device_copies.is_apart(self._steps.device):  # a Python number becomes a kernel's argument, without a copy
             return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
         return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
     def drawn(self, scores: torch.Tensor | Stored, position: int, temperature: float = 1.0) -> int | None:
-        """The winner by scores [V] over a temperature, in float32, where one look at them tells; else None."""
+        """The token that the native library draws from scores [V] over a temperature; None where it cannot decide."""
         return draw(scores, self.key(position), temperature)
 
     def ranked(
         self, known: Sequence[tuple[array[int], array[float]]], temperature: float, position: int, count: int
     ) -> tuple[list[int], list[float]]:
-        """The likeliest winners of the target's draw at a position, if it draws from the mean of known distributions.
+        """The likeliest outcomes of the target's draw at a position, if it draws from the mean of known distributions.
 
-        That is the ``count`` tokens with the largest sums of the logarithm of their share and the draw's noise, the
-        largest first; and these sums. For a drafter that knows a few tokens: on the host, whatever the device is.
+        Returns the ``count`` tokens with the largest sums of log-probability and noise, the largest first, and these
+        sums. It is for a drafter that knows a few tokens, and runs on the host whatever the device is.
 
         Args:
-            known: at least one: distinct tokens, "q", and their scores, "f", largest first. These over the temperature
-                are the logarithms of their shares but for a constant; -inf is never drawn.
+            known: at least one pair of distinct tokens, "q", and their scores, "f", largest first. Scores over the
+                temperature are log-probabilities up to a constant; -inf is never drawn.
         """
         key = self.key(position)
         if (found := rank(known, temperature, key, count)) is not None:
@@ -139,23 +139,23 @@ class Noise:
     def foreseen(
         self, scores: torch.Tensor, position: int, temperature: float, count: int
     ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """By rows [R, V] or [V] of scores, the likeliest ones of the target's draws at ``position`` and the next ones.
+        """Per row of scores [R, V] or [V], the likeliest outcomes of the target's draws at ``position`` and after it.
 
-        A token's chance is its share of a softmax of the temperature times scores and noise. For a drafter: the last
-        digits of the noise are not those of :meth:`gumbel`.
+        A token's probability is the softmax of the temperature times the sum of scores and noise. It is for drafters:
+        the last digits of the noise differ from :meth:`gumbel`.
 
         Returns:
-            Of each row the places of the ``count`` likeliest, likeliest first, and their chances; None where torch has
-            to find them.
+            Per row the places of the ``count`` likeliest, likeliest first, and their probabilities; None where the
+            native library cannot compute them.
         """
         rows = len(scores) if scores.dim() > 1 else 1
         keys = [self._key(position + row, Noise.TARGET, 0) for row in range(rows)]
         return chances(scores, count, scale=temperature, noise=temperature, keys=keys, tokens=self._tokens)
 
     def winner(self, scores: torch.Tensor, position: int, among: torch.Tensor | None = None) -> int:
-        """The token with the largest sum of ``scores`` [V] and the target's draws at a position: a draw from them.
+        """A draw from ``scores`` [V]: the token with the largest sum of its score and its noise at a position.
 
-        ``among``: int64, the only tokens that count, ascending, with finite scores; None for all.
+        ``among``: int64, the only tokens that may be drawn, ascending, with finite scores; None for all.
 
         Raises:
             NumericalError: the scores are no distribution.
@@ -168,32 +168,32 @@ class Noise:
             if not math.isfinite(value.item()):
                 raise no_distribution(scores)
             return int(place if among is None else among[place])
-        # Of a large vocabulary the numbers cost more than all else here.
+        # For a large vocabulary the noise costs more than the rest of this function.
         key = _signed(self.key(position))
         if among is not None:
             return int(among[(_gumbel(_mixed(self._steps[among] + key)) + scores[among]).argmax()])
-        # Only those tokens need logarithms that would reach, with the largest number there is, the likeliest one's sum.
+        # Only tokens that would reach the likeliest one's sum with the largest noise there is need logarithms.
         numbers = _mixed(self._steps + key)
         best, likeliest = scores.max(-1)
         own, largest = _gumbel(torch.stack((numbers[likeliest], numbers.max()))).tolist()
         least = best.item() + own - largest
         if not math.isfinite(least):
             raise no_distribution(scores)
-        near = (scores >= least - 0.01 - 1e-6 * abs(least)).nonzero()[:, 0]  # by more than rounding too many
+        near = (scores >= least - 0.01 - 1e-6 * abs(least)).nonzero()[:, 0]  # with a margin larger than rounding
         return int(near[(_gumbel(numbers[near]) + scores[near]).argmax()])
 
     def draw(self, probabilities: torch.Tensor, position: int, stream: int, index: int = 0) -> int:
-        """A token from ``probabilities`` [V] (unnormalised is fine)."""
+        """A token drawn from ``probabilities`` [V], which need not be normalised."""
         return int(self.draws(probabilities[None], position, stream, [index]))
 
     def draws(self, probabilities: torch.Tensor, position: int, stream: int, indices: Sequence[int]) -> torch.Tensor:
-        """int64 [N] on the device: what ``draw`` takes from each row of ``probabilities`` [N, V] with its index."""
+        """int64 [N] on the device: per row of ``probabilities`` [N, V] the result of ``draw`` for its index."""
         noise = self._gumbel([self._key(position, stream, index) for index in indices])
         return (probabilities.double().log() + noise).argmax(-1)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """int64 in [0, 2^53), the upper bits of their hash, of 64-bit numbers that are used up."""
+    """The upper 53 bits of the hash of 64-bit numbers, as int64; ``x`` is overwritten."""
     x = _hashed(x)
     x >>= 11
     x &= _MASK >> 11
@@ -201,10 +201,10 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hashed(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's hash of 64-bit numbers, which are used up."""
+    """SplitMix64's hash of 64-bit numbers; ``x`` is overwritten."""
     shifted = torch.empty_like(x)
     for shift, factor in ((30, _MIX1), (27, _MIX2), (31, None)):
-        torch.bitwise_right_shift(x, shift, out=shifted)  # keeps the sign; the mask makes it a shift of bits
+        torch.bitwise_right_shift(x, shift, out=shifted)  # an arithmetic shift; the mask makes it a logical one
         x ^= shifted.bitwise_and_(_MASK >> shift)
         if factor is not None:
             x *= _signed(factor)
@@ -212,5 +212,5 @@ def _hashed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gumbel(x: torch.Tensor) -> torch.Tensor:
-    """Hashes to standard Gumbel numbers, float64; the larger, the larger."""
+    """Standard Gumbel numbers, float64, of hashes; a larger hash gives a larger number."""
     return x.double().add_(0.5).mul_(2.0**-53).log_().neg_().log_().neg_()

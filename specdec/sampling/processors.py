@@ -1,8 +1,8 @@
-"""Logits processors on all rows of a step at once: which of them may be asked so, and how.
+"""Logits processors for all rows of a step at once: which processors allow it, and how they are called.
 
-A processor in transformers' form takes a batch of texts of one length. Rows of equal depth are such a batch, but not
-every processor judges each of its rows as it would by itself: it may keep something between calls, or count the rows.
-So only transformers' own are asked this way, which do not, and read nothing back from a device.
+A processor in transformers' form takes a batch of texts of equal length. Rows of equal depth are such a batch, but a
+processor may treat a row of a batch otherwise than a single row: it may keep state between calls, or count the rows. So
+only processors of transformers that do neither are called this way. They also read nothing back from a device.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ FREE = (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-"""Transformers' own that never look at the text, and write nothing in place."""
+"""Processors of transformers that never read the text and write nothing in place."""
 
 _BY_DEPTH = (
     ExponentialDecayLengthPenalty,
@@ -101,11 +101,11 @@ _STATEFUL = {
     ClassifierFreeGuidanceLogitsProcessor: "mixes two texts, with and without a prompt",
     DiaClassifierFreeGuidanceLogitsProcessor: "mixes two texts, with and without a prompt",
 }
-"""Transformers' own that are no function of a text and its scores."""
+"""Processors of transformers whose result is not a function of the text and its scores, and why."""
 
 
 def check_processors(processors: Sequence[Any]) -> None:
-    """Raises ConfigError for processors that are known to give another text where drafts are verified."""
+    """Raises ConfigError for processors that are known to change the text when drafts are verified."""
     for processor in processors:
         if isinstance(processor, LogitsProcessorList):
             check_processors(processor)
@@ -118,13 +118,13 @@ def check_processors(processors: Sequence[Any]) -> None:
 
 
 def is_repeatable(processor: Any) -> bool:
-    """Whether a processor is known to say the same of a text whatever it was asked before; a user's own may not."""
-    inner = getattr(processor, "__wrapped__", processor)  # of one that is shown a text's padding, too
+    """Whether a processor's result is known not to depend on earlier calls; a user's own processor is not known."""
+    inner = getattr(processor, "__wrapped__", processor)  # custom_generate wraps processors to show them padding
     return isinstance(inner, Grammar) or type(inner).__module__ == LogitsProcessor.__module__
 
 
 def kept_by(processor: Any) -> dict[str, Any]:
-    """What a processor keeps, in a form that differs where it was changed: numbers, objects and their sizes."""
+    """A processor's attributes in a form that differs once one was changed: numbers, object ids and sizes."""
     held = getattr(processor, "__dict__", {})
     return {
         name: value
@@ -139,10 +139,10 @@ def _len(value: Any) -> int | None:
 
 
 def settled(sampling: SamplingParams, processors: Sequence[Any]) -> SamplingParams:
-    """With the acceptance that ``auto`` means beside such processors.
+    """The sampling parameters with ``acceptance="auto"`` resolved for these processors.
 
-    ``match`` asks about each token of the text once, in their order, as plain decoding does, so that a processor may
-    keep something between calls. ``reject`` asks about all tokens of a draft.
+    ``match`` calls processors once per token of the text, in order, as plain decoding does, so a processor may keep
+    state between calls. ``reject`` calls them for all tokens of a draft.
     """
     if sampling.acceptance == "auto" and not all(map(is_repeatable, processors)):
         return replace(sampling, acceptance="match")
@@ -150,8 +150,8 @@ def settled(sampling: SamplingParams, processors: Sequence[Any]) -> SamplingPara
 
 
 def takes_rows(processor: Any) -> bool:
-    """Whether ``judged`` serves it. A subclass may do anything, so it has to be one of these classes itself."""
-    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):  # one for each row of a batch
+    """Whether ``judged`` supports the processor. Subclasses may do anything, so only the exact classes count."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):  # a length per row of a batch
         return False
     return isinstance(processor, States) or type(processor) in FREE or type(processor) in _BY_DEPTH
 
@@ -160,13 +160,12 @@ def judged(processor: Any, ids: Any, logits: torch.Tensor, lengths: Sequence[int
     """Logits [R, V] after a processor of transformers that ``takes_rows``.
 
     Args:
-        processor: one that is no grammar.
-        ids: int64 [R, L], each row's text, filled up with any of its tokens; what, if the processor is ``FREE``, is
-            all the same.
+        processor: the processor; not a grammar.
+        ids: int64 [R, L], each row's text, padded with any of its tokens; not read if the processor is ``FREE``.
         logits: [R, V].
-        lengths: of the R texts.
+        lengths: lengths of the R texts.
     """
-    # Which tokens a text has is all that this penalty asks, so that repeated ones make no difference to it.
+    # This penalty depends only on which tokens a text contains, so padding with repeated tokens does not change it.
     plain = type(processor) is RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None
     if plain or type(processor) in FREE:
         return processor(ids, logits)  # type: ignore[no-any-return]
@@ -182,13 +181,13 @@ def judged(processor: Any, ids: Any, logits: torch.Tensor, lengths: Sequence[int
 
 
 def masked(states: States, tokens: Sequence[int], paths: Sequence[Sequence[int]], scores: torch.Tensor) -> torch.Tensor:
-    """Scores [R, V] on a device, after a grammar's states behind the text and each of R paths.
+    """Scores [R, V] on a device, masked by a grammar's states after the text and each of R paths.
 
-    Masks are made on the host, while the device may still compute the scores, and sent with one copy: a matcher that
-    is given scores on a device makes it wait for a mask that comes from the host, or refuses them (as xgrammar does).
+    Masks are made on the host, while the device may still compute the scores, and sent in one copy. A matcher that gets
+    scores on a device would make the device wait for a mask from the host, or refuse them (as xgrammar does).
 
     Raises:
-        ConfigError: what a matcher made of scores is no mask of them.
+        ConfigError: a matcher changed scores otherwise than by masking.
     """
     found, dtype = forbidden([states.after(tokens, path) for path in paths], scores.shape[-1], scores.dtype)
     return scores.to(dtype).masked_fill(
@@ -199,7 +198,7 @@ def masked(states: States, tokens: Sequence[int], paths: Sequence[Sequence[int]]
 def forbidden(
     states: Sequence[Matcher | None], size: int, dtype: torch.dtype
 ) -> tuple[npt.NDArray[np.bool_], torch.dtype]:
-    """[R, V] which tokens may not follow each state, none where it is None; and what scores of ``dtype`` become."""
+    """[R, V] the tokens that may not follow each state (None allows all), and the dtype of masked scores."""
     found, made = np.zeros((len(states), size), dtype=np.bool_), dtype
     for own, state in zip(found, states, strict=True):
         if state is None:
@@ -230,6 +229,6 @@ def check_scores(processor: Any, scores: Any, shape: Sequence[int]) -> None:
 
 
 def name_of(processor: Any) -> str:
-    """A processor's name as messages show it: a function's, or of its class; a grammar's where it is one's state."""
+    """A processor's name for messages: the function's, the class's, or the grammar's if it is a grammar's state."""
     named = processor.grammar if isinstance(processor, States) else processor
     return str(getattr(named, "__qualname__", type(named).__qualname__))

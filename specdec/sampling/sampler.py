@@ -1,10 +1,10 @@
-"""From logits to tokens: logits processors on each node's own prefix, then the argmax or a draw by noise."""
+"""Sampler: from a row's logits to a token, by processors on the row's own prefix, then the argmax or a draw."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
@@ -20,22 +20,16 @@ from specdec.step import device_copies
 __all__ = ["Sampler"]
 
 
-class Processor(Protocol):
-    """A logits processor in transformers' form: ([1, n] ids, [1, V] scores) to [1, V] scores."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor: ...
-
-
 class Sampler:
-    """Turns a row's logits into a token or a distribution, under the processors, on the row's own prefix.
+    """Turns a row's logits into a token or a distribution; processors see the row's own prefix.
 
     Args:
         params: temperature and the rest.
-        tokens: the committed text, live; its last token is the root.
+        tokens: the committed text, which grows; its last token is the root.
         vocab_size: V.
-        device: where logits arrive.
-        processors: further processors (transformers' or anyone's, or a :class:`specdec.sampling.grammar.Grammar`),
-            applied before those of ``params``.
+        device: device of the logits.
+        processors: further processors in transformers' form, or a :class:`specdec.sampling.grammar.Grammar`, applied
+            before those of ``params``.
         sample: draw (True) or take the largest (False); None follows the temperature.
     """
 
@@ -55,11 +49,11 @@ class Sampler:
         self.processors: list[Any] = [*begun, *params.processors()]
         self._all_free = all(type(p) in FREE for p in self.processors)
         self.takes_together = all(map(takes_rows, self.processors))
-        # What others are shown, and a grammar's states, are made of tokens that the host knows.
+        # Processors that are called row by row, and a grammar's states, need tokens on the host.
         self.reads_drafts = not self.takes_together or any(isinstance(p, States) for p in self.processors)
         last: Any = self.processors[-1] if self.processors else None
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
-        plain = plain and not device_copies.is_apart(device)  # where every number that is read is waited for
+        plain = plain and not device_copies.is_apart(device)  # there every number that is read is a wait
         self._top_p: float | None = last.top_p if plain else None
         only = type(last) is TemperatureLogitsWarper and len(self.processors) == 1
         self._temperature: float | None = last.temperature if only else None if self.processors else 1.0
@@ -69,7 +63,7 @@ class Sampler:
 
     @property
     def unread(self) -> list[int] | None:
-        """Tokens of the text that are not on the device yet; None where no processor asks for any."""
+        """Tokens of the text that are not on the device yet; None where no processor reads the text."""
         return None if self._all_free else self.tokens[self._filled :]
 
     def together(
@@ -80,14 +74,14 @@ class Sampler:
         depths: Sequence[int] = (),
         path_of: Callable[[int], Sequence[int]] | None = None,
     ) -> torch.Tensor:
-        """Logits [R, V] after all processors, where it ``takes_together``.
+        """Logits [R, V] after all processors, for a sampler that ``takes_together``.
 
         Args:
             logits: [R, V], raw.
-            paths: int64 [R, D], each row's tokens below the root, filled up with tokens of its text.
-            unread: what :attr:`unread` lists, where it is on the device already.
-            depths: the rows'; for processors beside those of ``params``.
-            path_of: a row's tokens below the root, where it ``reads_drafts``.
+            paths: int64 [R, D], each row's tokens below the root, padded with tokens of its text.
+            unread: the tokens of :attr:`unread`, if they are on the device already.
+            depths: depths of the rows, for processors beside those of ``params``.
+            path_of: returns a row's tokens below the root; needed if the sampler ``reads_drafts``.
         """
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
@@ -107,7 +101,7 @@ class Sampler:
 
     @property
     def next_draw(self) -> tuple[float, int] | None:
-        """Temperature and key of the draw after the text, where these and the logits are all that it depends on."""
+        """Temperature and key of the draw after the text, if it depends on these and the logits only; else None."""
         if not self.sample or self._temperature is None:
             return None
         return self._temperature, self.noise.key(len(self.tokens))
@@ -130,7 +124,7 @@ class Sampler:
         return int(token)
 
     def _unsound(self, scores: Scores, row: int, path: Sequence[int]) -> NumericalError:
-        """What is to be said of a row that is no distribution: of the model's logits, or of a processor's scores."""
+        """The error for a row whose logits, or whose scores after a processor, are no distribution."""
         found = scores.of(row)
         name: str | None = None
         if math.isfinite(float(found.max())):
@@ -148,10 +142,10 @@ class Sampler:
         )
 
     def _drawn(self, scores: Scores, row: int, path: Sequence[int]) -> int:
-        """A token by the target's own noise.
+        """A token drawn by the target's noise.
 
-        Top-p sorts the vocabulary, which may take longer than a forward. Where it comes last, tokens are drawn as if it
-        were not there, until one is drawn that it keeps for sure; only where rounding decides is it asked itself.
+        Top-p sorts the vocabulary, which may take longer than a forward. Where it is the last processor, tokens are
+        drawn without it until one is drawn that it surely keeps; it is called only where rounding decides.
         """
         position = len(self.tokens) + len(path)
         if self._temperature is not None:
@@ -163,8 +157,8 @@ class Sampler:
         logits = self.processed(scores, row, path, self.processors[:-1])
         shares = torch.softmax(logits.double(), -1)
         rounding = len(shares) * 2.0**-24  # of a sum of so many numbers in float32, whose total is 1
-        left = 1 - self._top_p  # what the least likely tokens may have together, to be left out
-        near = (shares > max(0.0, (left - rounding) / len(shares))).nonzero()[:, 0]  # all others are, for sure
+        left = 1 - self._top_p  # the least likely tokens are left out while their sum is at most this
+        near = (shares > max(0.0, (left - rounding) / len(shares))).nonzero()[:, 0]  # all others are surely left out
         if not near.numel():
             raise no_distribution(logits)
         while True:
@@ -177,11 +171,11 @@ class Sampler:
             near = near[logits[near] > value]
 
     def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
-        """[V] float64, of the token after ``path``; NaN where logits are no distribution, which is not checked here."""
+        """[V] float64 probabilities of the token after ``path``; NaN where logits are no distribution (not checked)."""
         return torch.softmax(self.processed(scores, row, path).double(), -1)
 
     def distribution(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
-        """The same, whose numbers are read.
+        """As :meth:`probabilities`, checked.
 
         Raises:
             NumericalError: the logits are no distribution.
@@ -194,9 +188,9 @@ class Sampler:
     def processed(
         self, scores: Scores, row: int, path: Sequence[int], processors: Sequence[Any] | None = None
     ) -> torch.Tensor:
-        """[V] logits of ``row`` after processors saw the text up to and with ``path``; float32 or float64.
+        """[V] logits of ``row`` after the processors, for the text followed by ``path``; float32 or float64.
 
-        ``processors``: some of the sampler's; None for all.
+        ``processors``: a part of the sampler's; None for all.
         """
         place = scores.place(row)
         if scores.processed is not None and processors is None:
@@ -205,7 +199,7 @@ class Sampler:
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         if not self._all_free:
-            logits = logits.clone()  # they may write in place, and the raw logits go on to the drafter
+            logits = logits.clone()  # processors may write in place, and the drafter reads the raw logits
         ids = self._ids(path)
         for processor in self.processors if processors is None else processors:
             given = logits
@@ -220,7 +214,7 @@ class Sampler:
         return logits[0]
 
     def _ids(self, path: Sequence[int], unread: torch.Tensor | None = None) -> torch.Tensor:
-        """[1, n] the committed text and the path; only what is new since the last call is written."""
+        """[1, n] the committed text and the path; only tokens that are new since the last call are written."""
         if self._all_free:
             return self._prefix[:, :0]
         known, needed = len(self.tokens), len(self.tokens) + len(path)

@@ -1,4 +1,4 @@
-"""The logits of one step's scored rows, and what is read of them: argmax, top-k, log-probabilities."""
+"""Scores: the logits of one step's scored rows, with their argmax, top-k and log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,62 +13,43 @@ from specdec.native.scores import Stored, largest, weighed
 from specdec.results import TokenLogprobs
 from specdec.step import device_copies
 
-__all__ = ["RowArgmax", "Scores", "extremes", "finite_argmax", "no_distribution"]
+__all__ = ["Scores", "extremes", "finite_argmax", "no_distribution"]
 
 _UNSOUND = -1  # in the place of a token where logits are no distribution
 
 
-class RowArgmax:
-    """The token with the largest of each row's logits: one reduction and one transfer for all rows, once asked for.
-
-    Args:
-        found: the logits [R, V], or the tokens, where they are known.
-        stored: where the logits are, if the library reads them there.
-        drawn: the tokens that were drawn with the logits, see :attr:`specdec.step.block.Block.draw`; -1 where none was.
-    """
-
-    def __init__(
-        self, found: torch.Tensor | list[int], stored: Stored | None = None, drawn: Sequence[int] = ()
-    ) -> None:
-        self._found, self.stored, self.drawn = found, stored, drawn
-        self._tokens: torch.Tensor | None = None
-
-    def of(self, first: int, last: int) -> list[int]:
-        """Tokens of rows [first, last); -1 where a row's logits are no distribution."""
-        if isinstance(self._found, torch.Tensor):
-            self._found = finite_argmax(self._found).tolist()
-        return self._found[first:last]
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """int64 [R], those of all rows, where the logits are; nothing is copied."""
-        assert isinstance(self._found, torch.Tensor)
-        if self._tokens is None:
-            self._tokens = finite_argmax(self._found)
-        return self._tokens
-
-
 @dataclass(slots=True, eq=False)
 class Scores:
-    """The logits of one step's scored rows.
+    """The logits of one step's scored rows, or of all sequences' scored rows in one forward.
 
     Attributes:
-        given: the logits, or what copies or cuts them from others where somebody reads them.
+        given: the logits [R, V], or a function that copies or cuts them from others when they are first read.
         rows: the R draft rows, ascending; None where row i is logits[i].
-        shared: where the rows went through the target, perhaps beside others: the peaks of all, the first of these rows
-            and the one after their last.
+        stored: the memory of the logits, where the native library reads it.
+        drawn: per scored row the token that was drawn with the logits, see :attr:`specdec.step.block.Block.draw`; -1
+            where none was. Empty where no row has one.
         processed: [R, V] after the processors, where these took all rows at once (``Sampler.together``).
     """
 
     given: torch.Tensor | Callable[[], torch.Tensor]
     rows: Sequence[int] | None = None
-    shared: tuple[RowArgmax, int, int] | None = None
+    stored: Stored | None = None
+    drawn: Sequence[int] = ()
     processed: torch.Tensor | None = None
+    _argmax: torch.Tensor | None = None  # of all rows, on the logits' device
+    _largest: Sequence[int] = ()  # each row's argmax, -1 where its logits are no distribution
+    _best: Sequence[int] = ()  # the same, checked
+    _part_of: tuple[Scores, int, int] | None = None  # the scores of a whole forward, and which of its rows these are
     _place: Mapping[int, int] | None = None
-    _best: Sequence[int] = ()
     _target_tokens: Sequence[int] = ()
     _top: Sequence[list[int]] = ()
     _values: Sequence[Sequence[float]] = ()
+
+    def part(self, first: int, last: int) -> Scores:
+        """Rows [first, last) of a forward's scores. Nothing is cut before it is read."""
+        stored = None if self.stored is None else self.stored.part(first, last - first)
+        drawn = self.drawn[first:last]
+        return Scores(lambda: self.logits[first:last], None, stored, drawn, _part_of=(self, first, last))
 
     @property
     def logits(self) -> torch.Tensor:
@@ -82,7 +63,7 @@ class Scores:
         return self.logits[self.place(row)]
 
     def place(self, row: int) -> int:
-        """Where a draft row stands in ``logits``."""
+        """The row of ``logits`` that belongs to a draft row."""
         if self.rows is None:
             return row
         if self._place is None:
@@ -96,8 +77,7 @@ class Scores:
             NumericalError: a row holds NaN, or no finite logit at all.
         """
         if not self._best:
-            argmax, first, last = self.row_argmax()
-            tokens = argmax.of(first, last)
+            tokens = self.largest()
             if _UNSOUND in tokens:
                 raise no_distribution(self.logits)
             self._best = tokens
@@ -106,22 +86,37 @@ class Scores:
             raise no_distribution(self.of(row))
         return best
 
-    def row_argmax(self) -> tuple[RowArgmax, int, int]:
-        """Largest logits of these rows or of more, the first of these rows among them, and the one after their last."""
-        if self.shared is None:
-            self.shared = RowArgmax(self.logits), 0, self.logits.shape[0]
-        return self.shared
+    def largest(self) -> Sequence[int]:
+        """Argmax of each scored row, -1 where a row's logits are no distribution.
+
+        One reduction and one copy to the host do for all rows of a forward.
+        """
+        if not self._largest:
+            if self._part_of is None:
+                self._largest = self.device_argmax()[0].tolist()
+            else:
+                whole, first, last = self._part_of
+                self._largest = whole.largest()[first:last]
+        return self._largest
+
+    def device_argmax(self) -> tuple[torch.Tensor, int, int]:
+        """int64 argmax of all rows of the forward, on the logits' device, and the range of these rows among them."""
+        if self._part_of is not None:
+            whole, first, last = self._part_of
+            argmax, offset, _ = whole.device_argmax()
+            return argmax, offset + first, offset + last
+        if self._argmax is None:
+            self._argmax = finite_argmax(self.logits)
+        return self._argmax, 0, len(self._argmax)
 
     def target_token(self, row: int) -> int | None:
-        """The target's own token after a row, where it was drawn with the logits, or all rows' were at once
-        (``Sampler.decide``); else None.
+        """The target's token after a row, if it was drawn with the logits or by :func:`decide`; else None.
 
         Raises:
             NumericalError: the row's logits are no distribution.
         """
         if not self._target_tokens:
-            argmax, first, _ = self.shared or (None, 0, 0)
-            token = argmax.drawn[first + self.place(row)] if argmax is not None and argmax.drawn else -1
+            token = self.drawn[self.place(row)] if self.drawn else -1
             return None if token < 0 else token
         token = self._target_tokens[self.place(row)]
         if token == _UNSOUND:
@@ -131,9 +126,9 @@ class Scores:
     def decided(
         self, best: Sequence[int], own: Sequence[int], top: Sequence[int] = (), values: Sequence[float] = ()
     ) -> None:
-        """Keep what was copied from the device: the largest logit's token per row, the target's own, and ``top``.
+        """Keep numbers that were copied from the device: per row the argmax, the target's token, and ``top`` tokens.
 
-        ``values``: the logits of the latter, or none.
+        ``values``: the logits of ``top``; may be empty.
         """
         self._best, self._target_tokens = best, own
         count = len(top) // len(best)
@@ -142,11 +137,11 @@ class Scores:
         self._values = [values[start : start + count] for start in firsts if values]
 
     def top(self, count: int) -> torch.Tensor:
-        """[R, k] of each scored row the tokens with the ``count`` largest raw logits, the largest first."""
+        """[R, k] per scored row the tokens with the ``count`` largest raw logits, the largest first."""
         return self.logits.topk(min(count, self.logits.shape[-1]), -1).indices
 
     def top_k(self, count: int) -> list[list[int]]:
-        """Of each scored row the ``count`` tokens with the largest raw logits, the largest first."""
+        """Per scored row the ``count`` tokens with the largest raw logits, the largest first."""
         whole, places = self._source
         if self._top and len(self._top[0]) >= min(count, whole.shape[-1]):
             return [tokens[:count] for tokens in self._top]
@@ -154,9 +149,9 @@ class Scores:
         return self.top(count).tolist() if best is None else best
 
     def weighed(self, count: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]] | None]:
-        """Of each scored row the ``count`` likeliest tokens and their raw logits, the largest first.
+        """Per scored row the ``count`` likeliest tokens and their raw logits, the largest first.
 
-        None in the place of logits that are elsewhere, on an accelerator or another rank.
+        The logits are None where they are not on the host, but on an accelerator or another rank.
         """
         if self._values:
             return [row[:count] for row in self._top], [row[:count] for row in self._values]
@@ -170,24 +165,19 @@ class Scores:
 
     @property
     def _source(self) -> tuple[torch.Tensor | Stored, Sequence[int] | None]:
-        """Logits, as the library reads them where that is known, and which of their rows are these; None for all."""
-        if self.shared is None or (whole := self.shared[0].stored) is None:
-            return self.logits, None
-        _, first, last = self.shared
-        return whole.part(first, last - first), None
+        """Logits, as the native library reads them if it can, and which of their rows these are; None for all."""
+        return self.logits if self.stored is None else self.stored, None
 
     def row(self, row: int) -> torch.Tensor | Stored:
-        """[V] raw logits of a draft row, for who draws from them."""
-        if self.shared is None or (whole := self.shared[0].stored) is None:
-            return self.of(row)
-        return whole.part(self.shared[1] + self.place(row), 1)
+        """[V] raw logits of a draft row, as the native library reads them if it can."""
+        return self.of(row) if self.stored is None else self.stored.part(self.place(row), 1)
 
     def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
-        """The scores of some ``rows``, which are called ``numbers`` from now on; None: 0, 1, 2, ..."""
+        """The scores of some ``rows``, renumbered as ``numbers``; None: 0, 1, 2, ..."""
         return _Selected(self, [self.place(row) for row in rows], numbers)
 
     def logprobs(self, path: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-        """Of the token emitted after each row of the path, and of so many likeliest ones, from the raw logits."""
+        """Log-probabilities of the token after each row of the path and of the ``top`` likeliest, from raw logits."""
         logits = self.logits[[self.place(row) for row in path]]
         logits = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
         own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
@@ -200,7 +190,7 @@ class Scores:
 
 
 class _Selected(Scores):
-    """Some of others' scores."""
+    """Some rows of other scores, as ``Scores.select`` gives them."""
 
     def __init__(self, whole: Scores, places: Sequence[int], numbers: Sequence[int] | None) -> None:
         self._whole, self._places = whole, places
@@ -230,6 +220,6 @@ def extremes(scores: torch.Tensor) -> str:
 
 
 def finite_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """[R] int64, the largest of [R, V]."""
+    """[R] int64, argmax of each row of [R, V]; -1 where the row has NaN or no finite number."""
     values, tokens = logits.max(-1)
     return torch.where(values.abs() < math.inf, tokens, _UNSOUND)

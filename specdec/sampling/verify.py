@@ -53,13 +53,13 @@ __all__ = [
 
 @dataclass(slots=True)
 class Verdict:
-    """What verification says of a draft.
+    """The result of verification.
 
     Attributes:
         path: accepted rows, ascending, the root first.
-        tokens: as many, the last one being the bonus token.
-        scores: of the draft's scored rows, for who reads more of them.
-        readback: what the session's ``readback`` gave, see :class:`specdec.drafter.ReadbackSession`.
+        tokens: one token per accepted row; the last one is the bonus token.
+        scores: scores of the draft's scored rows.
+        readback: the result of the session's ``readback``, see :class:`specdec.drafter.ReadbackSession`.
     """
 
     path: Sequence[int]
@@ -68,7 +68,7 @@ class Verdict:
     readback: Sequence[int] | None = field(default=None, compare=False)
 
     def cut(self, count: int) -> None:
-        """Leave the first ``count`` tokens, and the rows that then are committed; the last token is the next root."""
+        """Keep the first ``count`` tokens and as many rows; the last token kept is the next root."""
         if count < len(self.tokens):
             self.path, self.tokens = self.path[:count], self.tokens[:count]
 
@@ -77,7 +77,7 @@ Verifier = Callable[[Draft, Scores, Sampler], Verdict]
 
 
 def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Verifier:
-    """The rule that ``params.acceptance`` means for this draft."""
+    """The verification rule of ``params.acceptance`` for this draft."""
     if params.acceptance == "typical":
         return typical
     if not sampling or params.acceptance == "match":
@@ -88,18 +88,18 @@ def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Ver
 
 
 def verify(scores: Scores, draft: Draft, sampler: Sampler) -> Verdict:
-    """The verdict by the scores of the draft's rows."""
+    """Verify a draft by the scores of its rows."""
     return verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler)
 
 
 @dataclass(slots=True, eq=False)
 class Readback:
-    """What verification reads of a device. One copy does for all sequences of a step.
+    """The tensors that one sequence's verification reads from a device; one copy serves all sequences of a step.
 
     Attributes:
-        tensors: of one device.
-        judge: the verdict by the numbers of each of these tensors.
-        numbers: those numbers, once they are copied.
+        tensors: tensors on one device.
+        judge: returns the verdict by the tensors' numbers.
+        numbers: the tensors' numbers once they are copied.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -108,43 +108,44 @@ class Readback:
 
     @staticmethod
     def copy(readbacks: Sequence[Readback]) -> None:
-        """Copy out the numbers of all, those of a shared tensor once; waits for the device."""
+        """Copy all tensors to the host in one copy, shared tensors once; waits for the device."""
         tensors = {id(tensor): tensor for readback in readbacks for tensor in readback.tensors}
         numbers = dict(zip(tensors, device_copies.copy_out([*tensors.values()]), strict=True))
         for readback in readbacks:
             readback.numbers = [numbers[id(tensor)] for tensor in readback.tensors]
 
     def verdict(self) -> Verdict:
-        """The verdict, by the numbers that were copied."""
+        """The verdict by the copied numbers."""
         return self.judge(self.numbers)
 
 
 class Verification:
-    """Verifies one sequence's drafts by what their forwards gave; this one reads the logits where they are.
+    """Verifies one sequence's drafts on the host, reading logits row by row.
 
-    Others: :class:`specdec.engine.device_step.DeviceVerification`, :class:`specdec.parallel.rows.ShardedVerification`.
+    Subclasses are :class:`specdec.engine.device_step.DeviceVerification` for accelerators and
+    :class:`specdec.parallel.rows.ShardedVerification` for rows that several processes share.
 
     Args:
-        sampler: of the sequence.
+        sampler: the sequence's sampler.
     """
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
 
     def prepare(self, draft: Draft) -> Draft:
-        """The draft as it is to be run; its tokens are known to the host where something of the step reads them."""
+        """The draft as it will be run, with its tokens on the host if the step reads them there."""
         return draft.on_host() if type(draft.tokens) is Later else draft
 
     def arrays(self, draft: Draft, rows: Sequence[int] | None) -> Mapping[str, npt.NDArray[Any]] | None:
-        """What a step needs on a device beside its rows; ``rows`` are the scored ones, None for all."""
+        """Arrays that the step needs on a device beside its rows; ``rows``: the scored rows, None for all."""
         return None
 
     def read(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: Any) -> Readback | None:
-        """What has to be read of a device before there is a verdict; None where ``verify`` reads what it needs."""
+        """The tensors to copy from a device before the verdict; None if ``verify`` reads them itself."""
         return None
 
     def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: Any) -> Verdict:
-        """The verdict, with its scores, by the :class:`specdec.target.TargetOutput` of the block."""
+        """The verdict by the block's :class:`specdec.target.TargetOutput`; it holds the scores."""
         scores = output.scores(rows)
         sampler = self.sampler
         verdict = verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler)
@@ -167,10 +168,10 @@ def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
 def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     """Traverse the tree bottom-up, accepting the first node whose coin says so.
 
-    Per node: ``alpha``, the probability that the node is kept once all below it is rejected, and ``p``, the residual
-    target. A child x takes ``alpha_x = min(1, alpha p(x) / q(x))``. When x's whole subtree has been rejected, the rest
-    is ``(alpha p - q)+``, with mass R: p becomes its normalisation, alpha becomes ``R / (R + 1 - alpha)``, and q loses
-    x. The root has alpha 1 and keeps it.
+    Each node has ``alpha``, the probability that it is kept once all below it is rejected, and ``p``, the residual
+    target. A child x gets ``alpha_x = min(1, alpha p(x) / q(x))``. When x's whole subtree has been rejected, the rest
+    is ``(alpha p - q)+``, with mass R: p becomes its normalisation, alpha becomes ``R / (R + 1 - alpha)``, and x is
+    removed from q. The root has alpha 1 and keeps it.
     """
     tensors, judge = rejecting(draft, scores, sampler)
     return judge(device_copies.copy_out(tensors))
@@ -179,22 +180,24 @@ def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
 def rejecting(
     draft: Draft, scores: Scores, sampler: Sampler
 ) -> tuple[list[torch.Tensor], Callable[[Sequence[list[Any]]], Verdict]]:
-    """What ``reject`` has to read, which stays on a device until then, and the verdict by its numbers.
+    """The tensors that ``reject`` reads, still on their device, and a function from their numbers to the verdict.
 
-    No row's numbers depend on a coin. The verdict needs the draft's tokens, however late they are.
+    No row's numbers depend on a coin. The function needs the draft's tokens and waits for them.
     """
     found = _Traversal(draft, scores, sampler)
     position, order, none = len(sampler.tokens), [*found.left], found.sums[0][:0]
     every = found.alphas, found.sums, found.masses, found.totals, found.least
     tensors = [torch.cat([none, *numbers.values()]) for numbers in every]
-    if apart := device_copies.is_apart(none.device):  # so that nothing is left to be read once a row is kept
+    if apart := device_copies.is_apart(
+        none.device
+    ):  # bonus tokens of all rows, so that nothing is read after a row is kept
         rows = torch.stack([*found.left.values()])
         tensors.append(sampler.noise.draws(rows, position, Noise.COIN, [len(draft) + row for row in order]))
 
     def judge(numbers: Sequence[list[Any]]) -> Verdict:
         for row, total in zip(found.sums, numbers[1], strict=True):
             if math.isnan(total):
-                sampler.distribution(scores, row, draft.path_tokens(row))  # which says what is wrong with it
+                sampler.distribution(scores, row, draft.path_tokens(row))  # raises an error with the reason
         for row, total, least in zip(found.totals, numbers[3], numbers[4], strict=True):
             if not (least >= 0 and 0 < total < math.inf):
                 raise DraftError(
@@ -220,15 +223,15 @@ def rejecting(
 
 
 class _Traversal:
-    """Tensors on the scores' device, by row.
+    """The traversal of a draft under ``reject``: tensors by row, on the scores' device.
 
     Attributes:
         left: [V] the residual target once all below the row is rejected, in the order in which rows are judged.
-        alphas: [1], in that order.
-        sums: [1] of the probabilities, in the order in which rows are visited.
-        masses: [1] what q gives a child, in the order of the children.
-        totals, least: [1] sum of a row's q as it was given, and its smallest number.
-        paths: the rows down to and with the row.
+        alphas: [1] probability to keep the row, in the same order.
+        sums: [1] sum of the row's probabilities, in the order in which rows are visited.
+        masses: [1] probability of a child under its parent's q, in the order of the children.
+        totals, least: [1] sum of a row's q as given, and its smallest number.
+        paths: the rows from the root down to the row.
     """
 
     def __init__(self, draft: Draft, scores: Scores, sampler: Sampler) -> None:
@@ -273,16 +276,16 @@ class _Traversal:
 
 
 def place_of(draft: Draft, row: int, device: torch.device) -> slice | torch.Tensor:
-    """Where a row's token stands in [V]; unread, where a device may still be drawing it."""
+    """The place of a row's token in [V]; a tensor where a device may still be drawing the token."""
     if isinstance(draft.tokens, Later):
         return draft.tokens.tensor[row : row + 1].to(device)
     return slice(draft.tokens[row], draft.tokens[row] + 1)
 
 
 def _with(values: torch.Tensor, token: slice | torch.Tensor, number: float) -> torch.Tensor:
-    """[V] values, with a number at a token."""
+    """[V] values with the number at one token replaced."""
     if isinstance(token, torch.Tensor):
-        return values.index_fill(0, token, number)  # in the kernel's arguments, where an assignment would copy it
+        return values.index_fill(0, token, number)  # the number is a kernel's argument; an assignment would copy it
     values = values.clone()
     values[token] = number
     return values
@@ -304,7 +307,7 @@ def longest(
     sampler: Sampler,
     read: Callable[[int, Sequence[int], Sequence[int]], tuple[float, list[float]]],
 ) -> Verdict:
-    """The verdict of ``typical``; ``read`` gives a row's entropy, and the probabilities of its children."""
+    """The verdict of ``typical``; ``read`` returns a row's entropy and the probabilities of its children."""
     below = draft.children()
     best: tuple[list[int], list[int]] = ([0], [])
     stack: list[tuple[int, list[int], list[int]]] = [(0, [0], [])]

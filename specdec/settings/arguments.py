@@ -1,6 +1,6 @@
-"""Arguments of the public functions: each name means one thing wherever it stands, and what fits it is said here, once.
+"""Arguments of public functions: a table of the valid values of each name, which means the same in every function.
 
-``checked`` holds a call against this table before anything is done. Prompts are read by :mod:`specdec.engine.prompt`.
+``checked`` checks a call by this table first. Prompts are checked by :mod:`specdec.engine.prompt`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 MAX_ROWS = 1 << 16
-"""Most rows of one step, whatever an engine is told: costs and masks are made for as many."""
+"""Largest ``max_rows`` of an engine; costs and masks are made for so many rows."""
 
 
 def _is_dtype(value: Any) -> bool:
@@ -42,14 +42,14 @@ def _is_drafter(value: Any) -> bool:
 
 
 def _is_ids(value: Any) -> bool:
-    """Whether it is a tensor [B, n] of token ids."""
+    """Whether ``value`` is a tensor [B, n] of token ids."""
     import torch
 
     return isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)
 
 
 def _is_processor(value: Any) -> bool:
-    """A function, or a grammar, which has states (:mod:`specdec.sampling.grammar`)."""
+    """Whether ``value`` is a function, or a grammar (:mod:`specdec.sampling.grammar`)."""
     return callable(value) or (hasattr(value, "start") and not isinstance(value, type))
 
 
@@ -115,11 +115,11 @@ ARGUMENTS: Mapping[str, Any] = {
     "acceptance": _Name,
     "synced_gpus": _Flag,
 }
-"""Name -> what fits it, where it is not left at its default."""
+"""Name -> annotation of its values, other than its default."""
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose arguments are held against ``ARGUMENTS``; ConfigError for the first that does not fit."""
+    """A function whose arguments are checked by ``ARGUMENTS``; ConfigError for the first that does not fit."""
     parameters = inspect.signature(function).parameters
     names = list(parameters)
 
@@ -139,8 +139,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def checked_fields(options: T) -> T:
-    """A dataclass whose fields are held against ``ARGUMENTS`` as arguments are; ConfigError for the first that does
-    not fit."""
+    """A dataclass whose fields are checked by ``ARGUMENTS``; ConfigError for the first that does not fit."""
     values = {field.name: (getattr(options, field.name), field.default) for field in fields(options)}  # type: ignore[arg-type]
     given = {name: value for name, (value, default) in values.items() if name in ARGUMENTS and value is not default}
     changes: dict[str, Any] = {name: fitting(name, value, ARGUMENTS[name]) for name, value in given.items()}

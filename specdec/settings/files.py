@@ -96,7 +96,7 @@ def decoded(data: bytes) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """A JSON value; whatever is wrong with the text is a ValueError."""
+    """A JSON value; any fault of the text is a ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -153,7 +153,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(what: str, path: Path, remedy: str, kind: type[SpecdecError] = CheckpointError) -> Iterator[None]:
-    """Turns what a disk can do to a write into an error of a kind, which says what could not be written, and where."""
+    """Turns errors of a write to disk into an error of the given class that names the content and the path."""
     try:
         yield
     except OSError as error:
@@ -223,7 +223,7 @@ def _whole(path: Path) -> bytes:
 
 
 def refuse_existing(out: Path) -> None:
-    """Raises ConfigError where there is such a file, or where none can be put."""
+    """Raises ConfigError if the file exists or cannot be written."""
     with suppress(OSError):  # `check_place` reports it, for example a name that is too long
         if out.exists():
             raise ConfigError(f"{str(out)!r} exists; delete it, or give another --out")
@@ -231,12 +231,12 @@ def refuse_existing(out: Path) -> None:
 
 
 def check_place(path: Path, what: str, *, folder: bool = False, option: str = "--out") -> None:
-    """Raises ConfigError where a file, or a folder, cannot be put; to be asked before what takes long. Leaves nothing.
+    """Raises ConfigError if a file or folder cannot be written; call it before long work. It leaves no file.
 
     Args:
-        path: need not be there, nor need the folders above it.
-        what: is to be written, for the message.
-        option: that gives the path.
+        path: the path; neither it nor the folders above it need exist.
+        what: name of the content, for the message.
+        option: the option that gives the path.
     """
     place, row_budget = path.absolute(), "." * 24  # for what stands beside it until it is whole
     try:
@@ -255,12 +255,12 @@ def check_place(path: Path, what: str, *, folder: bool = False, option: str = "-
 
 @contextmanager
 def held(lock: Path, busy: str, timeout: float = 0) -> Iterator[None]:
-    """Hold a lock file, which is left there; the system lets go of it when the process dies.
+    """Hold a lock file. The file stays; the system releases the lock when the process ends.
 
     Args:
-        lock: its path, in a folder that is there.
-        busy: the message where another process holds it.
-        timeout: seconds to wait for that.
+        lock: path of the lock file, in an existing folder.
+        busy: the message if another process holds the lock.
+        timeout: seconds to wait for the lock.
 
     Raises:
         ConfigError: another process holds it.

@@ -1,4 +1,4 @@
-"""What a file is: records of JSON, or text, or nothing that is read here. Every reader of data asks ``read_content``.
+"""Formats of data files: JSON records, text, or refused. Every reader of data calls ``read_content``.
 
 =======================  ========================================================================================
 its name ends in         it is

@@ -1,7 +1,7 @@
-"""Options: fields of a dataclass that are options of commands too, declared once, with their help beside them.
+"""Options: fields of a dataclass that are also options of commands, declared once with their help.
 
-A command knows an option by the field's name. What was given on the command line, and only that, comes as
-:class:`Given`; :func:`specdec.engine.config.resolve` puts it together with a file and the defaults.
+An option has the field's name. The values that were given on the command line arrive as :class:`Given`;
+:func:`specdec.engine.config.resolve` merges them with a file and the defaults.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a command line says: a YAML file, ``--set`` settings, and values by field, nested as the dataclass is."""
+    """The values of a command line: a YAML file, ``--set`` settings, and values by field, nested as the dataclass."""
 
     file: Path | None = None
     settings: Collection[str] = ()
@@ -46,11 +46,11 @@ class Given:
 def with_options(
     kind: type[Any], *, without: Collection[str] = (), file: str | None = None, setting: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options that ``kind`` declares; its first parameter takes them all, as ``Given``.
+    """Give a command the options that ``kind`` declares; its first parameter gets them all, as ``Given``.
 
     Args:
-        kind: a dataclass; fields that are dataclasses themselves give their options too.
-        without: fields that this command has no use for.
+        kind: a dataclass; the fields of nested dataclasses become options, too.
+        without: fields that are no options of this command.
         file, setting: examples for ``--config`` and ``--set``; None leaves both out.
     """
     import typer

@@ -91,10 +91,10 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """What a piece of YAML says; ``5e-5`` is a number, ``off`` a word.
+    """The value of a piece of YAML; ``5e-5`` is a number, ``off`` a word.
 
     Raises:
-        yaml.YAMLError: it is none, or a value is too long, too deep or too large to be an option.
+        yaml.YAMLError: the text is no YAML, or a value is too long, too deep or too large for an option.
     """
     try:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader

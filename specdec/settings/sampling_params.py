@@ -22,22 +22,22 @@ _option = functools.partial(option, panel="Sampling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen.
+    """Parameters of sampling and acceptance.
 
     Attributes:
         temperature: 0 is greedy decoding.
         top_k, top_p, min_p: as transformers' warpers, in that order after the temperature; 0, 1 and 0 are off.
         repetition_penalty: as transformers'; 1 is off. It also acts on greedy decoding.
-        seed: of the noise; the same seed gives the same text under every drafter (``match``).
-        acceptance: ``match`` draws from the target and descends where a draft agrees; ``reject`` is speculative
-            sampling for drafts drawn from a distribution; ``auto`` takes ``reject`` for such drafts when sampling, else
-            ``match``, and always beside logits processors of a user's own, which may keep something between calls. All
-            are lossless. ``typical`` (Medusa) is not, and needs ``allow_lossy``.
-        allow_lossy: permit an acceptance that changes the output distribution; results then say so.
+        seed: seed of the noise; under ``match`` the same seed gives the same text with every drafter.
+        acceptance: ``match`` draws from the target and follows the draft where it agrees. ``reject`` is speculative
+            sampling for drafts that are drawn from a distribution. ``auto`` takes ``reject`` for such drafts when
+            sampling, else ``match``; with a user's own logits processors, which may keep state between calls, always
+            ``match``. All of these are lossless. ``typical`` (Medusa) is not, and needs ``allow_lossy``.
+        allow_lossy: permit an acceptance rule that changes the output distribution; results are then marked as lossy.
         typical_epsilon, typical_delta: thresholds of ``typical``.
 
     Raises:
-        ConfigError: a value out of its range, or of another type.
+        ConfigError: a value is out of range or of a wrong type.
     """
 
     temperature: Annotated[float, Ge(0), Lt(math.inf), "a finite number >= 0, where 0 is greedy"] = _option(

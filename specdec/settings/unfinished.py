@@ -1,4 +1,4 @@
-"""A file of answers that is not finished: what there is of it is kept, and the same call goes on from there."""
+"""Unfinished files of answers: finished answers are kept, and the same call continues after them."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ def unfinished(
 ) -> Iterator[Unfinished]:
     """The answers so far to all of ``prompts``: lines of the file's name + ``.partial``, until ``out`` is written.
 
-    Where the block is interrupted (Ctrl-C), a SpecdecWarning says what is kept.
+    If the block is interrupted (Ctrl-C), a SpecdecWarning names what is kept.
 
     Args:
-        out: the file, which the block writes once nothing is left.
-        run: JSON values that say what this run is; the unfinished file of another is refused.
-        prompts: JSON values; the unfinished file answers these and no others.
-        check: raises ValueError for a line that is none of such a run's.
+        out: the file, which the block writes when all answers are there.
+        run: JSON values that identify the run; an unfinished file of another run is refused.
+        prompts: JSON values; an unfinished file of other prompts is refused.
+        check: raises ValueError for a line that such a run does not write.
 
     Raises:
-        ConfigError: ``out`` exists, is half done with other options, or another process is at it.
-        CheckpointError: the disk refuses.
+        ConfigError: ``out`` exists, was begun with other options, or is being written by another process.
+        CheckpointError: the disk refuses the write.
     """
     refuse_existing(out)
     partial, lock = out.with_name(out.name + ".partial"), out.with_name(f".{out.name}.lock")

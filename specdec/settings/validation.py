@@ -1,7 +1,7 @@
-"""Values from outside, held against what they are to be: pydantic checks, strictly, and one line says what is wrong.
+"""Validation of values from users: strict checks by pydantic, with an error message of one line.
 
-What a value is to be is an annotation: ``int``, ``str | list[str]``, or ``Annotated[int, Ge(1), "an integer >= 1"]``,
-whose text says it in words. Pydantic is imported with the first check, so that ``specdec --version`` is there at once.
+The valid values are an annotation: ``int``, ``str | list[str]``, or ``Annotated[int, Ge(1), "an integer >= 1"]``, whose
+text is used in messages. Pydantic is imported with the first check, so that ``specdec --version`` starts fast.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _BOUNDS = {
 
 
 def fitting(name: str, value: Any, kind: Any) -> Any:
-    """The value, where it is of that kind; a number comes back as Python's own number of the kind.
+    """The value if it fits the annotation; numbers are returned as Python numbers.
 
-    Nothing else is converted: no text becomes a number, and True is none. Numbers of numpy are numbers, and its arrays
-    and torch's tensors of one dimension are lists.
+    Nothing else is converted: text does not become a number, and True is not a number. Numbers of numpy count as
+    numbers, and arrays of numpy and tensors of torch with one dimension as lists.
 
     Raises:
-        ConfigError: it is not; the message says what ``name`` is, and must be.
+        ConfigError: the value does not fit; the message has the value of ``name`` and what it must be.
     """
     from pydantic import ValidationError
 
@@ -49,10 +49,10 @@ def fitting(name: str, value: Any, kind: Any) -> Any:
 
 
 def read_json(kind: Any, text: str | bytes) -> Any:
-    """A value of a kind from its JSON; a dataclass says in ``__pydantic_config__`` how strictly it is read.
+    """A value that fits the annotation, from JSON; ``__pydantic_config__`` of a dataclass sets how strict it is.
 
     Raises:
-        ValueError: it is none, or no JSON; the message says which part does not fit.
+        ValueError: the text is no JSON or does not fit; the message names the part.
     """
     from pydantic import ValidationError
 

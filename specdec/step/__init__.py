@@ -1,5 +1,5 @@
-"""A step's data: the tree of a draft, its rows and what they see, the cache, and what is sent to a device.
+"""The data of a step: the draft's tree, its rows and their mask, the KV cache, and copies to and from a device.
 
-No model and no drafter is known here. Two invariants hold between steps: ``cache.length == len(tokens) - 1``, and
-slots from there on are scratch, which only the engine commits.
+This folder knows no model and no drafter. Two invariants hold between steps: ``cache.length == len(tokens) - 1``, and
+slots from ``cache.length`` on are scratch that only the engine commits.
 """

@@ -1,7 +1,7 @@
-"""Rows of several sequences in one forward: their blocks, one after the other and never padded.
+"""Rows of several sequences in one forward: their blocks one after the other, without padding.
 
-Storing and attending look at each block's own cache, so that a row's numbers have nothing to do with the other
-sequences.
+Keys and values are stored in, and read from, each block's own cache, so that a row's numbers do not depend on the
+other sequences.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["Batch", "rows_of"]
 
 
 class Batch(Rows):
-    """Blocks of several sequences, each with a cache of its own, as the rows of one forward.
+    """Blocks of several sequences, each with its own cache, as the rows of one forward.
 
-    Where they come again on a device, ``step`` has one more dimension than a block's: so many sequences, a power of
-    two of them, each with as many rows as the longest. ``spread`` [sequences x rows] says which of the T rows is there,
-    and ``packed`` [T] where each of them is.
+    Where such rows come ``again`` on a device, the arrays of ``step`` have one more dimension: sequences,
+    padded to a power of two, each with its rows padded to the longest. ``spread`` [sequences x rows] is the number of
+    the row at each place, and ``packed`` [T] is the place of each row.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
@@ -43,7 +43,7 @@ class Batch(Rows):
             self.again = bucket(len(blocks)) * rows <= MOST_REPLAYED
 
     def send(self) -> None:
-        """Have ``sent``, and what the blocks are to have on the device, by one copy."""
+        """Copy to the device what this batch and its blocks need there, in one copy."""
         if self._brought:
             return
         self._brought, blocks = True, [block for block, _, _ in self._parts]
@@ -66,10 +66,11 @@ class Batch(Rows):
                 block.sent = Views(found.buffer, each, places)
 
     def _stacked(self) -> dict[str, npt.NDArray[Any]]:
-        """What kernels read of all sequences, and where each row is."""
+        """The arrays that kernels read for all sequences, with the place of each row."""
         blocks = [block for block, _, _ in self._parts]
         self.shapes = {name: _stacked([block.shapes[name] for block in blocks]) for name in blocks[0].shapes}
-        self.shapes["table"][len(blocks) :] = blocks[0].shapes["table"]  # who has no rows needs slots, to divide by
+        # Kernels divide by the slots of a padded sequence, too.
+        self.shapes["table"][len(blocks) :] = blocks[0].shapes["table"]
         sequences, rows, _ = self.shapes["closure"].shape
         packed = [rows * number + row for number, block in enumerate(blocks) for row in range(block.rows)]
         spread = np.zeros(sequences * rows, dtype=np.int64)
@@ -108,7 +109,7 @@ class Batch(Rows):
 
 
 def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Arrays of as many dimensions, one for each sequence of a power of two of them, filled with zeros."""
+    """One array per sequence, stacked and padded with zeros, for a power of two sequences."""
     shape = np.max([array.shape for array in arrays], 0)
     stacked = np.zeros((bucket(len(arrays)), *shape), dtype=arrays[0].dtype)
     for own, array in zip(stacked, arrays, strict=False):
@@ -117,5 +118,5 @@ def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 def rows_of(blocks: Sequence[Block]) -> Rows:
-    """The rows of a forward that is of one sequence or of several."""
+    """The rows of a forward of one sequence or several."""
     return Batch(blocks) if len(blocks) > 1 else blocks[0]

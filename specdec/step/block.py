@@ -1,7 +1,7 @@
-"""Rows of one forward, where they stand in the cache and what each of them sees: one sequence's block.
+"""Block: one sequence's rows of a forward, their slots in the cache and their mask.
 
-A block is also what the decoder layers get as their cache, and through which the attention function stores and reads
-keys and values in the slots. So no layer holds state, and no global does.
+Decoder layers get a block as their cache. Through it the attention function stores keys and values in the slots and
+reads them. So neither layers nor globals hold state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.step.visibility import Layout, bucket, slot_ranges
 
 __all__ = ["MOST_REPLAYED", "Block", "Rows"]
 
-MOST_REPLAYED = 128  # rows, at most; with more of them a device is busy for longer than they take to launch
+MOST_REPLAYED = 128  # rows; with more rows a device computes for longer than their kernels take to launch
 
 
 class Rows(ABC):
@@ -31,12 +31,12 @@ class Rows(ABC):
 
     Attributes:
         rows: T.
-        start: position of the first row, where the others follow at one position after the other; else None.
-        end: the position after the last one that a row stands at.
+        start: position of the first row if the rows are at consecutive positions, else None.
+        end: one more than the last position of a row.
         backend: attention backend, see :mod:`specdec.runners.attention`.
-        again: such rows come again and again, so that it pays to keep how they are run.
-        sent, shapes: what is on a device, and in "step" what kernels read there; see :class:`Block`.
-        attended: how often a module's attention has asked for what they see.
+        again: whether such rows come again and again, so that a recorded graph of their forward pays.
+        sent, shapes: arrays on a device, among them "step", which kernels read; see :class:`Block`.
+        attended: how many attention calls have read the rows' mask.
     """
 
     attended: int = 0
@@ -51,12 +51,12 @@ class Rows(ABC):
     @property
     @abstractmethod
     def ids(self) -> Sequence[int]:
-        """The rows' tokens, on the host; to read a :class:`specdec.step.device_copies.Later` is to wait for it."""
+        """The rows' tokens on the host. Reading a :class:`specdec.step.device_copies.Later` waits for the device."""
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[tuple[Block, int, int]]:
-        """The blocks, and of each its first row among all, and the one after its last."""
+        """The blocks, each with the range [first, last) of its rows among all rows."""
 
     @property
     @abstractmethod
@@ -66,10 +66,10 @@ class Rows(ABC):
     @property
     @abstractmethod
     def positions(self) -> torch.Tensor:
-        """[1, T] where the rows stand in their texts."""
+        """[1, T] the rows' positions in their texts."""
 
     def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Some of the rows, ascending, as an index on a device."""
+        """Row numbers, ascending, as an index tensor on a device."""
         if device_copies.is_apart(device) and rows[-1] - rows[0] == len(rows) - 1:
             return torch.arange(rows[0], rows[-1] + 1, device=device)  # made there
         return torch.tensor(rows, device=device)
@@ -79,37 +79,37 @@ class Rows(ABC):
         """Store one layer's keys and values [1, heads, T, dim] in the slots of the rows."""
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What decoder layers call, as transformers' caches have it: gives back the rows' own keys and values.
+        """As ``update`` of transformers' caches, which decoder layers call; returns the rows' own keys and values.
 
-        They are stored when they reach the attention function. Some models compress what they give to a cache, and
-        expand what it returns (multi-head latent attention); what attention reads is the same in all of them.
+        Keys and values are stored when they reach the attention function instead. Some models compress what they give
+        to a cache and expand what it returns (multi-head latent attention); attention reads the same in all models.
         """
         return keys, values
 
 
 class Block(Rows):
-    """Rows ``first`` .. ``first + T`` of a step tree, on their way through the layers.
+    """Rows ``first`` .. ``first + T`` of a step tree.
 
     Args:
-        cache: where their keys and values go, at positions ``cache.length + row``.
-        tokens: the T rows' token ids; those that are :class:`specdec.step.device_copies.Later` are not waited for.
-        parents: of *all* the tree's rows up to the last of the block, or None for a chain.
-        depths: of the same rows, or None for a chain.
+        cache: the sequence's cache; row i writes to slot ``cache.length + i``.
+        tokens: the T rows' token ids; a :class:`specdec.step.device_copies.Later` is not waited for.
+        parents: parents of *all* the tree's rows up to the last of the block, or None for a chain.
+        depths: depths of the same rows, or None for a chain.
         first: row of the tree that the block starts with; earlier rows are in their slots already.
-        device: where the embedding lives.
+        device: device of the embedding.
         backend: attention backend, see :mod:`specdec.runners.attention`.
-        more: arrays, int64 or bool, that somebody needs on the device with the rows; ``sent`` has them there.
-        again: such rows come again and again, so that it pays to keep how they are run.
+        more: further arrays, int64 or bool, to be copied to the device with the rows; ``sent`` holds the copies.
+        again: see :class:`Rows`.
 
     Attributes:
-        step: what kernels on a device read of the rows and their cache, so that nothing of it is among their arguments:
-            ``counts`` [3], tokens before the tree, rows of the tree before these, and these; ``table``, the cache's;
-            and for a tree, or where rows come ``again``, padded to buckets, ``places`` [K] of all the tree's rows, and
-            ``closure`` [T, K], whether a row sees another. A chain has no rows before these: they are tokens before it.
-        shapes: the same as arrays on the host.
-        apart: whether the device has memory of its own.
-        draw: temperature and key (``Noise.key``) of the first row's draw, which a runner may make while the logits are
-            at hand; None where no draw is needed.
+        step: the arrays that kernels on a device read in place of arguments: ``counts`` [3] holds the number of tokens
+            before the tree, of the tree's rows before this block, and of the block's rows; ``table`` is the cache's.
+            For a tree, or where rows come ``again``, also, padded to buckets, the positions ``places`` [K] of all the
+            tree's rows and ``closure`` [T, K], whether a row sees another. A chain's earlier rows count as tokens.
+        shapes: the same arrays on the host.
+        apart: whether the device has its own memory.
+        draw: temperature and key (``Noise.key``) of the first row's draw, which a runner may make together with the
+            logits; None where no draw is needed.
     """
 
     ids: Sequence[int] = ()
@@ -167,7 +167,7 @@ class Block(Rows):
 
     @property
     def sent(self) -> dict[str, torch.Tensor]:
-        """What is on a device of its own: copied there when it is first asked for, if a batch has not brought it."""
+        """Arrays on a device with its own memory, copied at the first access unless a batch has copied them."""
         if self._sent is None:
             self.sent = device_copies.copy_in(self._arrays, self.device) if self.device and self.apart else {}
             assert self._sent is not None
@@ -181,16 +181,16 @@ class Block(Rows):
 
     @property
     def unsent(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that are to be on a device of its own, and are not yet."""
+        """The arrays that have still to be copied to a device with its own memory."""
         return self._arrays if self._sent is None else {}
 
     @cached_property
     def step(self) -> dict[str, torch.Tensor]:
-        """What kernels read; on the CPU empty before :meth:`where` is asked."""
+        """The arrays that kernels read; empty on the CPU until :meth:`where` is called."""
         return device_copies.views(self.sent["step"], self.shapes) if self.apart else {}
 
     def _unsent(self) -> dict[str, npt.NDArray[Any]]:
-        """What goes to a device with these rows."""
+        """The arrays that go to a device with these rows."""
         places = self._places()
         self.shapes = self._step(places)
         whole = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)
@@ -202,14 +202,14 @@ class Block(Rows):
         return arrays
 
     def _places(self) -> npt.NDArray[np.int64]:
-        """Positions of all the tree's rows, up to the block's last."""
+        """Positions of the tree's rows up to the block's last one."""
         last = self.first + self.rows
         if self.parents is None:
             return np.arange(self.length, self.length + last, dtype=np.int64)
         return self.length + np.array(self.depths[:last], dtype=np.int64)
 
     def _step(self, every: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """What ``step`` has on a device; ``every``: positions of all the tree's rows."""
+        """The arrays of ``step``, on the host; ``every``: positions of all the tree's rows."""
         before = 0 if self.parents is None else self.first
         known, size = self.length + self.first - before, before + self.rows
         arrays: dict[str, npt.NDArray[Any]] = {
@@ -228,7 +228,7 @@ class Block(Rows):
         return arrays
 
     def where(self) -> dict[str, torch.Tensor]:
-        """``step``, for kernels that are about to run.
+        """The arrays of ``step``, for kernels that are about to run.
 
         Raises:
             TargetError: see :meth:`check_place`.
@@ -249,11 +249,11 @@ class Block(Rows):
         if self._grown != self.cache.grown:
             raise TargetError(
                 f"the cache grew {self.cache.grown - self._grown} times after a block of {self.rows} rows was made, "
-                "whose addresses hold no more; make a block when nothing else is run before it"
+                "so its addresses are invalid; make a block right before it is run"
             )
 
     def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
-        """As for all rows; those that came as ``more["rows"]`` are there already."""
+        """As :meth:`Rows.index`; rows that were given as ``more["rows"]`` are on the device already."""
         if "rows" in self.sent and np.array_equal(self._more["rows"], rows):
             return self.sent["rows"].to(device)
         return super().index(rows, device)
@@ -275,15 +275,15 @@ class Block(Rows):
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         slots = self.cache.keys[layer].dtype
-        if keys.dtype is not slots:  # which would round them
+        if keys.dtype is not slots:  # writing would round the keys
             raise TargetError(
-                f"layer {layer} computes keys in {keys.dtype}, and did in {slots} when its target was made: the model "
-                "was cast since; make a new engine of it"
+                f"layer {layer} computes keys in {keys.dtype}, and did so in {slots} when its target was made: the "
+                "model was cast since; make a new engine for it"
             )
         self.cache.write(layer, keys, values, self.length + self.first)
 
     def visible(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values [1, heads, slots, dim] that the rows of a layer may see, and the mask over them."""
+        """Keys and values [1, heads, slots, dim] that a layer's rows may see, and the mask over them."""
         group = self.cache.group_of[layer]
         span, mask = self.mask(group, dtype)
         found = self._seen.get(id(group))
@@ -304,7 +304,7 @@ class Block(Rows):
         return closure[self.first :, last - keys :]
 
     def mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
-        """Slots [first, last) to attend over, and one additive mask [T, slots] over them (None: all is seen)."""
+        """Slots [first, last) to attend over, and an additive mask [T, slots]; None where all rows see all slots."""
         key = (id(group), dtype)
         if key not in self._masks:
             self._masks[key] = self._mask(group, dtype)
@@ -328,7 +328,7 @@ class Block(Rows):
         return (0, size), mask
 
     def layout(self, group: Slots, dtype: torch.dtype) -> Layout:
-        """The same keys in two parts: what every row sees, and the tail that needs a mask."""
+        """The slots to attend over in two parts: those that every row sees, and a tail that needs a mask."""
         key = (id(group), dtype)
         if key not in self._layouts:
             self._layouts[key] = self._layout(group, dtype)

@@ -1,12 +1,12 @@
-"""KV cache: slots that grow with the text, rows written behind the committed ones, accepted rows gathered to the front.
+"""KV cache: slots that grow with the text; rows are written behind the committed slots, accepted rows moved together.
 
-The committed tokens fill positions [0, length). A forward of a step tree writes row i of the tree to position
-``length + i``: scratch, whatever the row's depth. ``commit(path)`` then moves the accepted rows together, so that
-position and slot agree again; nothing else is ever undone.
+The committed tokens fill slots [0, length). A forward of a step tree writes row i of the tree to slot ``length + i``,
+which is scratch, whatever the row's depth. ``commit(path)`` then moves the accepted rows together, so that position and
+slot agree again. Nothing else is ever undone.
 
-A layer with a sliding window W keeps a ring of R rows, position p in slot p mod R. With R >= W + T - 1, T rows of one
-forward overwrite dead keys only: the root at position n sees the W - 1 committed keys from n - W + 1 on, and those plus
-T rows are R slots. A ring of exactly W rows would lose T - 1 live keys to rows that may be rejected.
+A layer with a sliding window W keeps a ring of R slots, position p in slot p mod R. With R >= W + T - 1, T rows of one
+forward overwrite dead keys only: the root at position n sees the W - 1 committed keys from n - W + 1 on, and these and
+T rows fill R slots. A ring of exactly W slots would lose T - 1 live keys to rows that may be rejected.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["KVCache", "LayerSpec", "Slots"]
 
 Slices = tuple[torch.Tensor, ...]
 
-_START = 1024  # slots at first; then as many again and again, so that a slot is copied once, on average
+_START = 1024  # slots at first; they are doubled when full, so that a slot is copied once on average
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer caches: ``heads`` key/value heads of ``key_dim`` and ``value_dim``; ``window`` None = all keys."""
+    """One layer's cache: ``heads`` key/value heads of ``key_dim`` and ``value_dim``; ``window`` None = all keys."""
 
     heads: int
     key_dim: int
@@ -52,12 +52,12 @@ class LayerSpec:
 class Slots:
     """The slots of all layers of one spec.
 
-    ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor, so that a commit moves those of all layers at
-    once. They grow up to ``limit`` slots; a ring turns once it has them all.
+    ``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor each, so that a commit moves all layers at
+    once. They grow up to ``limit`` slots; a ring wraps only once it has ``limit`` slots.
 
     Attributes:
-        first: the first position that is held. Earlier ones were written over, or were never there, as in a ring that
-            was filled from another one.
+        first: the first position that is held. Earlier ones were overwritten, or never written, as in a ring that was
+            filled from another one.
     """
 
     def __init__(self, spec: LayerSpec, layers: int, limit: int) -> None:
@@ -68,7 +68,7 @@ class Slots:
         self.values = torch.empty(*shape, spec.value_dim, dtype=spec.dtype, device=spec.device)
 
     def grow(self, size: int) -> None:
-        """Have ``size`` slots; what the former ones hold stays."""
+        """Grow to ``size`` slots; the contents of the old slots are kept."""
         grown = []
         for former in (self.keys, self.values):
             grown.append(former.new_empty(*former.shape[:3], size, former.shape[4]))
@@ -76,16 +76,16 @@ class Slots:
         self.keys, self.values, self.size = *grown, size
 
     def slices(self, first: int, count: int) -> tuple[Slices, Slices]:
-        """Per layer, views [1, heads, count, dim] of keys and values from slot ``first`` on, cut in one go."""
+        """Per layer, views [1, heads, count, dim] of keys and values from slot ``first`` on."""
         return self.keys.narrow(3, first, count).unbind(0), self.values.narrow(3, first, count).unbind(0)
 
     def index(self, *ranges: tuple[int, int]) -> torch.Tensor:
-        """The slots of positions [first, last) of these ranges, as an index tensor that the slots' device makes."""
+        """The slots of positions [first, last) of each range, as an index tensor made on the slots' device."""
         parts = [torch.arange(first, last, device=self.keys.device) for first, last in ranges]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).remainder_(self.size)
 
     def move(self, source: Sequence[int], first: int) -> None:
-        """Copy the rows at ``source`` positions, ascending, to those from ``first`` on, which is no later."""
+        """Copy the rows at ``source`` positions, ascending, to the positions from ``first`` <= ``source[0]`` on."""
         count = len(source)
         found = None if device_copies.is_apart(self.keys.device) else library()
         if found is not None:
@@ -95,7 +95,7 @@ class Slots:
                 lists = store.shape[0] * store.shape[2]
                 found.specdec_move(store.data_ptr(), lists, self.size, bytes_each, wanted, first, count)
             return
-        # No row is written before it was read, as each moves down. An index would have to be copied to a device.
+        # Each row moves down, so no row is overwritten before it is read. An index would cost a copy to the device.
         for new, old in enumerate(source, first):
             for store in (self.keys, self.values):
                 store.select(3, new % self.size).copy_(store.select(3, old % self.size))
@@ -106,14 +106,14 @@ class KVCache:
 
     Args:
         specs: one per layer; equal specs share tensors.
-        capacity: most tokens that will ever be committed; memory follows those that are.
-        rows: most rows of one forward, a prefill chunk's included.
+        capacity: most tokens that will ever be committed; memory grows with the committed tokens.
+        rows: most rows of one forward, a prefill chunk included.
 
     Attributes:
-        grown: how often slots have moved; what was read of their addresses before holds no more.
-        written: positions below it may have been written, rows that were rejected among them. Which of the committed
-            ones each group of layers holds, its ``first`` says.
-        described: where the slots are, as a runner has it for its own code; None once they have moved.
+        grown: how often the slots have moved; addresses read earlier are invalid then.
+        written: positions below it may have been written, rejected rows included. ``first`` of each group of layers
+            says which committed positions it still holds.
+        described: a runner's own description of the slots' addresses; None once they have moved.
     """
 
     def __init__(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> None:

@@ -68,7 +68,7 @@ def seconds_of(work: Callable[[], object], device: torch.device, clock: Callable
     work()
     last.record(stream)
     last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3  # it says milliseconds
+    return float(first.elapsed_time(last)) / 1e3  # elapsed_time returns milliseconds
 
 
 def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> Views:
@@ -80,7 +80,7 @@ def copy_in(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> Vie
 
 
 def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, int], int]:
-    """Where each array begins in the buffer, and the bytes of all."""
+    """The offset of each array in the buffer, and the buffer's size in bytes."""
     places, size = {}, 0
     for name, array in arrays.items():
         places[name] = size
@@ -89,7 +89,7 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, int], int]:
 
 
 def fill(buffer: npt.NDArray[np.uint8], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write the arrays to their places."""
+    """Write the arrays to their offsets."""
     padded = (array.tobytes() + bytes(-array.nbytes % _ALIGN) for array in arrays.values())
     buffer[:] = np.frombuffer(b"".join(padded), dtype=np.uint8)
 
@@ -125,14 +125,14 @@ def views(buffer: torch.Tensor, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[
 
 
 def pick(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some of its rows; on a device by their addresses, as an index would have to be copied there."""
+    """The given rows of a tensor. On a device they are sliced one by one, as an index would cost a copy."""
     return torch.stack([tensor[row] for row in rows]) if is_apart(tensor.device) else tensor[list(rows)]
 
 
 def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """The numbers of tensors of one device, each flattened, by one copy; waits until they are there.
+    """Copy tensors of one device to the host in one copy, each flattened to a list; waits for the device.
 
-    Integers go as int64; all others as float64, whose bits are copied.
+    Integers are copied as int64, floats as the bits of float64.
     """
     flat = [
         (tensor.double().view(torch.int64) if tensor.is_floating_point() else tensor.long()).reshape(-1)
@@ -148,7 +148,7 @@ def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
 
 
 def reading(tensor: torch.Tensor) -> Callable[[], list[float]]:
-    """Begin to copy numbers [N] out. The result waits for them, and not for what is launched in between."""
+    """Begin to copy a tensor [N] to the host; calling the result waits for the copy, not for later kernels."""
     if tensor.device.type != "cuda":
         return tensor.tolist
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -168,7 +168,7 @@ def reading(tensor: torch.Tensor) -> Callable[[], list[float]]:
 class Later(Sequence[int]):
     """Integers that a device may still be computing. The first read waits for all of them.
 
-    A forward embeds ``tensor`` where it is, and ``known`` says them where they were copied with something else.
+    A forward embeds ``tensor`` on the device. ``known`` sets the integers if they were copied with something else.
 
     Args:
         tensor: int64 [N].
@@ -179,7 +179,7 @@ class Later(Sequence[int]):
         self._numbers: list[int] | None = None
 
     def known(self, numbers: list[int]) -> None:
-        """They are these."""
+        """Set the integers, which were copied already."""
         self._numbers = numbers
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""Pass: what a drafting session waits for while a model runs; those of several sequences are run as one.
+"""Pass: a model run that a drafting session waits for; passes of several sequences are run as one.
 
-A drafter that runs a model writes its drafting as a generator (``BatchedSession.passes``), which yields each pass and
-is sent what it gave. Whoever drives it runs the passes one by one, or those of several sequences together.
+A drafter that runs a model writes its drafting as a generator (``BatchedSession.passes``). It yields each pass and is
+sent the pass's output. The caller runs passes one by one, or those of several sequences together.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """What a session waits for.
+    """A model run that a session waits for.
 
     Attributes:
-        run: what several sequences brought, to what each of them gets, in order. It serves those whose ``run`` is
-            equal, as a method of the drafter that they share is.
-        brought: by this sequence.
-        batch_invariant: what it gets is the same, bit for bit, whatever others bring.
-        seconds: that it took, once it was run; an equal share where others were run with it.
+        run: maps the inputs of several sequences to their outputs, in order. Passes with an equal ``run``, such as a
+            method of a shared drafter, are run together.
+        brought: this sequence's input.
+        batch_invariant: whether the output is the same, bit for bit, whatever the other inputs are.
+        seconds: time of the run once it is done; an equal share of a common run.
     """
 
     run: Callable[[Sequence[Any]], Sequence[Any]]
@@ -37,20 +37,20 @@ class Pass:
 
 
 Passes = Generator[Pass, Any, T]
-"""Yields passes, is sent what each of them gave, and returns what it was all for."""
+"""A generator that yields passes, is sent the output of each, and returns the draft."""
 
 
 def resume(passes: Passes[T], answer: Any) -> Pass:
-    """The next pass, after the answer to the one before; None at first. An error is raised where it was waited for.
+    """The next pass. ``answer`` is the output of the last one, None at first, or an error to raise in the generator.
 
     Raises:
-        StopIteration: there is none; its ``value`` is the result.
+        StopIteration: there is no further pass; its ``value`` is the result.
     """
     return passes.throw(answer) if isinstance(answer, Exception) else passes.send(answer)
 
 
 def run_together(passes: Sequence[Pass]) -> list[Any]:
-    """What each pass gives, in order, or the error that it ended with; those with an equal ``run`` are run at once."""
+    """The output of each pass, in order, or its error; passes with an equal ``run`` are run at once."""
     answers: list[Any] = [None] * len(passes)
     left = [*range(len(passes))]
     while left:
@@ -71,7 +71,7 @@ def run_together(passes: Sequence[Pass]) -> list[Any]:
 
 
 def run_all(several: Sequence[Passes[T]]) -> list[T | Exception]:
-    """What comes of each sequence's passes, or the error that it ended with; passes that wait together are run so."""
+    """The result of each generator of passes, or its error; passes that wait at the same time are run together."""
     results: list[Any] = [*several]
     places: Iterable[int] = range(len(several))
     answers: Sequence[Any] = [None] * len(several)
@@ -92,7 +92,7 @@ def run_all(several: Sequence[Passes[T]]) -> list[T | Exception]:
 
 
 def alone(passes: Passes[T]) -> T:
-    """What comes of passes, each run by itself."""
+    """The result of a generator whose passes are run one by one."""
     (result,) = run_all([passes])
     if isinstance(result, Exception):
         raise result
@@ -101,11 +101,11 @@ def alone(passes: Passes[T]) -> T:
 
 @dataclass(slots=True)
 class Waited:
-    """Seconds that a session waited so far.
+    """Seconds that a session has waited so far.
 
     Attributes:
-        passes: for its passes.
-        others: for others who drafted meanwhile.
+        passes: for its own passes.
+        others: for other sequences that drafted meanwhile.
     """
 
     passes: float = 0.0
@@ -113,9 +113,9 @@ class Waited:
 
 
 def timed(passes: Passes[T], waited: Waited, *, together: bool = True) -> Passes[T]:
-    """The same passes, whose time is added to what was ``waited``.
+    """The same passes; their time is added to ``waited``.
 
-    ``together`` False: passes that are not ``batch_invariant`` are run by themselves, here and now.
+    With ``together=False``, passes that are not ``batch_invariant`` are run at once by themselves, not yielded.
     """
     answer = None
     while True:

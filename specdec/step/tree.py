@@ -61,7 +61,7 @@ class Draft:
             :class:`specdec.step.device_copies.Later`.
         parents: T row numbers; ``parents[0] == -1`` and ``0 <= parents[i] < i``.
         probes: rows that are computed and never accepted, as a lookahead window's.
-        read: rows whose logits the session wants back in ``observe`` (candidates' are computed anyway).
+        read: probes whose logits the session reads in ``observe``; those of candidates are always computed.
         q: for a row whose children were *sampled*: the distribution [V] they were drawn from, without replacement and
             in row order. Never set it for children that were chosen (argmax, n-gram): that would bias the output.
         entry: hidden states of rows that already passed the first layers, or None.
@@ -126,11 +126,11 @@ class Draft:
         return cls(tokens, range(-1, len(tokens) - 1), q=q or {}, hints=hints)
 
     def on_host(self) -> Draft:
-        """The same draft with tokens that the host knows; it waits for them where a device is still drawing them."""
+        """The same draft with its tokens on the host; waits for a device that is still drawing them."""
         return replace(self, tokens=list(self.tokens)) if type(self.tokens) is Later else self
 
     def marked(self, probes: frozenset[int]) -> Draft:
-        """The same rows, of which these are the probes and the root is none; their tree is not looked at again."""
+        """The same rows with other probes, none of them the root; the tree is not checked again."""
         made = object.__new__(Draft)
         for name in Draft.__slots__:
             setattr(made, name, getattr(self, name))
@@ -138,7 +138,7 @@ class Draft:
         return made
 
     def scored_rows(self) -> list[int] | None:
-        """The rows whose logits somebody reads, ascending; None for all of them."""
+        """The rows whose logits are needed, ascending; None for all of them."""
         if not self.probes:
             return None
         read = set(self.read)
@@ -170,7 +170,7 @@ class Draft:
 
 
 def _depths(parents: Sequence[int]) -> tuple[list[int], bool]:
-    """As ``Draft._tree``, by the parents alone."""
+    """As ``Draft._tree``, from the parents alone."""
     depths = [0]
     for row, parent in enumerate(parents):
         if 0 <= parent < row:
@@ -196,7 +196,7 @@ class DraftBuilder:
         return len(self._tokens)
 
     def add(self, parent: int, token: int, *, candidate: bool = True) -> int:
-        """The row of ``token`` below ``parent``, new or existing; a candidate stays one."""
+        """The row of ``token`` below ``parent``, new or existing; a row that was once a candidate stays one."""
         row = self._rows.get((parent, token))
         if row is None:
             row = self._rows[parent, token] = len(self._tokens)

@@ -1,4 +1,4 @@
-"""Which slots a block's rows see: ranges that all of them see, and the rest with a mask."""
+"""Layout: the slots that a block's rows see, as ranges that all rows see and a rest with a mask."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Layout", "bucket", "slot_ranges"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which slots of one group of layers a block reads, split into what all rows see and what some see.
+    """The slots of one group of layers that a block reads, split into those that all rows see and those that some see.
 
     Attributes:
         prefix: slot ranges [first, last) that every row sees.
         tail: slots with a mask: the window's edge, then the tree. A range where they are contiguous, else an index.
-        mask: [T, tail] additive, 0 or -inf; None where every row sees the whole tail, or ``causal`` says it.
+        mask: [T, tail] additive, 0 or -inf; None where every row sees the whole tail, or where ``causal`` is True.
         causal: the tail is the block's own chain, row i seeing the tail's first i + 1 keys.
     """
 
@@ -27,7 +27,7 @@ class Layout:
 
 
 def bucket(count: int) -> int:
-    """The power of two that so many rows are padded to, where they are."""
+    """The power of two that ``count`` rows are padded to where shapes are static."""
     return 1 << (count - 1).bit_length()
 
 

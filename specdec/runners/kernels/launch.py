@@ -1,8 +1,8 @@
-"""How kernels of a step follow one another on a GPU: the next one is launched while the one before still runs.
+"""Programmatic dependent launch (CUDA, capability 9.0 and up): a kernel starts before the one before it has ended.
 
-Programmatic dependent launch (CUDA, capability 9.0 and up): a kernel may be on its processors before the one ahead of
-it has ended. Every kernel waits for that end before it reads or writes what others read or write, and says at once
-that the next may come. What depends on no kernel, reading weights into the cache, is done before the wait.
+Every kernel allows the next one to start at once, and waits for the end of the kernels before it prior to reading or
+writing memory that they use. Work that depends on no kernel, such as reading weights into the cache, is done before
+the wait.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["after_former", "early", "on_device"]
 
 @triton.jit
 def after_former(PDL: tl.constexpr):
-    """Let the next kernel be launched, and wait for those ahead, whose numbers are there then.
+    """Allow the next kernel to start, and wait until the kernels before this one have written their results.
 
-    Before it a kernel reads what no kernel of a step writes: weights, and what the step was sent.
+    Before this call a kernel may read only memory that no kernel of a step writes: weights and the step's inputs.
     """
     if PDL:
         gdc_launch_dependents()

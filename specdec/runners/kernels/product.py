@@ -1,11 +1,11 @@
 """Products with a weight in which a row's bits do not depend on how many rows there are.
 
-He et al. (2025, "Defeating Nondeterminism in LLM Inference") name what makes a library's products differ: how the sum
-over the inputs is cut changes with the number of rows. Here it is fixed by the weight's shape: the inputs are cut into
-``SPLITS`` ranges, each is summed from its first input to its last by the tensor cores in float32, and the ranges are
-added in their order by whoever reads them. The weight's rows are the cores' rows, and the activations their columns,
-so that a few rows read the weight at the memory's speed; columns that no row fills are computed for nothing, which
-costs no time that memory does not take.
+In libraries the split of the sum over the inputs depends on the number of rows, so results differ (He et al. 2025,
+"Defeating Nondeterminism in LLM Inference"). Here the weight's shape fixes it: the inputs are cut into ``SPLITS``
+ranges, the tensor cores sum each range from first to last input in float32, and the kernel that reads the result adds
+the ranges in order. The weight's rows are the cores' rows and the activations their columns, so that a few rows read
+the weight at the speed of memory. Columns without a row are computed as well, which takes no longer than reading the
+weight.
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
 """Attention whose sums are cut at fixed positions of the text, so that a row's bits depend on its own text only.
 
-A token at position n sees the keys at positions up to n, whether these are committed or drafted, and whatever rows are
-beside it. The positions are cut into segments (short ones first, so that there are few in a long text), and each
-segment's keys are summed 64 after 64, in the order of their positions, with a running softmax. Two launches of the
-same compiled kernel do it:
+A token at position n sees the keys at positions up to n, committed or drafted, whatever other rows there are. The
+positions are cut into segments (short ones first, so that a long text has few), and each segment's keys are summed in
+blocks of 64, in the order of their positions, with a running softmax. Two launches of one compiled kernel do it:
 
-1. A program for each segment, some rows and a head of keys, over the committed keys as far as 64 of them are whole. All
-   rows see these alike.
-2. A program for each row and head of keys goes on where those left off: the keys from there to the row's own, a drafted
-   one being found at its position by the row's path through the tree. Then it joins the segments, in their order.
+1. A program per segment, group of rows and key head, over the committed keys in whole blocks of 64. All rows see these.
+2. A program per row and key head continues with the keys up to the row's own position; it finds drafted keys by the
+   row's path through the tree. Then it joins the segments in order.
 
-What the second does in one step the first does in a later one, once the tokens are committed: with the same
-instructions on the same numbers, as it is the same program and tensor cores compute every number of a tile by itself.
+Keys that the second launch sums in one step are summed by the first in a later step, once they are committed. It
+executes the same instructions on the same numbers, as it is the same program, and tensor cores compute every number of
+a tile independently.
 
-Which keys there are, where they lie in memory and how many rows count is read from the device's memory
-(:class:`specdec.step.block.Block`), so that a CUDA graph of it holds for all texts. Rows that fill a bucket see
-nothing.
+The keys' number, their addresses and the number of rows are read from the device's memory
+(:class:`specdec.step.block.Block`), so that one CUDA graph serves all texts. Padding rows of a bucket see nothing.
 
 Tested as :mod:`specdec.runners.kernels.tree` is.
 """

@@ -326,7 +326,9 @@ def test_keys_of_another_dtype_are_not_rounded() -> None:
     """A layer that was cast by itself computes, by its own modules, keys that its slots would not hold."""
     cache = KVCache([LayerSpec(1, 4, 4, None, torch.device("cpu"), torch.float32)], capacity=4, rows=1)
     keys = torch.zeros(1, 1, 1, 4, dtype=torch.float64)
-    with pytest.raises(TargetError, match=r"layer 0 computes keys in torch.float64, and did in torch.float32 when its"):
+    with pytest.raises(
+        TargetError, match=r"layer 0 computes keys in torch.float64, and did so in torch.float32 when its"
+    ):
         Block(cache, [1]).store(keys, keys, 0)
 
 

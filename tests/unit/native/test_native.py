@@ -288,14 +288,14 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, top_k: 
         assert target.forward(block, taps=(FINAL,), rows=()).logits is None
         assert torch.equal(target.head(whole.taps[FINAL]), whole.logits)
         assert torch.equal(part.logits, whole.logits[[1, 3]])
-        assert whole.argmax[0].of(0, 4) == whole.logits.argmax(-1).tolist()
-        assert part.argmax[0].of(1, 2) == whole.logits[3:].argmax(-1).tolist()
+        assert whole.scores(None).largest() == whole.logits.argmax(-1).tolist()
+        assert part.scores((1, 3)).part(1, 2).largest() == whole.logits[3:].argmax(-1).tolist()
         for value, found in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
             hidden = torch.full((4, target.hidden_size), value, dtype=dtype)
             with torch.no_grad():
                 entry = Entry(target.num_layers, hidden)
                 entered = target.forward(block, entry=entry, rows=(2,), top_k=top_k)
-            assert entered.argmax[0].of(0, 1) == [found], value
+            assert entered.scores((2,)).largest() == [found], value
 
 
 @needs_compiler
