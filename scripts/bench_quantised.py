@@ -1,7 +1,8 @@
 """A quantised GGUF file, decoded by specdec and by llama.cpp in one interleaved run: speed, texts, loading, memory.
 
     python scripts/bench_quantised.py FILE.gguf --llama FOLDER              # where xllamacpp is installed
-    python scripts/bench_quantised.py FILE.gguf --draft SMALL.gguf --threads 1 --threads 2
+    python scripts/bench_quantised.py FILE.gguf --draft SMALL.gguf --threads 1 --threads 2 --seconds 100
+    python scripts/bench_quantised.py FILE.gguf --perplexity 500            # this alone
 
 Questions go round by round to every system, and each text is held against the same system's own plain one. Speeds are
 of decoding alone, after the prompt. Loading is from the start of a process to the first token, and peak memory the
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 QUESTIONS = Path(__file__).with_name("code_questions.txt").read_text(encoding="utf-8").splitlines()
 LOADED = ("import", "model", "first token")
+ACTIVATIONS = {"specdec": "default", "specdec int8": "int8"}
 
 Answer = Callable[[list[int], int], tuple[Any, float]]
 """Tokens of a prompt, and how many are wanted, to the text, or its tokens, and tokens a second."""
@@ -33,7 +35,7 @@ Answer = Callable[[list[int], int], tuple[Any, float]]
 def ours(target: Any, tokenizer: Any, drafter: Any) -> Answer:
     from specdec import Engine
 
-    engine = Engine(target, tokenizer, drafter)
+    engine = Engine(target, tokenizer, drafter, policy="acceptance")  # as from_pretrained makes it
 
     def answer(prompt: list[int], count: int) -> tuple[Any, float]:
         found = engine.generate(prompt, count)
@@ -68,14 +70,14 @@ def llama(folder: str, file: str, threads: int, kind: str = "NONE", draft: str |
 def load_and_tell(options: argparse.Namespace) -> None:
     """In a process of its own: seconds to the first token, and the largest resident set."""
     prompt, system, threads = [*range(100, 116)], options.alone, options.threads[0]
-    if system == "specdec":
+    if system != "llama.cpp":
         import torch
 
         torch.set_num_threads(threads)
         from specdec import Engine
 
         imported = time.perf_counter()
-        engine = Engine.from_pretrained(options.file)
+        engine = Engine.from_pretrained(options.file, activations=ACTIVATIONS[system])
         loaded = time.perf_counter()
         engine.generate(prompt, 1)
     else:
@@ -104,18 +106,22 @@ def compare(options: argparse.Namespace, threads: int) -> None:
     torch.set_num_threads(threads)
     from specdec import Engine
 
-    engine = Engine.from_pretrained(options.file)
-    target, tokenizer = engine.target, engine.tokenizer
-    systems = {"specdec plain": ours(target, tokenizer, "none"), "specdec auto": ours(target, tokenizer, "auto")}
+    tokenizer: Any = None
+    systems: dict[str, Answer] = {}
+    drafters: dict[str, Any] = {"plain": "none", "auto": "auto"}
     if options.draft:
-        drafter = {"name": "draft_model", "model": options.draft}
-        systems["specdec draft_model"] = ours(target, tokenizer, drafter)
+        drafters["draft_model"] = {"name": "draft_model", "model": options.draft}
+    for own, activations in ACTIVATIONS.items():
+        engine = Engine.from_pretrained(options.file, tokenizer=tokenizer, activations=activations)
+        tokenizer = engine.tokenizer
+        for name, drafter in drafters.items():
+            systems[f"{own}, {name}"] = ours(engine.target, tokenizer, drafter)
     if options.llama:
-        systems["llama.cpp plain"] = llama(options.llama, options.file, threads)
+        systems["llama.cpp, plain"] = llama(options.llama, options.file, threads)
         for kind in options.types:
-            systems[f"llama.cpp {kind.lower()}"] = llama(options.llama, options.file, threads, kind)
+            systems[f"llama.cpp, {kind.lower()}"] = llama(options.llama, options.file, threads, kind)
         if options.draft:
-            name = "llama.cpp draft model"
+            name = "llama.cpp, draft model"
             systems[name] = llama(options.llama, options.file, threads, "DRAFT_SIMPLE", options.draft)
     speeds: dict[str, list[float]] = {name: [] for name in systems}
     differs = dict.fromkeys(systems, 0)
@@ -125,32 +131,38 @@ def compare(options: argparse.Namespace, threads: int) -> None:
         )["input_ids"]
         for question in QUESTIONS[: options.questions]
     ]
+    began, done = time.perf_counter(), 0
     for prompt in prompts:
+        if options.seconds and done and time.perf_counter() - began > options.seconds:
+            break
+        done += 1
         texts = {}
         for name, answer in systems.items():
             texts[name], speed = answer(list(prompt), options.tokens)
             speeds[name].append(speed)
-            differs[name] += texts[name] != texts[f"{name.split()[0]} plain"]
-    print(f"\n{Path(options.file).name}, {threads} thread(s), {len(prompts)} questions, {options.tokens} tokens each")
-    base = statistics.median(speeds["specdec plain"])
+            differs[name] += texts[name] != texts[f"{name.split(',')[0]}, plain"]
+    print(f"\n{Path(options.file).name}, {threads} thread(s), {done} questions, {options.tokens} tokens each")
+    base = statistics.median(speeds["specdec, plain"])
     for name, found in speeds.items():
         middle = statistics.median(found)
         print(f"  {name:26} {middle:7.1f} tokens/s  {middle / base:5.2f} x our plain  {differs[name]} texts differ")
 
 
 def perplexity(options: argparse.Namespace) -> None:
-    """Of a text of this repository, by blocks, by the dequantised model in bfloat16, and by that in float32."""
+    """Of a text of this repository, by blocks with both kinds of rows, and by the dequantised model in two dtypes."""
     import torch
 
     from specdec import Engine
     from specdec.step.block import Block
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, given in {
+    cases: dict[str, dict[str, Any]] = {
         "blocks": {},
+        "blocks, int8 rows": {"activations": "int8"},
         "dequantised, bfloat16": {"execution": "transformers", "dtype": "bfloat16"},
         "dequantised, float32": {"execution": "transformers", "dtype": "float32"},
-    }.items():
+    }
+    for name, given in cases.items():
         engine = Engine.from_pretrained(options.file, **given)
         ids = engine.encode(text)[: options.perplexity]
         target: Any = engine.target
@@ -170,24 +182,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, action="append")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--perplexity", type=int, default=0, metavar="TOKENS", help="also of this README")
+    parser.add_argument("--seconds", type=float, default=0, help="after which no question begins, a number of threads")
+    parser.add_argument("--perplexity", type=int, default=0, metavar="TOKENS", help="of the README alone")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.threads = options.threads or [1, 2]
     if options.alone:
         load_and_tell(options)
         return
+    if options.perplexity:
+        perplexity(options)
+        return
     size = Path(options.file).stat().st_size / 2**20
     for threads in options.threads:
-        for system in ("specdec", "llama.cpp") if options.llama else ("specdec",):
+        for system in (*ACTIVATIONS, "llama.cpp") if options.llama else ACTIVATIONS:
             found = alone(system, options, threads)
             parts = ", ".join(f"{name} {value:.1f} s" for name, value in found["seconds"].items())
             print(
-                f"{system:10} {threads} thread(s): {parts}; peak {found['peak MiB']:.0f} MiB for a file of {size:.0f}"
+                f"{system:12} {threads} thread(s): {parts}; peak {found['peak MiB']:.0f} MiB for a file of {size:.0f}"
             )
         compare(options, threads)
-    if options.perplexity:
-        perplexity(options)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ class Plan(EngineOptions):
     )
     systems: list[Spec] = option(
         lambda: ["transformers", "transformers_lookup"],
-        "Rivals: transformers, transformers_lookup, transformers_early_exit, transformers_assisted, llama_cpp, or "
-        "installed ones; '' for none.",
+        "Rivals: transformers, transformers_lookup, transformers_early_exit, transformers_assisted, llama_cpp, "
+        "xllamacpp, or installed ones; '' for none.",
         metavar="A,B,C",
         commas=True,
     )

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.tokenization_utils_base import generate_merges
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from specdec.errors import CheckpointError, SpecdecWarning, first_line
 from specdec.models.gguf_splits import splitter
+from specdec.models.gguf_table import read_settings
 
 __all__ = ["TokenizerSettings", "read_tokenizer"]
 
@@ -109,7 +109,7 @@ def read_tokenizer(path: Path) -> Any:
         CheckpointError: there is none in it, or none that can be read faithfully.
     """
     try:
-        metadata, _ = read_gguf_metadata(str(path), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
+        _, metadata, _, _ = read_settings(path, ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
         vocabulary = _Vocabulary(path.name, metadata)
         tokenizer = vocabulary.tokenizer(metadata.get("tokenizer.chat_template"))
         vocabulary.check(tokenizer)
@@ -119,6 +119,16 @@ def read_tokenizer(path: Path) -> Any:
         raise CheckpointError(f"no tokenizer in {str(path)!r}: {first_line(error)}; {_REMEDY}") from error
     tokenizer.name_or_path = str(path)
     return tokenizer
+
+
+class _Handed:
+    """A backend that is handed over as it is: a copy, which transformers would make, takes as long as all the rest."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._backend
 
 
 class _Vocabulary:
@@ -178,7 +188,7 @@ class _Vocabulary:
                 )
         new: Any = TokenizersBackend
         return new(
-            tokenizer_object=backend,
+            tokenizer_object=_Handed(backend),
             **{f"{token}_token": None if place is None else tokens[place] for token, place in named.items()},
             add_bos_token=settings.add_bos and settings.bos is not None,
             add_eos_token=settings.add_eos and settings.eos is not None,

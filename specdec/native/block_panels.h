@@ -47,8 +47,10 @@ INLINE void put_bits(const uint8_t *codes, uint32_t *to, const int first, const 
     for (int at = 0, bits = 0; at < CHUNK; at += 8) {
         uint64_t some;
         memcpy(&some, codes + at, sizeof some);
-        word |= (gather_bits(some, both) | gather_bits(some, both << 32) << 8 | gather_bits(some, both << 8) << 16 |
-                 gather_bits(some, both << 40) << 24) << bits;
+        if (wide == 4) word = gather_bits(some, both | both << 32) | gather_bits(some, both << 8 | both << 40) << 16;
+        else
+            word |= (gather_bits(some, both) | gather_bits(some, both << 32) << 8 | gather_bits(some, both << 8) << 16 |
+                     gather_bits(some, both << 40) << 24) << bits;
         bits += 2 * wide;
         if (bits < 8) continue;
         *to = word, to += PANEL, word = 0, bits = 0;
