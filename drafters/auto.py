@@ -6,12 +6,14 @@ their price (:class:`specdec.costs.prices.Prices`). If no row pays, the step is 
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 
+from drafters.heads.mtp import own_layers
 from drafters.union.merge import Merged, MergedConfig
 from specdec.drafter import Drafter
 from specdec.drafting.registry import make_drafter
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, SpecdecWarning
 from specdec.target import Target
 
 __all__ = ["Auto", "AutoConfig"]
@@ -22,7 +24,9 @@ class AutoConfig(MergedConfig):
 
 
 class Auto(Merged):
-    """The parts, built; where none are named, the Medusa heads in this package are one if they fit the model."""
+    """The parts, built; where none are named, the model's own multi-token-prediction layers are one if its checkpoint
+    has them, and the Medusa heads in this package if they fit the model.
+    """
 
     name = "auto"
     Config = AutoConfig
@@ -31,7 +35,13 @@ class Auto(Merged):
     @classmethod
     def made(cls, config: MergedConfig, target: Target) -> list[Drafter]:
         parts = super().made(config, target)
-        if config.parts is None:
-            with suppress(CheckpointError):  # the heads in the package may be for another model
-                parts.append(make_drafter("medusa", target))
+        if config.parts is not None:
+            return parts
+        if not getattr(target, "splits", False) and own_layers(target) is not None:
+            try:
+                parts.append(make_drafter("mtp", target))
+            except CheckpointError as error:
+                warnings.warn(f"auto drafts without the model's own layers: {error}", SpecdecWarning, stacklevel=2)
+        with suppress(CheckpointError):  # the heads in the package may be for another model
+            parts.append(make_drafter("medusa", target))
         return parts

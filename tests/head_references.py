@@ -40,11 +40,12 @@ class Reference(NamedTuple):
     config: dict[str, Any]
     tensors: heads.Tensors
     guess: Callable[[], Guess]
+    family: str = FAMILY
 
 
-def hidden_states(tokens: Sequence[int]) -> list[torch.Tensor]:
+def hidden_states(tokens: Sequence[int], family: str = FAMILY) -> list[torch.Tensor]:
     """Of the target: [T, D] after 0, 1, ... all layers, and the last one's after the norm."""
-    model, ids, last = model_of(FAMILY), torch.tensor([[*tokens]]), list[torch.Tensor]()
+    model, ids, last = model_of(family), torch.tensor([[*tokens]]), list[torch.Tensor]()
     hook = model.model.norm.register_forward_pre_hook(lambda _, given: last.append(given[0][0]))
     try:
         with torch.no_grad():
@@ -280,6 +281,44 @@ def muse(config: dict[str, Any], tensors: heads.Tensors) -> Guess:
     return guess
 
 
+def mtp(config: dict[str, Any], tensors: heads.Tensors) -> Guess:
+    """Its training runs the layer once for each depth, over all rows, with tokens that are given."""
+    target = model_of(_MTP)
+    with quiet():
+        core = importlib.import_module("speculators.models.mtp.core")
+        made = importlib.import_module("speculators.models.mtp.config").MTPSpeculatorConfig
+        inner = Qwen3Config(**config["transformer_layer_config"], attn_implementation="eager")
+        model = core.MTPDraftModel(made(transformer_layer_config=inner)).double().eval()
+    model.load_state_dict(tensors, strict=False)
+    model.embed_tokens.weight.data = target.get_input_embeddings().weight.data
+    model.lm_head.weight.data = target.get_output_embeddings().weight.data
+
+    @torch.no_grad()
+    def guess(tokens: list[int], path: list[int]) -> torch.Tensor:
+        states, steps = hidden_states(tokens[:-1], _MTP)[-1], len(path) + 1
+        given = torch.tensor([[*tokens, *path, 0]])
+        with patch.object(made, "num_speculative_steps", steps):
+            logits, *_ = model(given, later(states, steps)[None])
+        return torch.stack([own[0, len(tokens) - 2] for own in logits])
+
+    return guess
+
+
+def _mtp() -> tuple[dict[str, Any], heads.Tensors]:
+    """As that package writes it."""
+    target, random, layer = model_of(_MTP), heads.Random(7), "mtp_layers.0"
+    inner: dict[str, Any] = target.config.to_diff_dict()
+    shapes = {name: tensor.shape for name, tensor in target.model.layers[0].state_dict().items()}
+    shapes |= {f"{name}_layernorm.weight": (SIZE,) for name in ("token", "hidden", "final")}
+    tensors = {
+        f"{layer}.{name}": random.matrix(*shape) if len(shape) > 1 else random.norm(*shape)
+        for name, shape in shapes.items()
+    }
+    tensors[f"{layer}.input_proj.weight"] = random.matrix(SIZE, 2 * SIZE, gain=2.0)
+    return {"speculators_model_type": "mtp", "transformer_layer_config": inner}, tensors
+
+
+_MTP = "qwen3"  # of the families that the package knows for it, and that are driven here
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -335,9 +374,14 @@ def _references() -> dict[str, Reference]:
             for markov, draft in (("vanilla", 19), ("gated", 0), ("rnn", 0))
         },
     }
+    made["mtp of speculators"] = ("mtp", mtp, _mtp())
     return {
         name: Reference(
-            drafter, config, tensors, lambda make=make, config=config, tensors=tensors: make(config, tensors)
+            drafter,
+            config,
+            tensors,
+            lambda make=make, config=config, tensors=tensors: make(config, tensors),
+            _MTP if drafter == "mtp" else FAMILY,
         )
         for name, (drafter, make, (config, tensors)) in made.items()
     }

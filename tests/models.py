@@ -24,7 +24,7 @@ WINDOW = 8
 VOCAB = 32
 BOS, PAD = 1, 0
 
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -37,30 +37,30 @@ _BASE: dict[str, Any] = {
     "pad_token_id": PAD,
 }
 # Untied: a random tied model repeats its last token for ever.
-_GEMMA = {**_BASE, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
+_GEMMA = {**BASE, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # Family -> prefix of its transformers classes, and its config. All have grouped heads, but GPT-NeoX.
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("Llama", "LlamaConfig", _BASE),
-    "mistral": ("Mistral", "MistralConfig", {**_BASE, "sliding_window": WINDOW}),
+    "llama": ("Llama", "LlamaConfig", BASE),
+    "mistral": ("Mistral", "MistralConfig", {**BASE, "sliding_window": WINDOW}),
     "qwen2": (
         "Qwen2",
         "Qwen2Config",
-        {**_BASE, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        {**BASE, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
-    "qwen3": ("Qwen3", "Qwen3Config", {**_BASE, "head_dim": 16}),
-    "gemma": ("Gemma", "GemmaConfig", {**_BASE, "head_dim": 16, "tie_word_embeddings": False}),
+    "qwen3": ("Qwen3", "Qwen3Config", {**BASE, "head_dim": 16}),
+    "gemma": ("Gemma", "GemmaConfig", {**BASE, "head_dim": 16, "tie_word_embeddings": False}),
     "gemma2": ("Gemma2", "Gemma2Config", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3": ("Gemma3", "Gemma3TextConfig", {**_GEMMA, "layer_types": _MIXED}),
-    "phi3": ("Phi3", "Phi3Config", {**_BASE, "sliding_window": WINDOW}),
-    "olmo2": ("Olmo2", "Olmo2Config", _BASE),
-    "starcoder2": ("Starcoder2", "Starcoder2Config", {**_BASE, "sliding_window": WINDOW}),
+    "phi3": ("Phi3", "Phi3Config", {**BASE, "sliding_window": WINDOW}),
+    "olmo2": ("Olmo2", "Olmo2Config", BASE),
+    "starcoder2": ("Starcoder2", "Starcoder2Config", {**BASE, "sliding_window": WINDOW}),
     # With fewer rows in its MLP the text is one token for ever, and shows nothing.
     "neox": (
         "GPTNeoX",
         "GPTNeoXConfig",
-        {**{k: v for k, v in _BASE.items() if k != "num_key_value_heads"}, "intermediate_size": 64},
+        {**{k: v for k, v in BASE.items() if k != "num_key_value_heads"}, "intermediate_size": 64},
     ),
 }
 FAMILIES = tuple(family for family in _FAMILIES if family != "gemma")  # whose parts the other two have
@@ -298,6 +298,45 @@ def _dflash(target: Target, tmp: Path) -> list[Options]:
     return made
 
 
+def mtp_layers(target: TransformersTarget, layers: int = 1, *, seed: int = 0) -> tuple[dict[str, Any], heads.Tensors]:
+    """Multi-token-prediction layers with random weights, of the target's own class of layers."""
+    random, size, tensors = heads.Random(seed), target.hidden_size, heads.Tensors()
+    decoder: Any = target.plain_model().get_decoder()
+    first = target.num_layers
+    norm = next(module for name, module in decoder.layers[-1].named_modules() if "norm" in name).state_dict()
+    for number in range(first, first + layers):
+        place = f"model.layers.{number}"
+        tensors[f"{place}.eh_proj.weight"] = random.matrix(size, 2 * size, gain=2.0)
+        shapes = {f"{part}.{kind}": (size,) for part in ("enorm", "hnorm", "shared_head.norm") for kind in norm}
+        shapes |= {name: tuple(tensor.shape) for name, tensor in decoder.layers[-1].state_dict().items()}
+        for name, shape in shapes.items():
+            one = random.matrix(*shape) if len(shape) > 1 else random.norm(*shape)
+            tensors[f"{place}.{name}"] = 0.1 * one if name.endswith("bias") else one
+    return {"vocab_size": target.vocab_size, "num_hidden_layers": first}, tensors
+
+
+def _mtp(target: Target, tmp: Path) -> list[Options]:
+    """Random layers, one and several: trees, a chain, what is behind the last layer; and one that is run anew."""
+    assert isinstance(target, TransformersTarget)
+    made: list[Options] = []
+    for layers, options in (
+        (1, {"min_chance": 0.0, "tokens": 3}),
+        (3, {"branch": 3, "rows": 9, "tokens": 4, "min_chance": 0.01}),
+        (1, {"branch": 1}),
+    ):
+        folder = heads.write(tmp / f"mtp-{len(made)}", *mtp_layers(target, layers, seed=len(made)))
+        made.append({"head": str(folder), **options})
+    config, tensors = mtp_layers(target, seed=5)
+    names = {"eh_proj": "input_proj", "enorm": "token_layernorm", "hnorm": "hidden_layernorm"}
+    names |= {"shared_head.norm": "final_layernorm", f"model.layers.{target.num_layers}.": "mtp_layers.0."}
+    for theirs, name in names.items():
+        tensors = {own.replace(theirs, name): tensor for own, tensor in tensors.items()}
+    told = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": config, **told}
+    folder = heads.write(tmp / "mtp-again", config, tensors)
+    return [*made, {"head": str(folder), "rows": 8, "min_chance": 0.0}]
+
+
 class Numerals:
     """A tokenizer for texts such as ``"3 1 4"``."""
 
@@ -363,6 +402,12 @@ DRAFTER_OPTIONS: dict[str, Callable[[Target, Path], Sequence[Options]]] = {
     "eagle": _eagle,
     "jacobi": lambda target, tmp: [{"guesses": 1}, {"guesses": 7}],
     "kangaroo": _kangaroo,
+    "layer_skip": lambda target, tmp: [
+        {"skip": [1], "min_chance": 0.0, "tokens": 3},
+        {"skip": [0, 2], "rows": 9, "min_chance": 0.01},
+        {"branch": 1, "min_chance": 0.0},
+        {"exit_layer": 2, "tokens": 3},
+    ],
     "lookahead": lambda target, tmp: [
         {},
         {"window": 5, "ngram": 5, "guesses": 5},
@@ -371,6 +416,7 @@ DRAFTER_OPTIONS: dict[str, Callable[[Target, Path], Sequence[Options]]] = {
         {"window": 4, "ngram": 4, "verify": False, "verify_window": "column"},
     ],
     "medusa": _medusa,
+    "mtp": _mtp,
     "prompt_lookup": lambda target, tmp: [
         {},
         {"matches": 3, "max_ngram": 1, "tokens": 4},

@@ -25,7 +25,7 @@ __all__ = ["convert", "distill_data", "show_sample", "train"]
 
 _EXAMPLES = {"file": "configs/drafter/lookahead.yaml", "setting": "lookahead.window=15"}
 TRAINABLE = ("kangaroo", "medusa", "eagle3", "dspark")
-CONVERTED = ("kangaroo", "eagle", "dflash")
+CONVERTED = ("kangaroo", "eagle", "dflash", "mtp")
 
 
 @with_options(WeightsOptions, file="configs/train/kangaroo.yaml", setting="loop.lr=3e-4")
@@ -68,7 +68,7 @@ def convert(
             f"exit_layer is {shown(exit_layer)}; kangaroo needs it, as the file does not hold it, and {drafter} "
             f"{'has it in no other place' if drafter == 'kangaroo' else 'has none'}"
         )
-    if to is not None and (model is None or drafter == "kangaroo"):
+    if to is not None and (model is None or drafter in ("kangaroo", "mtp")):
         raise ConfigError(f"to is {shown(to)}; it takes eagle or dflash heads, and --model, their target")
     target = None if model is None else TransformersTarget.from_pretrained(model)
     if to is not None and target is not None:
@@ -76,6 +76,13 @@ def convert(
 
         export(source, out, drafter, target, layout=to, verifier=verifier or str(model))
         typer.echo(f"wrote {out}, in the layout of {to}")
+        return
+    if drafter == "mtp":
+        from drafters.heads.mtp import convert_mtp
+
+        found = convert_mtp(source, out, target)
+        count = sum(tensor.numel() for tensor in found.tensors.values())
+        typer.echo(f"wrote {out}: {count:,} parameters, {found.layers} layer{'s' * (found.layers > 1)}")
         return
     if exit_layer is None:
         from drafters.heads.loading import convert as convert_head

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from drafters.heads.block_step import Blank, BlockStep, Sequel
+from drafters.heads.growing import Behind, check_chance
 from drafters.heads.growth import Growth
-from drafters.heads.session import Behind, HeadDrafter, HeadSession, check_chance
+from drafters.heads.session import HeadDrafter, HeadSession
 from drafters.heads.transitions import Transitions
 from drafters.heads.weights import Block, HeadWeights
 from specdec.drafter import Context

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from drafters.heads.chain_step import ChainStep, Guess, Nodes
+from drafters.heads.growing import WIDTH, Behind, check_chance
 from drafters.heads.growth import Growth
-from drafters.heads.session import WIDTH, Behind, HeadDrafter, HeadSession, check_chance
+from drafters.heads.session import HeadDrafter, HeadSession
 from drafters.heads.weights import Chain, HeadWeights
 from specdec.drafter import Context
 from specdec.settings.parsing import check_positive

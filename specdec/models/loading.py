@@ -170,6 +170,8 @@ def load_weights(
     info: dict[str, Any] = loaded[1]
     kinds = {"missing": "missing_keys", "extra": "unexpected_keys", "misshapen": "mismatched_keys"}
     broken = {kind: sorted(map(str, info[key])) for kind, key in kinds.items() if info.get(key)}
+    extra = [name for name in broken.pop("extra", []) if not _is_of_mtp(name, model.config.get_text_config())]
+    broken |= {"extra": extra} if extra else {}
     if broken:
         what = "; ".join(f"{len(names)} {kind}, such as {names[0]}" for kind, names in broken.items())
         raise CheckpointError(
@@ -179,6 +181,17 @@ def load_weights(
     if device is not None and device_map is None:
         model.to(device)  # type: ignore[arg-type]  # in place
     return model, None if gguf is None or why is None else f"dequantised: {why}"
+
+
+def _is_of_mtp(name: str, config: Any) -> bool:
+    """Whether a tensor is of multi-token-prediction layers, which stand behind a model's own, and which no class of
+    transformers has; of some published sizes of these models transformers itself leaves them out.
+    """
+    if re.match(r"(?:model\.)?mtp(?:_layers)?\.", name):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layers = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None)
+    return layer is not None and type(layers) is int and 0 <= int(layer[1]) - config.num_hidden_layers < layers
 
 
 def _in_blocks(gguf: GgufFile, dtype: str | torch.dtype, path: str, *, int8: bool) -> tuple[PreTrainedModel, str]:

@@ -21,7 +21,7 @@ from torch import nn
 from specdec.errors import TargetError
 from specdec.runners.attention import ATTENTION, update_and_attend
 from specdec.runners.known_layers import KnownLayer, is_known_norm, stacked
-from specdec.runners.linear import DenseLinear
+from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.runners.memory_pages import FilePages
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Angles, Rotary, rotate
@@ -95,13 +95,15 @@ class FusedLayer:
     """A known layer in a third of the operations.
 
     With ``files`` the model is ours: its linears become views of the stacked weights, so that none is held twice.
-    Otherwise they are left alone, and stacked weights are copies.
+    Otherwise they are left alone, and stacked weights are copies. ``kernels``: its four products, made elsewhere.
     """
 
-    def __init__(self, layer: KnownLayer, files: FilePages | None) -> None:
+    def __init__(
+        self, layer: KnownLayer, files: FilePages | None, kernels: Sequence[LinearKernel] | None = None
+    ) -> None:
         self._number, self._scale, self._head_dim = layer.number, layer.scale, layer.head_dim
         self._query_heads, self._turned = layer.query_heads, layer.query_heads + layer.key_heads
-        self._kernels = stack_linears(layer, files)
+        self._kernels: Sequence[LinearKernel] = stack_linears(layer, files) if kernels is None else kernels
         self._first_norm, self._second_norm = map(FusedNorm, layer.norms)
         self._head_norm = layer.head_norm()
 

@@ -15,7 +15,7 @@ from specdec.costs.curve import roofline
 from specdec.drafting.registry import make_drafter
 from tests import heads
 from tests.fakes import Oracle
-from tests.head_references import FAMILY, REFERENCES
+from tests.head_references import REFERENCES
 from tests.models import VOCAB, greedy, prompt_of, target_of
 
 PROMPT = prompt_of(9)
@@ -60,7 +60,8 @@ def guesses(
     """In each step of a text whose blocks are accepted as they come: the text, a path below its root, and the tokens
     that the head proposes behind it.
     """
-    own, target, truth = REFERENCES[case], target_of(FAMILY), greedy(FAMILY, PROMPT, 40)[:new]
+    own = REFERENCES[case]
+    target, truth = target_of(own.family), greedy(own.family, PROMPT, 40)[:new]
     heads.write(folder, own.config, own.tensors)
     settings = {"name": own.drafter, "head": str(folder), "min_chance": 0.0, **shape}
     drafter = Beside(make_drafter(settings, target), Oracle([*PROMPT, *truth], VOCAB))

@@ -34,6 +34,8 @@ UNBATCHED = (
     "dflash",
     "eagle",
     "kangaroo",
+    "layer_skip",
+    "mtp",
     "none",
 )  # reads layers of all rows; runs layers by itself; has nothing to split
 
@@ -219,10 +221,17 @@ def test_early_exits_are_refused(tmp_path: Path) -> None:
 
 
 def test_hidden_states_of_all_rows_are_refused(tmp_path: Path) -> None:
-    for settings in settings_of("eagle", target_of("llama"), tmp_path)[:2]:
+    for settings in (settings_of(drafter, target_of("llama"), tmp_path)[0] for drafter in ("eagle", "mtp")):
         for error in errors_at_build(settings):
             assert isinstance(error, ConfigError)
             assert "hidden states of all rows" in str(error)
+
+
+def test_some_layers_alone_are_refused(tmp_path: Path) -> None:
+    for settings in settings_of("layer_skip", target_of("llama"), tmp_path):
+        for error in errors_at_build(settings):
+            assert isinstance(error, ConfigError)
+            assert "some of them alone" in str(error)
 
 
 def errors_at_build(settings: Any) -> list[Any]:

@@ -1,0 +1,272 @@
+"""Guesses as a tree or a chain: grown level by level as far as it pays, ranked or drawn, and the record of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drafters.heads.growth import Growth
+from drafters.shared.scored_tree import Guesses, Margin
+from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
+from specdec.costs.curve import pass_price
+from specdec.drafter import BatchedSession, Context, Observation
+from specdec.errors import ConfigError, shown
+from specdec.sampling.noise import Noise
+from specdec.step.forward_passes import Passes
+from specdec.step.tree import Draft, Hints
+
+__all__ = ["WIDTH", "Behind", "GrowingSession", "check_chance"]
+
+WIDTH = 8
+"""Rows of a level that are extended, at most."""
+
+_MOST, _FAINT = 63, 0.01  # rows below the root; one of a smaller chance is not looked at, even where rows are free
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # guesses that are right for one that is promised, and those it counts as
+_ACCEPTED = 0.6  # share of guesses with a right one among them, before any was made
+
+
+def check_chance(where: str, chance: float | None) -> None:
+    """Raises ConfigError where ``min_chance`` is none."""
+    if chance is not None and not 0 <= chance <= 1:
+        raise ConfigError(f"{where}min_chance is {shown(chance)}; it is a probability, in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Behind:
+    """What a head guesses behind some nodes.
+
+    Attributes:
+        logits: [N, d], or [1, d] where all of them are followed by the same.
+        accepted: of each node, the chance that its likeliest child is the target's choice, where the head says so.
+    """
+
+    logits: torch.Tensor
+    accepted: Sequence[float] | None = None
+
+
+class GrowingSession(BatchedSession):
+    """One sequence's guesses: subclasses say what follows the nodes of a level.
+
+    Args:
+        context: the sequence's.
+        vocabulary: among which tokens are guessed.
+        options: ``rows``, ``branch`` and ``min_chance``.
+        depth: tokens of a path, at most.
+        weights: how many a pass reads, for its price.
+        at_once: all depths come of one pass.
+    """
+
+    _width = WIDTH
+
+    def __init__(
+        self,
+        context: Context,
+        vocabulary: DraftVocabulary,
+        options: Any,
+        *,
+        depth: int,
+        weights: float,
+        at_once: bool = False,
+    ) -> None:
+        self._context, self._vocabulary = context, vocabulary
+        # Of a row that is verified and extended, whatever it costs; None: where it pays.
+        self._least: float | None = options.min_chance
+        self._branch, self._rows = options.branch, options.rows or _MOST
+        self._deepest, self._at_once = depth, at_once
+        self._grown: Growth | None = None
+        self._promises = dict[int, float]()  # of an extended node, what the head promised of its likeliest child
+        self._passes = 0
+        params = context.sampling
+        self._temperature, self._processors = params.temperature, params.processors()
+        self._reads_prefix = params.repetition_penalty != 1
+        sampled = params.temperature > 0 and params.acceptance != "typical"
+        self._draws = sampled and params.acceptance == "reject"  # from q, or else with the target's own noise
+        self._noise = vocabulary.noise(context.noise) if sampled and not self._draws else None
+        costs, length = context.costs, context.prompt_length
+        self._price = pass_price(weights, context.target, costs, length)
+        self._most = min(self._rows, context.max_rows - 1)
+        self._margin = Margin(costs, length, max(self._most, 1), _FAINT)
+        self._steps = costs.steps(length, max(self._most, 1) + 1)
+        self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._accepted, self._guesses = _ACCEPTED * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+
+    def _ready(self) -> bool:
+        """Begin a round; whether there is anything to guess from."""
+        raise NotImplementedError
+
+    def passes(self, row_budget: int) -> Passes[Draft]:
+        context = self._context
+        most, deepest = min(row_budget - 1, self._most), min(self._deepest, context.remaining - 1)
+        if not self._ready() or most < 1 or deepest < 1:
+            return Draft.chain([context.root])
+        yield from self._begin(deepest)
+        self._grown, self._promises, self._passes = Growth(context.root), {}, 1
+        grow = self._drawn if self._draws else self._tree
+        return (yield from grow(self._grown, most, min(deepest, most)))
+
+    def _tree(self, grown: Growth, most: int, deepest: int) -> Passes[Draft]:
+        """Level by level, as far as it pays; the rows that are verified, likeliest first."""
+        level = [0]
+        while True:
+            depth, behind = grown.depths[level[0]], (yield from self._behind(grown, level))
+            logits = behind.logits.expand(len(level), -1) if self._reads_prefix else behind.logits
+            scores = self._scores(logits, [grown.path(node) for node in level])
+            guesses = self._ranked(scores, depth, min(self._branch, most))
+            for place, node in enumerate(level):
+                ranked = guesses[place if len(guesses) > 1 else 0]
+                if behind.accepted is not None:
+                    ranked = _by_acceptance(ranked, behind.accepted[place if len(behind.accepted) > 1 else 0])
+                self._promises[node] = ranked[0][1] if ranked else 0.0
+                grown.extend(node, ranked, self._sure)
+            best = grown.best(most)
+            kept = best[: self._count([grown.reach[node] for node in best])]
+            level = [node for node in kept if grown.depths[node] == depth + 1][: self._width]
+            if depth + 1 == deepest or not self._extending_pays([grown.reach[node] for node in level]):
+                break
+            self._passes += not self._at_once
+        rows = {0: 0, **{node: row for row, node in enumerate(kept, 1)}}
+        nodes = [0, *kept]
+        parents = [-1, *(rows[grown.parents[node]] for node in kept)]
+        chances = [grown.chances[node] for node in nodes]
+        return Draft([grown.tokens[node] for node in nodes], parents, hints=Hints(chances=chances, cost=self._cost))
+
+    def _drawn(self, grown: Growth, most: int, deepest: int) -> Passes[Draft]:
+        """A chain, each token drawn from the head's distribution, as far as it pays."""
+        q, reached = dict[int, torch.Tensor](), 1.0
+        for row in range(deepest):
+            behind = yield from self._behind(grown, [row])
+            drawn = self._draw(self._scores(behind.logits, [grown.tokens[1:]])[0], row)
+            if drawn is None:
+                break
+            token, largest, q[row] = drawn
+            grown.extend(row, [(token, 1.0)], 1.0)
+            # By q and by what became of other draws, never by the token itself.
+            likely = largest if behind.accepted is None else behind.accepted[0]
+            reached *= (likely + self._accepted / self._guesses) / 2
+            if row + 1 == deepest or not self._drawing_pays(reached, row + 1):
+                break
+            self._passes += not self._at_once
+        return Draft(grown.tokens, range(-1, len(grown.tokens) - 1), q=q, hints=Hints(cost=self._cost))
+
+    @property
+    def _cost(self) -> float:
+        return self._passes * self._price
+
+    def _learn(self, seen: Observation) -> None:
+        """Note what became of the latest guesses."""
+        grown, self._grown = self._grown, None
+        if grown is None or seen.draft is None:
+            return
+        node = 0
+        for token in seen.tokens:
+            if node not in grown.below:
+                break
+            children = grown.below[node]
+            right = next((child for child in children if grown.tokens[child] == token), None)
+            promised = self._promises.get(node, 0.0)
+            self._promised += promised
+            self._right += promised > 0 and right == children[0]
+            self._guesses += 1
+            self._accepted += right is not None
+            if right is None:
+                break
+            node = right
+
+    def _begin(self, deepest: int) -> Passes[None]:
+        """Have the head see what waits, and guess what follows the root, or all up to this depth."""
+        raise NotImplementedError
+
+    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
+        """What follows nodes of one depth."""
+        raise NotImplementedError
+
+    @property
+    def _sure(self) -> float:
+        """Guesses that were right in this text, for one that the head promised."""
+        return self._right / self._promised
+
+    def _place(self, depth: int) -> int:
+        """Position of a token that is guessed behind a row of a depth."""
+        return len(self._context.tokens) + depth
+
+    def _scores(self, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        """[N, d] guesses under the processors that the target's logits are under; ``paths``: tokens below the root."""
+        if not self._processors:
+            return logits
+        scores = logits.float()
+        device = scores.device
+        if not self._reads_prefix:
+            return processed(scores, torch.empty(1, 0, dtype=torch.long, device=device), self._processors)
+        rows = []
+        for own, path in zip(scores, paths, strict=True):
+            ids = torch.tensor([[*self._context.tokens, *path]], device=device)
+            whole = self._vocabulary.spread(own, -torch.inf)[None]  # by the tokens' ids
+            rows.append(self._vocabulary.gather(processed(whole, ids, self._processors)[0]))
+        return torch.stack(rows)
+
+    def _ranked(self, scores: torch.Tensor, depth: int, count: int) -> list[Guesses]:
+        """Of each guess [N, d] behind rows of a depth the likeliest tokens; none where the head says NaN."""
+        place, found = self._place(depth), list[Any]()
+        for row in scores:
+            one = top_k(row, count, self._noise, place, self._temperature)
+            if one is None:
+                break
+            found.append((one[0][0], one[1][0]))
+        else:
+            return [self._named(*one) for one in found]
+        if self._noise is not None:
+            scores = coupled(scores, self._noise.gumbel(place).to(scores.device), self._temperature)
+        best = torch.softmax(scores, -1, dtype=torch.float32).topk(min(count, scores.shape[-1]))
+        read = torch.stack((best.indices.double(), best.values.double())).tolist()
+        return [self._named(*one) for one in zip(*read, strict=True)]
+
+    def _named(self, numbers: Sequence[float], chances: Sequence[float]) -> Guesses:
+        pairs = zip(numbers, chances, strict=True)
+        return [(self._vocabulary.token(int(number)), chance) for number, chance in pairs if chance > 0 and number >= 0]
+
+    def _draw(self, scores: torch.Tensor, row: int) -> tuple[int, float, torch.Tensor] | None:
+        """A token drawn from one guess [d], the largest probability of any, and the distribution [V]; ``row``: of the
+        draft, that it follows. None where the guess is no distribution.
+        """
+        q = torch.softmax(scores, -1, dtype=torch.float64)
+        sums = q.cumsum(-1)
+        # The first sum that is not below a positive number ends a step up: its token has probability.
+        drawn = sums[-1:] * self._context.noise.uniform(len(self._context.tokens), Noise.DRAFT, row)
+        number = torch.where(sums[-1] > 0, torch.searchsorted(sums, drawn)[0], -1)
+        read = torch.stack((number.double(), q.max())).tolist()
+        if read[0] < 0 or not read[1] > 0:
+            return None
+        return self._vocabulary.token(int(read[0])), read[1], self._vocabulary.spread(q, 0.0)
+
+    def _count(self, reach: Sequence[float]) -> int:
+        """How many rows are verified, of those with such chances, likeliest first."""
+        if self._least is not None:
+            return sum(chance >= self._least for chance in reach)
+        return self._margin.size(reach)
+
+    def _extending_pays(self, reach: Sequence[float]) -> bool:
+        """Whether to run the head for rows that are reached with such chances."""
+        if self._least is not None:
+            return bool(reach)
+        return sum(reach) * self._accepted / self._guesses > self._level_price
+
+    @property
+    def _level_price(self) -> float:
+        return 0.0 if self._at_once else self._price
+
+    def _drawing_pays(self, reached: float, rows: int) -> bool:
+        """Whether one more drawn token is worth its row, and a level."""
+        if self._least is not None:
+            return reached >= self._least
+        return reached * self._accepted / self._guesses > self._level_price + self._steps[rows + 1] - self._steps[rows]
+
+
+def _by_acceptance(ranked: Guesses, accepted: float) -> Guesses:
+    """The same tokens, where the first one's chance is known from elsewhere: the others keep their share of it."""
+    if not ranked:
+        return ranked
+    scale = accepted / ranked[0][1]
+    return [(token, scale * chance) for token, chance in ranked]

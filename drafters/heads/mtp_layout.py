@@ -1,0 +1,231 @@
+"""Multi-token-prediction layers as they are published: beside a model's own layers, or in a folder of their own.
+
+A layer is two norms, a product that joins a token's embedding with the hidden state before it, a decoder layer of the
+target's own class, and a last norm. The layouts differ in names; which one it is, the names of the product say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from drafters.heads.layout import read_tensors
+from drafters.heads.weights import FORMAT
+from drafters.shared.weights import CONFIG, read_config
+from specdec.errors import ConfigError, shown
+
+__all__ = ["LAYOUTS", "MtpLayout", "MtpTensors", "find_mtp", "has_mtp", "mtp_names"]
+
+
+_DEEPEST = 64  # tokens of a draft
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpLayout:
+    """A published layout.
+
+    Attributes:
+        name: what it is called.
+        joins: pattern of the product's name; its group, if it has one, is the layer's number.
+        renames: patterns of its names, and ours; the first that fits counts, and a name that none fits is no part of
+            the layers. ``*`` for a layer's number: it is every layer's.
+        ignored: names that say nothing that is not known otherwise, among those that fit.
+        hidden_first: the product reads the hidden state first, and then the embedding.
+        repeated: one layer was trained as one of each depth: at each, all rows of the text pass it anew.
+    """
+
+    name: str
+    joins: str
+    renames: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...] = (
+        r"layers\.\d+\.block\.(?:embed_tokens|shared_head\.head)\.weight",
+        r".*rotary_emb\.inv_freq",
+    )
+    hidden_first: bool = False
+    repeated: bool = False
+
+
+_BEFORE = r"(?:model\.|language_model\.)*"
+_NUMBERED = rf"{_BEFORE}(?:mtp\.)?layers\.(\d+)"
+_SHARED = rf"{_BEFORE}mtp"
+_MTP_LAYERS = rf"{_BEFORE}mtp_layers\.(\d+)"
+_MTP_LAYERS_RENAMES = (
+    (rf"{_MTP_LAYERS}\.token_layernorm\.(.+)", r"layers.\1.enorm.\2"),
+    (rf"{_MTP_LAYERS}\.hidden_layernorm\.(.+)", r"layers.\1.hnorm.\2"),
+    (rf"{_MTP_LAYERS}\.input_proj\.(.+)", r"layers.\1.eh_proj.\2"),
+    (rf"{_MTP_LAYERS}\.final_layernorm\.(.+)", r"layers.\1.post_norm.\2"),
+    (rf"{_MTP_LAYERS}\.(.+)", r"layers.\1.block.\2"),
+)
+
+LAYOUTS = (
+    MtpLayout(
+        name="numbered on behind the model's layers (DeepSeek-V3, GLM-4 MoE)",
+        joins=rf"{_NUMBERED}\.eh_proj\.weight",
+        renames=(
+            (rf"{_NUMBERED}\.shared_head\.norm\.(.+)", r"layers.\1.post_norm.\2"),
+            (rf"{_NUMBERED}\.(enorm|hnorm|eh_proj|post_norm)\.(.+)", r"layers.\1.\2.\3"),
+            (rf"{_NUMBERED}\.(?:mtp_block\.|transformer_block\.|block\.)?(.+)", r"layers.\1.block.\2"),
+        ),
+    ),
+    MtpLayout(
+        name="one product for all layers (Mellum, Qwen3-Next, Qwen3.5)",
+        joins=rf"{_SHARED}\.fc\.weight",
+        renames=(
+            (rf"{_SHARED}\.fc\.(.+)", r"layers.*.eh_proj.\1"),
+            (rf"{_SHARED}\.pre_fc_norm_embedding\.(.+)", r"layers.*.enorm.\1"),
+            (rf"{_SHARED}\.pre_fc_norm_hidden\.(.+)", r"layers.*.hnorm.\1"),
+            (rf"{_SHARED}\.norm\.(.+)", r"layers.*.post_norm.\1"),
+            (rf"{_SHARED}\.layers\.(\d+)\.(.+)", r"layers.\1.block.\2"),
+        ),
+    ),
+    MtpLayout(
+        name="speculators mtp",
+        joins=r"mtp_layers\.(\d+)\.input_proj\.weight",
+        renames=_MTP_LAYERS_RENAMES,
+        repeated=True,
+    ),
+    MtpLayout(
+        name="MiMo",
+        joins=r"model\.mtp_layers\.(\d+)\.input_proj\.weight",
+        renames=_MTP_LAYERS_RENAMES,
+        hidden_first=True,
+    ),
+)
+"""Tried in this order."""
+
+
+@dataclass(frozen=True)
+class MtpTensors:
+    """What a folder holds of such layers.
+
+    Attributes:
+        layout: by which it was read.
+        layers: how many there are.
+        tensors: by our names, ``layers.0.{enorm, hnorm, eh_proj, post_norm, block}``.
+        hidden_first, repeated: see :class:`MtpLayout`.
+        depth: tokens that they were published to draft; 0 is not known.
+        values: what the folder's ``config.json`` says.
+        folder: it.
+    """
+
+    layout: str
+    layers: int
+    tensors: dict[str, torch.Tensor]
+    hidden_first: bool
+    repeated: bool
+    depth: int
+    values: dict[str, Any]
+    folder: Path
+
+    @property
+    def width(self) -> int:
+        """D of the hidden states."""
+        return int(self.tensors["layers.0.eh_proj.weight"].shape[0])
+
+
+def mtp_names(names: Iterable[str]) -> tuple[MtpLayout, dict[str, list[str]]] | None:
+    """The layout of a checkpoint's layers, and of their names ours; None where it has none."""
+    known = sorted(names)
+    for layout in LAYOUTS:
+        joined = [found for name in known if (found := re.fullmatch(layout.joins, name))]
+        if joined:
+            stems = tuple(found.string[: found.end(1)] + "." for found in joined if found.re.groups)
+            own = [name for name in known if not stems or name.startswith(stems)]
+            return layout, _ours(layout, own, [int(found[1]) for found in joined if found.re.groups])
+    return None
+
+
+def _ours(layout: MtpLayout, names: list[str], numbers: list[int]) -> dict[str, list[str]]:
+    """Our names for those of the layers; ``numbers``: of the layers in the file, none where all share a product."""
+    renamed = dict[str, list[str]]()
+    for name in names:
+        pattern = next((pattern for pattern in layout.renames if re.fullmatch(pattern[0], name)), None)
+        if pattern is not None:
+            renamed[name] = [re.sub(*pattern, name)]
+    if not numbers:
+        numbers = sorted({int(found[1]) for (own,) in renamed.values() if (found := re.match(r"layers\.(\d+)", own))})
+    places = {str(number): place for place, number in enumerate(sorted(numbers))}
+    placed = dict[str, list[str]]()
+    for name, (own,) in renamed.items():
+        _, number, rest = own.split(".", 2)
+        wanted = [*places.values()] if number == "*" else [places[number]] if number in places else []
+        ours = [f"layers.{place}.{rest}" for place in wanted]
+        if ours and not any(re.fullmatch(pattern, ours[0]) for pattern in layout.ignored):
+            placed[name] = ours
+    return placed
+
+
+def has_mtp(folder: Path) -> bool:
+    """Whether a folder's safetensors hold such layers; only names are read."""
+    return mtp_names(_places(folder)) is not None
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    files = dict[str, Path]()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            files |= dict.fromkeys(opened.keys(), path)
+    return files
+
+
+def find_mtp(folder: Path) -> MtpTensors:
+    """Read a folder's layers, a model's or one of their own; to be called while ``reading``.
+
+    Raises:
+        ConfigError: it holds none, or other ones than are known.
+    """
+    if not folder.is_dir():
+        raise ConfigError("there is no such folder")
+    values = read_config(folder)
+    told = values.get("speculators_model_type", "mtp") if values.get("format") != FORMAT else values.get("kind")
+    if told != "mtp":
+        raise ConfigError(f"its {CONFIG} says that it is a head of kind {shown(told)}")
+    layout, tensors = _read(folder)
+    layers = 1 + max((int(name.split(".")[1]) for name in tensors), default=-1)
+    for place in range(layers):
+        for part in ("enorm", "hnorm", "eh_proj"):
+            if f"layers.{place}.{part}.weight" not in tensors:
+                raise ConfigError(f"layer {place} of format {layout.name!r} has no {part!r} weight among its tensors")
+    shape = list(tensors["layers.0.eh_proj.weight"].shape)
+    if len(shape) != 2 or shape[1] != 2 * shape[0]:
+        raise ConfigError(f"tensor 'layers.0.eh_proj.weight' is {shape}; it joins two vectors of a width to one")
+    hidden_first = bool(values.get("mtp_hidden_states_first", values.get("hidden_first", layout.hidden_first)))
+    repeated = bool(values.get("repeated", layout.repeated)) and layers == 1
+    methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    depth = values.get("depth", methods[0].get("speculative_tokens", 0))
+    if type(depth) is not int or not 0 <= depth <= _DEEPEST:
+        raise ConfigError(f"its config says that it drafts {shown(depth)} tokens; it must be in [0, {_DEEPEST}]")
+    return MtpTensors(layout.name, layers, tensors, hidden_first, repeated, depth, values, folder)
+
+
+def _read(folder: Path) -> tuple[MtpLayout, dict[str, torch.Tensor]]:
+    """The tensors of the layers alone: a model's other ones are not read."""
+    files = _places(folder)
+    if not files:  # a pickle is read as a whole
+        tensors: Mapping[str, torch.Tensor] = read_tensors(folder)
+        layout, ours = _known(mtp_names(tensors), tensors)
+        return layout, {own: tensors[name] for name, owns in ours.items() for own in owns}
+    layout, ours = _known(mtp_names(files), files)
+    found = dict[str, torch.Tensor]()
+    for path in {files[name] for name in ours}:
+        with safe_open(path, framework="pt") as opened:
+            for name in (name for name in ours if files[name] == path):
+                found |= dict.fromkeys(ours[name], opened.get_tensor(name))
+    return layout, found
+
+
+def _known(found: tuple[MtpLayout, dict[str, list[str]]] | None, names: Iterable[str]) -> Any:
+    if found is None:
+        some = ", ".join(sorted(names)[:4])
+        raise ConfigError(
+            f"it has no multi-token-prediction layers: none of its tensors ({some}, ...) joins an embedding with a "
+            "hidden state, as layers.N.eh_proj.weight, mtp.fc.weight or mtp_layers.N.input_proj.weight do"
+        )
+    return found

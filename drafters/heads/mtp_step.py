@@ -1,0 +1,230 @@
+"""Multi-token-prediction layers at work: a decoder layer of the target's own class between norms."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafters.heads.chain_step import Guess, Nodes
+from drafters.heads.layers import product
+from drafters.heads.mtp_layout import MtpTensors
+from drafters.shared.weights import load_strictly
+from specdec.errors import CheckpointError, first_line
+from specdec.models.self_check import PROBE, ProbeLayer
+from specdec.models.transformers_target import TransformersTarget
+from specdec.runners.known_layers import KnownLayer, UnknownModule, stacked
+from specdec.runners.layers import FusedLayer, ModuleLayer
+from specdec.runners.linear import linear_kernel
+from specdec.runners.rotary import Rotary
+from specdec.step.batched_rows import rows_of
+from specdec.step.block import Block
+from specdec.step.cache import KVCache, LayerSpec
+
+__all__ = ["MtpLayers", "MtpStep", "mtp_module"]
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")
+
+
+class MtpLayer(nn.Module):
+    """One layer: the norms of both inputs, the product that joins them, the target's decoder layer, the last norm."""
+
+    def __init__(self, config: Any, like: nn.Module, place: int, post_norm: bool) -> None:
+        super().__init__()
+        size = int(config.hidden_size)
+        norm: Any = next(type(module) for name, module in like.named_modules() if "norm" in name)
+        eps = next(float(getattr(config, name)) for name in _EPSILONS if hasattr(config, name))
+        self.enorm, self.hnorm = norm(size, eps=eps), norm(size, eps=eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        made: Any = type(like)
+        self.block = made(config, place)
+        if post_norm:
+            self.post_norm = norm(size, eps=eps)
+
+
+class MtpLayers(nn.Module):
+    """All layers of a model."""
+
+    def __init__(self, config: Any, like: nn.Module, layers: int, post_norm: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MtpLayer(config, like, place, post_norm) for place in range(layers))
+
+
+def mtp_module(found: MtpTensors, folder: Path, target: TransformersTarget) -> tuple[MtpLayers, Any]:
+    """The layers with their weights, and the config that they were made by.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over, of another shape, or the target's layers are of no class that
+            can be made anew.
+    """
+    config, like = _config_of(target.config, found.layers), target.layers[-1]
+    post_norm = "layers.0.post_norm.weight" in found.tensors
+    try:
+        with torch.device("meta"):
+            module = MtpLayers(config, like, found.layers, post_norm)
+    except Exception as error:  # classes of others, made in a way of ours: they may raise anything
+        raise CheckpointError(
+            f"a {type(like).__name__} cannot be made anew for the multi-token-prediction layers in {str(folder)!r}: "
+            f"{type(error).__name__}: {first_line(error)}; use another drafter"
+        ) from error
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    what = f"{found.layers} multi-token-prediction layers with a {type(like).__name__} of this {target.name}"
+    tensors = _joined(found.tensors, wanted)
+    load_strictly(module, tensors, folder, what)
+    if any(buffer.is_meta for buffer in module.buffers()):  # which no file holds: they are made with the module
+        module = MtpLayers(config, like, found.layers, post_norm)
+        load_strictly(module, tensors, folder, what)
+    module.requires_grad_(False).eval()
+    for part in module.modules():
+        if hasattr(part, "layer_idx"):
+            part.layer_idx = 0  # type: ignore[assignment]  # each has a cache for itself
+    return module, config
+
+
+def _config_of(config: Any, layers: int) -> Any:
+    """The target's config with these layers alone, as transformers makes it for its own."""
+    made = copy.deepcopy(config)
+    for kinds, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
+        if (of_target := getattr(config, kinds, None)) is not None:
+            told = getattr(config, own, None)
+            usual = "full_attention" if "full_attention" in of_target else of_target[-1]
+            setattr(made, kinds, list(told) if told else [usual] * layers)
+    made.num_hidden_layers = layers
+    if hasattr(made, "first_k_dense_replace"):
+        made.first_k_dense_replace = 0  # they are of the later layers' kind
+    return made
+
+
+def _joined(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors with those of experts in one, as transformers 5 has them, where the module wants that."""
+    found, experts = dict[str, torch.Tensor](), dict[str, dict[str, dict[int, torch.Tensor]]]()
+    for name, tensor in tensors.items():
+        expert = _EXPERT.fullmatch(name)
+        if expert is None or name in wanted or f"{expert[1]}.down_proj" not in wanted:
+            found[name] = tensor
+        else:
+            experts.setdefault(expert[1], {}).setdefault(expert[3], {})[int(expert[2])] = tensor
+    for place, parts in experts.items():
+        stacks = {
+            part: torch.stack([own[number] for number in sorted(own)])
+            for part, own in parts.items()
+            if len({tensor.shape for tensor in own.values()}) == 1
+        }
+        if "down_proj" in stacks:
+            found[f"{place}.down_proj"] = stacks["down_proj"]
+        if {"gate_proj", "up_proj"} <= stacks.keys() and stacks["gate_proj"].shape == stacks["up_proj"].shape:
+            found[f"{place}.gate_up_proj"] = torch.cat((stacks["gate_proj"], stacks["up_proj"]), 1)
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stage:
+    """One layer, laid out for drafting."""
+
+    norms: tuple[Any, Any]
+    join: Any
+    block: Any
+    post_norm: Any
+
+
+class MtpStep:
+    """The layers, laid out for drafting.
+
+    Args:
+        found: as they were read.
+        folder: where, for messages.
+        target: whose embedding, rotary positions and head they share.
+        depth: tokens below the root, of which a layer that is ``repeated`` is run as one layer for each.
+
+    Attributes:
+        specs: what each stage caches.
+        weights: how many a pass of one stage reads, the head among them.
+        stages: each is a layer with a cache for itself: what runs it for several sequences.
+    """
+
+    def __init__(self, found: MtpTensors, folder: Path, target: TransformersTarget, depth: int) -> None:
+        module, config = mtp_module(found, folder, target)
+        module.to(target.head_device, target.dtype)
+        self.device, self.dtype = target.head_device, target.dtype
+        self._target, self._hidden_first = target, found.hidden_first
+        self._rotary = Rotary(target.decoder.rotary_emb, target.config)
+        self._kinds = getattr(config, "layer_types", None) if self._rotary.by_kind else None
+        if self._kinds and not {*self._kinds} <= {*target.config.layer_types}:
+            made: Any = type(target.decoder.rotary_emb)  # the target's has no positions for layers of such a kind
+            self._rotary = Rotary(made(config).to(self.device), config)
+        layers: list[Any] = [*module.layers]
+        specs = [self._spec(layer.block, place) for place, layer in enumerate(layers)]
+        self._stages = [
+            _Stage(
+                (layer.enorm, layer.hnorm),
+                product(layer.eh_proj),
+                self._block(layer.block, place),
+                getattr(layer, "post_norm", None),
+            )
+            for place, layer in enumerate(layers)
+        ]
+        size = target.vocab_size * target.hidden_size
+        self.weights = size + sum(weight.numel() for weight in layers[0].parameters())
+        places = [0] * depth if found.repeated else range(len(layers))
+        self.specs = [specs[place] for place in places]
+        runs = [partial(self._guess, place) for place in range(len(layers))]
+        self.stages = [runs[place] for place in places]
+
+    def _block(self, layer: Any, place: int) -> Any:
+        """What runs a decoder layer: products of this machine where it is like Llama's, else its own module."""
+        if not self._rotary.by_kind:
+            try:
+                known = KnownLayer.of(layer, 0)
+            except UnknownModule:
+                known = None
+            if known is not None and known.like_llama:
+                return FusedLayer(known, None, [linear_kernel(*stacked(group)) for group in known.linears])
+        return self._module_layer(layer, place)
+
+    def _module_layer(self, layer: Any, place: int, kind: type[ModuleLayer] = ModuleLayer, **own: Any) -> ModuleLayer:
+        arguments = inspect.signature(layer.forward).parameters
+        cache = "layer_past" if "layer_past" in arguments else "past_key_values"
+        return kind(layer, None if self._kinds is None else self._kinds[place], cache, **own)
+
+    def _spec(self, layer: Any, place: int) -> LayerSpec:
+        """What a layer caches, as an attention function sees it that only looks."""
+        specs: list[LayerSpec] = []
+        probe = self._module_layer(layer, place, ProbeLayer, use_cache=False, note=specs.append)
+        rows = Block(KVCache([], capacity=1, rows=1), [0], device=self.device)
+        hidden = torch.zeros(1, self._target.hidden_size, device=self.device, dtype=self.dtype)
+        with torch.inference_mode():
+            probe(hidden, rows, self._rotary.of(rows, hidden))
+        if len(specs) != 1:
+            raise CheckpointError(
+                f"a {type(layer).__name__} of the multi-token-prediction layers calls attention {len(specs)} times, "
+                f"and specdec caches one list of keys and values for each ({PROBE}); use another drafter"
+            )
+        return specs[0]
+
+    @torch.no_grad()
+    def _guess(self, place: int, brought: Sequence[Nodes]) -> list[Guess]:
+        """What follows the last rows that each sequence brought to a layer, and the states of all its rows."""
+        stage, rows = self._stages[place], rows_of([one.block for one in brought])
+        parts = [part for one in brought for part in (one.features, one.states) if part is not None]
+        before = torch.cat([part.to(self.device, self.dtype) for part in parts])
+        embedded = self._target.embed(rows.ids).to(self.device, self.dtype)
+        joined = [stage.norms[0](embedded), stage.norms[1](before)]
+        hidden = stage.join(torch.cat(joined[::-1] if self._hidden_first else joined, -1))
+        hidden = stage.block(hidden, rows, self._rotary.of(rows, hidden))
+        states = hidden if stage.post_norm is None else stage.post_norm(hidden)
+        sizes = [one.block.rows for one in brought]
+        whole = torch.split(states, sizes)
+        asked = [one.asked for one in brought]
+        if not sum(asked):
+            return [Guess(states[:0], part) for part in whole]
+        last = torch.cat([part[len(part) - count :] for part, count in zip(whole, asked, strict=True)])
+        return [Guess(*pair) for pair in zip(torch.split(self._target.head(last), asked), whole, strict=True)]
