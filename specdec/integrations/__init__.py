@@ -1,0 +1,1 @@
+"""Drafters in other engines; nothing of those is imported here."""
