@@ -15,7 +15,7 @@ from torch import nn
 from specdec.errors import CheckpointError, ConfigError
 from specdec.settings.files import check_same_run, parse_json, replacing
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "precision_of", "save_checkpoint"]
 
 
 def save_checkpoint(
@@ -86,3 +86,13 @@ def load_checkpoint(
             f"cannot resume from {str(path)!r}: {error}; delete it to start over, or choose another output folder"
         ) from error
     return dict(state)
+
+
+def precision_of(path: Path) -> str | None:
+    """The precision that a checkpoint was computed in; None where there is none, or none that can be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = parse_json((file.metadata() or {})["state"])["precision"]
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError):
+        return None  # loading it says what is wrong
+    return found if found in ("no", "bf16") else None

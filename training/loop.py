@@ -182,6 +182,7 @@ def train(
         done = step + 1
         last = done == steps
         state = {"step": done, "best": state["best"], "seconds": perf_counter() - began}
+        state["precision"] = accelerator.mixed_precision
         bar.update()
         tokens += figures["tokens"]
         speed = tokens / max(perf_counter() - start, 1e-9)

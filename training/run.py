@@ -25,6 +25,7 @@ from specdec.settings.files import check_place, held_folder
 from specdec.settings.validation import check_fields
 from training.acceptance import EvalConfig, Written, continued_texts
 from training.card import identity, model_card, write_card
+from training.checkpoint import precision_of
 from training.data import TextConfig, load_samples
 from training.features import FrozenTarget
 from training.log import read_log
@@ -163,7 +164,10 @@ def run_training(
     """
     out = Path(config.out)
     check_place(out, "a training run", folder=True)
-    accelerator = new_accelerator(config.loop)
+    loop, former = config.loop, precision_of(out / "checkpoint.safetensors")
+    if loop.precision == "auto" and former is not None:  # what is fast may look otherwise now, and is not asked again
+        loop = replace(loop, precision=former)
+    accelerator = new_accelerator(loop)
     with held_folder(out) if accelerator.is_main_process else nullcontext():
         return _run(config, option, make, kind, accelerator, out)
 

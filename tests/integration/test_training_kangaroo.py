@@ -39,6 +39,7 @@ from tests.models import FAMILIES, prompt_of, random_adapter
 from training import kangaroo, medusa
 from training.acceptance import Tally, Written
 from training.card import command_line, write_card
+from training.checkpoint import precision_of
 from training.cli import coloured
 from training.convert import convert
 from training.data import Sample, TextConfig, load_samples
@@ -239,6 +240,24 @@ def test_training_helps_and_serves(model_folder: Path, talks: Path, tmp_path: Pa
     assert engine.generate([0, 5, 6], 8).token_ids == engine.with_drafter("none").generate([0, 5, 6], 8).token_ids
     assert 1 <= best["tokens_per_step"] <= 4
     assert Adapter.from_pretrained(tmp_path / "best").config.target == fingerprint(engine.target)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_run_goes_on_in_the_precision_that_it_began_in(
+    model_folder: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    """Whatever looks fast when it does."""
+    monkeypatch.setattr("training.loop.half_is_fast", lambda device: fast)
+    config = parse(Config, values(model_folder, talks, tmp_path, steps=2, save_every=1), where="test")
+    run(config)
+    assert precision_of(tmp_path / "checkpoint.safetensors") == ("bf16" if fast else "no")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    asked = list[str]()
+    monkeypatch.setattr("training.loop.half_is_fast", lambda device: not fast)
+    monkeypatch.setattr("training.run.train", lambda *given, **_: asked.append(given[3].mixed_precision) or {})
+    with pytest.raises(KeyError):
+        run(config)
+    assert asked == ["bf16" if fast else "no"]
 
 
 @pytest.mark.slow
