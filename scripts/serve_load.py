@@ -42,7 +42,12 @@ def main() -> None:
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--plain", action="store_true", help="also the server with plain decoding")
     parser.add_argument("--clients", default="1,4,16,64", help="numbers of clients, with commas")
-    parser.add_argument("--requests", type=int, default=32, help="most in each run; a client sends three, or one")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=32,
+        help="of a run, where clients are fewer: three of each, 8 at least, this at most",
+    )
     parser.add_argument("--tokens", type=int, default=48, help="most of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=Path, help="JSON lines with a prompt each (default the six kinds' questions)")
@@ -61,7 +66,7 @@ def main() -> None:
         systems = started(stack, arguments, max(counts))
         for turn in range(-1, arguments.rounds):  # the first one has everything loaded and compiled
             for count in counts:
-                most = max(count, min(arguments.requests, 3 * count)) if turn >= 0 else count
+                most = max(count, min(arguments.requests, 3 * count), 8) if turn >= 0 else count
                 asked = [prompts[place % len(prompts)] for place in range(most)]
                 for place in range(len(systems)):
                     name = [*systems][(place + turn) % len(systems)]

@@ -12,6 +12,7 @@ beginning. After a change of the model the tree starts empty.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ class PrefixTree(PrefixCache):
     def __init__(self, max_bytes: int) -> None:
         super().__init__()
         check_positive(max_bytes=max_bytes)
-        self.max_bytes = max_bytes
+        self.max_bytes, self._left = max_bytes, sys.maxsize
         self._lock = RLock()  # engines in several threads may share one
         self._roots: dict[int, tuple[Target, object, _Node]] = {}
         self._running: list[_Running] = []
@@ -143,6 +144,16 @@ class PrefixTree(PrefixCache):
         with self._lock:
             self._sweep()
             return self._bytes
+
+    def bound(self, max_bytes: int) -> None:
+        """From now on, keep at most so many bytes, if these are fewer than the tree's own ``max_bytes``."""
+        with self._lock:
+            self._left = max(0, max_bytes)
+            self._let_go(self._most)
+
+    @property
+    def _most(self) -> int:
+        return min(self.max_bytes, self._left)
 
     def clear(self) -> None:
         """Forget all texts."""
@@ -269,15 +280,19 @@ class PrefixTree(PrefixCache):
 
         The nodes of ``path``, which are in use, would be the last: where the others do not make room, nothing goes.
         """
-        if size + sum(node.nbytes for node in path) > self.max_bytes:
+        if size + sum(node.nbytes for node in path) > self._most:
             return False
-        while self._bytes + size > self.max_bytes:
+        self._let_go(self._most - size)
+        return True
+
+    def _let_go(self, size: int) -> None:
+        """Keep at most ``size`` bytes."""
+        while self._bytes > size:
             leaves = (node for node in self._nodes() if not node.children)
             oldest = min(leaves, key=lambda node: node.used)
             assert oldest.parent is not None
             del oldest.parent.children[oldest.tokens[0]]
             self._bytes -= oldest.nbytes
-        return True
 
     def _nodes(self) -> Iterator[_Node]:
         for _, _, root in self._roots.values():

@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Protocol
 
 from specdec.drafting.registry import DrafterSpec, parse_drafter
+from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.requests import Request
 from specdec.engine.sequence import SequenceState, Setup, cache_sizes
 from specdec.engine.step import step
@@ -138,6 +139,7 @@ class Scheduler:
         batch: int = 8,
         step_rows: int | None = None,
         cache_bytes: int | None = None,
+        prefixes: PrefixTree | None = None,
     ) -> None:
         if step_rows is not None and step_rows < engine.max_rows:
             raise ConfigError(
@@ -146,7 +148,7 @@ class Scheduler:
             )
         self._engine, self._batch = engine, batch
         self._step_rows = step_rows or max(_STEP_ROWS, engine.max_rows)
-        self._cache_bytes = cache_bytes
+        self._cache_bytes, self._prefixes = cache_bytes, prefixes
         self._requests, self._numbers = iter(requests), itertools.count()
         self._engines: dict[str | int, Host] = {}  # by drafter
         self._making = Lock()  # of these
@@ -241,6 +243,7 @@ class Scheduler:
             if self._cache_bytes is not None and held + waiting.bytes > self._cache_bytes:
                 break
             self._next, began = None, perf_counter()
+            self._share(held + waiting.bytes)
             try:
                 sequence = waiting.engine.begin(waiting.request)
             except Exception as error:
@@ -248,7 +251,13 @@ class Scheduler:
             else:
                 sequence.stats.seconds.prefill += waiting.seconds + perf_counter() - began
                 self._running[sequence] = waiting
+        self._share(sum(one.bytes for one in self._running.values()))
         return failed
+
+    def _share(self, held: int) -> None:
+        """Have the kept beginnings take no more than running texts leave of ``cache_bytes``."""
+        if self._prefixes is not None and self._cache_bytes is not None:
+            self._prefixes.bound(self._cache_bytes - held)
 
     def _look(self, failed: list[Event]) -> bool:
         """Prepare the next request, adding those that fail to ``failed``; False if there is none."""

@@ -49,11 +49,15 @@ class ServeConfig(EngineOptions):
     )
     max_num_seqs: AtLeast1 = option(8, "Most sequences at once; further ones wait in line.", panel=_PANEL)
     max_queue: _Count = option(128, "Most sequences in line; for more the answer is 429.", panel=_PANEL)
-    cache_bytes: AtLeast1 | None = option(None, "Most bytes of all caches together (default no bound).", panel=_PANEL)
+    cache_bytes: AtLeast1 | None = option(
+        None,
+        "Most bytes of keys and values, of running texts and of kept beginnings together (default no bound).",
+        panel=_PANEL,
+    )
     prefix_bytes: _Count | None = option(
         None,
-        "Most bytes kept of what texts begin with, for those that begin alike; 0 keeps nothing (default as "
-        "--cache-bytes, or 1 GiB).",
+        "Most of them for kept beginnings, for texts that begin alike; 0 keeps none (default what running texts leave "
+        "of --cache-bytes, or 1 GiB).",
         panel=_PANEL,
     )
     request_timeout: _Seconds = option(600.0, "Seconds that a request may take; 0 is no limit.", panel=_PANEL)

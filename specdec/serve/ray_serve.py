@@ -24,6 +24,12 @@ __all__ = ["deployment", "serve_replicas"]
 
 NAME = "specdec"
 
+try:
+    # Sends all requests with one X-Session-Id to one replica, which has kept what they begin with.
+    from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+except ImportError:  # a version of Ray that routes by load alone
+    ConsistentHashRouter = None
+
 
 def deployment(config: ServeConfig) -> Any:
     """The Ray Serve application of a server's options; to be run by ``ray.serve.run``.
@@ -42,6 +48,8 @@ def deployment(config: ServeConfig) -> Any:
 
     chosen: dict[str, Any] = {"num_replicas": config.replicas, "graceful_shutdown_timeout_s": config.grace}
     chosen["max_ongoing_requests"] = config.max_num_seqs + config.max_queue + 1  # whose line is the replica's own
+    if ConsistentHashRouter is not None:
+        chosen["request_router_config"] = {"request_router_class": ConsistentHashRouter}
     try:
         more = {} if config.ray_options is None else read_value(config.ray_options)
     except yaml.YAMLError:

@@ -65,7 +65,8 @@ class Service:
         self.marks_calls = isinstance(template, str) and MARKS[0] in template
 
     def _scheduler(self) -> Scheduler:
-        return Scheduler(self.engine, batch=self.config.max_num_seqs, cache_bytes=self.config.cache_bytes)
+        config = self.config
+        return Scheduler(self.engine, batch=config.max_num_seqs, cache_bytes=config.cache_bytes, prefixes=self.prefixes)
 
     @cached_property
     def _grammars(self) -> Grammars:

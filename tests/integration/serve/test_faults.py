@@ -417,6 +417,40 @@ def test_what_runs_longer_than_the_grace_period_ends_with_an_error(gate: Gate) -
         assert not running.thread.is_alive()
 
 
+def test_a_second_signal_ends_it_at_once(gate: Gate) -> None:
+    with serving(gate.engine, grace=100.0) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), SECONDS) as client:
+            body = json.dumps({"prompt": [WAIT, 7]}).encode()
+            client.sendall(HEAD.replace(b"%d" % len(BODY), b"%d" % len(body)) + body)
+            assert gate.waits.wait(SECONDS)
+            for _ in range(2):
+                running.server.handle_exit(signal.SIGTERM, None)
+            running.thread.join(20)
+            assert not running.thread.is_alive()
+            assert not gate.opened.is_set(), "it waited for the model"
+
+
+def test_a_client_that_goes_away_while_it_waits_in_line(gate: Gate) -> None:
+    with serving(gate.engine, max_num_seqs=1) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        first, second = (socket.create_connection((host, int(port)), SECONDS) for _ in range(2))
+        body = json.dumps({"prompt": [WAIT, 7]}).encode()
+        for place, client in enumerate((first, second)):
+            client.sendall(HEAD.replace(b"%d" % len(BODY), b"%d" % len(body)) + body)
+            assert gate.waits.wait(SECONDS)
+            while len(running.service.thread.unfinished) <= place:
+                pass
+        second.close()
+        while len(running.service.thread.unfinished) > 1:
+            pass
+        gate.opened.set()
+        assert first.recv(100).startswith(b"HTTP/1.1 200")
+        first.close()
+        running.settle()
+        assert running.service.metrics.cached_bytes == 0
+
+
 def test_a_key_is_asked_for(gate: Gate) -> None:
     with serving(gate.engine, api_key="sesame") as running:
         with running.http() as http:

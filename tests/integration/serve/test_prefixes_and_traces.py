@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 from specdec import Engine, SamplingParams
+from specdec.engine.prefix_tree import PrefixTree
+from specdec.engine.requests import Request
+from specdec.engine.scheduler import Scheduler
+from specdec.step.cache import KVCache
 from tests.serving import Running, serving
 
 SYSTEM = {"role": "system", "content": "You answer questions about small Python programs, and you are brief. " * 3}
@@ -57,6 +61,24 @@ def test_prefixes_keep_to_their_bytes(served_engine: Engine) -> None:
         assert 0 < kept[-1] <= most
         most = kept[0] + kept[0] // 4
     assert kept[0] < kept[1]
+
+
+def test_kept_beginnings_make_room_for_running_texts(served_engine: Engine) -> None:
+    prompts = [served_engine.encode(f"program {number} is " * 9) for number in range(12)]
+    size = max(map(len, prompts)) + 8
+    specs: Any = getattr(served_engine.target, "specs", ())
+    most = KVCache.most_bytes(specs, capacity=size, rows=served_engine.max_rows) * 5 // 2
+    tree, texts = PrefixTree(1 << 30), dict[int, list[int]]()
+    scheduler = Scheduler(served_engine, batch=2, cache_bytes=most, prefixes=tree)
+    for prompt in prompts:
+        scheduler.submit(Request(prompt, 8, prefix_cache=tree))
+    kept = list[int]()
+    while not scheduler.idle:
+        texts |= {event.index: event.generation().token_ids for event in scheduler.step() if event.last}
+        kept.append(tree.nbytes)
+        assert kept[-1] + scheduler.cache_bytes <= most
+    assert max(kept) > 0
+    assert [texts[place] for place in range(12)] == [served_engine.generate(one, 8).token_ids for one in prompts]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 import subprocess
@@ -69,6 +70,22 @@ def test_a_signal_under_load_lets_requests_end(number: int) -> None:
         found = asyncio.run(load())
         assert found.count(200) >= 1
         assert process.wait(SECONDS) == 0
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with started("--grace", "100") as (process, url):
+        body = {"prompt": "x", "max_tokens": 2000, "temperature": 0, "stream": True, "ignore_eos": True}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(httpx2.TransportError):
+                while httpx2.get(f"{url}/health", timeout=SECONDS).status_code == 200:
+                    pass
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx2.TransportError):
+                assert list(lines)[-2] != "data: [DONE]", "it went on to the answer's end"
+        process.wait(SECONDS)
 
 
 def test_memory_does_not_grow_with_requests() -> None:

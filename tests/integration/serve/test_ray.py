@@ -43,6 +43,20 @@ def test_two_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="tiny", prompt="x", temperature=9)
+        for place in range(8):  # by load alone, half of them would come to the replica that knows nothing of them
+            prompt, known = f"conversation {place}: " + "x = 1\n" * 9, list[int]()
+            for _ in range(2):
+                answer = client.completions.create(
+                    model="tiny",
+                    prompt=prompt,
+                    max_tokens=2,
+                    temperature=0,
+                    extra_headers={"x-session-id": f"conversation {place}"},
+                )
+                assert answer.usage is not None
+                assert answer.usage.prompt_tokens_details is not None
+                known.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+            assert known[1] == answer.usage.prompt_tokens - 1
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -22,13 +22,13 @@ PROMPTS = ("def add(a, b):\n", "import os\n", "x = 1\n" * 9, "class A:\n    def 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and the text that the engine has for it."""
+    """A request, and the texts that the engine has for it, one for each of ``n``."""
 
     chat: bool
     fields: dict[str, Any]
     stream: bool
     leaves_after: int | None
-    wanted: str
+    wanted: list[str]
 
 
 def asked(number: int, engine: Engine, grammars: Grammars) -> Asked:
@@ -62,35 +62,46 @@ def asked(number: int, engine: Engine, grammars: Grammars) -> Asked:
         fields["speculation"] = {"drafter": dice.choice(["none", "auto", "lookahead", "suffix_automaton"])}
     if dice.random() < 0.1:
         fields["prediction"] = {"type": "content", "content": PROMPTS[0] * 3}
-    wanted = engine.generate(tokens, budget, SamplingParams(**sampling), logits_processor=chain, **options).text
+    fields["n"] = dice.choice([1, 1, 1, 2])
+    wanted = [
+        engine.generate(
+            tokens,
+            budget,
+            SamplingParams(**{**sampling, "seed": sampling["seed"] + number}),
+            logits_processor=chain,
+            **options,
+        ).text
+        for number in range(fields["n"])
+    ]
     stream = dice.random() < 0.6
     leaves = dice.randint(0, 3) if stream and dice.random() < 0.25 else None
     return Asked(chat, {"model": "tiny", "max_tokens": budget, **fields, **sampling}, stream, leaves, wanted)
 
 
-async def answer(client: openai.AsyncOpenAI, one: Asked, dice: random.Random) -> str | None:
-    """The text that a client reads; None where it left before the end."""
+async def answer(client: openai.AsyncOpenAI, one: Asked, dice: random.Random) -> list[str] | None:
+    """The texts that a client reads; None where it left before the end."""
     for _ in range(dice.randint(0, 5)):
         await asyncio.sleep(0)
     known = {"messages", "prompt", "model", "max_tokens", "temperature", "seed", "top_p", "stop", "logit_bias"}
-    known |= {"presence_penalty", "frequency_penalty", "logprobs"}  # by the client, in both kinds of request
+    known |= {"presence_penalty", "frequency_penalty", "logprobs", "n"}  # by the client, in both kinds of request
     extra = {name: value for name, value in one.fields.items() if name not in known}
     fields: Any = {name: value for name, value in one.fields.items() if name not in extra}
     api: Any = client.chat.completions if one.chat else client.completions
     made = await api.create(**fields, extra_body=extra, stream=one.stream)
     if not one.stream:
-        return made.choices[0].message.content if one.chat else made.choices[0].text
-    text, count = "", 0
+        return [(choice.message.content if one.chat else choice.text) for choice in made.choices]
+    texts, count = [""] * one.fields["n"], 0
     async for chunk in made:
         if count == one.leaves_after:
             await made.close()
             return None
-        text += (chunk.choices[0].delta.content or "") if one.chat else chunk.choices[0].text
+        choice = chunk.choices[0]
+        texts[choice.index] += (choice.delta.content or "") if one.chat else choice.text
         count += 1
-    return text
+    return texts
 
 
-async def all_answers(client: openai.AsyncOpenAI, those: list[Asked]) -> list[str | None]:
+async def all_answers(client: openai.AsyncOpenAI, those: list[Asked]) -> list[list[str] | None]:
     dice = random.Random(0)
     async with client:
         return await asyncio.gather(*(answer(client, one, dice) for one in those))
@@ -102,12 +113,12 @@ def test_texts_are_the_engine_s(running: Running, served_engine: Engine, count: 
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.target.eos_ids)
     those = [asked(number, engine, grammars) for number in range(count)]
     found = asyncio.run(all_answers(running.async_openai(), those))
-    left = [one for one, text in zip(those, found, strict=True) if text is None]
+    left = [one for one, texts in zip(those, found, strict=True) if texts is None]
     assert len(left) < count // 2
     differ = [
-        (json.dumps(one.fields), one.wanted, text)
-        for one, text in zip(those, found, strict=True)
-        if text is not None and text != one.wanted
+        (json.dumps(one.fields), one.wanted, texts)
+        for one, texts in zip(those, found, strict=True)
+        if texts is not None and texts != one.wanted
     ]
     assert not differ, f"{len(differ)} of {count} differ, such as {differ[0]}"
     running.settle()
