@@ -13,17 +13,28 @@ from specdec.drafting.registry import drafter_names
 Always = Callable[..., bool]
 
 
-def matrix(drafters: Sequence[str], *axes: Sequence[Any], always: Always = lambda *case: False) -> list[Any]:
+FEW = ("auto", "draft_model", "kangaroo", "lookahead", "medusa", "suffix_automaton")
+"""Drafters of every kind: merged, with a model, with weights, with probes, with text alone."""
+
+
+def matrix(
+    drafters: Sequence[str],
+    *axes: Sequence[Any],
+    always: Always = lambda *case: False,
+    first: Sequence[str] | None = None,
+) -> list[Any]:
     """Parameters (drafter, place on each axis), all but each drafter's own turn marked ``slow``.
 
     Drafter number i of the registry has its turn at place i of every axis, modulo its length, so that the first tier
     has every drafter once and, with enough of them, every place. ``always`` names cases that it has besides.
+    ``first``: the drafters that the first tier has; None for all. ``FEW`` do where no drafter's own code is tested.
     """
     turn = {name: number for number, name in enumerate(drafter_names())}
     cases = []
     for drafter, *places in itertools.product(drafters, *map(range, map(len, axes))):
         case = (drafter, *(axis[place] for axis, place in zip(axes, places, strict=True)))
         own = all(place == turn[drafter] % len(axis) for axis, place in zip(axes, places, strict=True))
+        own &= first is None or drafter in first
         marks = () if own or always(*case) else (pytest.mark.slow,)
         cases.append(pytest.param(*case, marks=marks))
     return cases

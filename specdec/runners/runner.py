@@ -20,7 +20,7 @@ FINAL = -1
 """Tap for the hidden states after the last norm, which the head reads."""
 
 Finished = tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | Scores | None]
-"""Hidden states after the last layer, taps, and the logits of the rows asked for, as Scores where their largest are known."""
+"""Hidden states after the last layer, taps, and logits of the rows asked for; Scores where their largest are known."""
 
 Layer = Callable[[torch.Tensor, Rows, Angles], torch.Tensor]
 """[T, D] of a block's rows through one layer, at these rotary positions."""

@@ -24,7 +24,7 @@ from specdec.errors import PromptError
 from specdec.step.block import Block
 from tests.fakes import Reciter, Spy
 from tests.models import VOCAB, prompt_of, settings_of, target_of
-from tests.tiers import matrix
+from tests.tiers import FEW, matrix
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef "
 ROWS = 33  # of a step with the default options
@@ -45,7 +45,11 @@ def file() -> list[int]:
 
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
-    matrix(drafter_names(), (SamplingParams(), SamplingParams(temperature=1.0, seed=3, acceptance="match"))),
+    matrix(
+        drafter_names(),
+        (SamplingParams(), SamplingParams(temperature=1.0, seed=3, acceptance="match")),
+        first=(*FEW, "prediction"),
+    ),
 )
 def test_the_text_is_plain_decodings(drafter: str, sampling: SamplingParams, tmp_path: Path) -> None:
     target, prompt = target_of("gemma3"), prompt_of(9)

@@ -165,7 +165,7 @@ def test_rows_in_bytes_need_blocks(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("drafter", tiers.matrix(drafter_names()))
+@pytest.mark.parametrize("drafter", tiers.matrix(drafter_names(), first=tiers.FEW))
 def test_no_drafter_changes_a_token(drafter: str, tmp_path: Path) -> None:
     """Not one of mixed formats, greedy and drawn; heads and adapters read the quantised head."""
     target = target_of(quantised_file(tmp_path / "small.gguf", MIXED))

@@ -23,7 +23,7 @@ from specdec.step.tree import Entry
 from specdec.target import FINAL
 from tests.launching import Recorder, fused, launch
 from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
-from tests.tiers import matrix
+from tests.tiers import FEW, matrix
 
 SIZES = {"max_position_embeddings": 2048}
 TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 9, 10, 8, 12, 5)
@@ -142,7 +142,7 @@ def test_layers_in_parts(recorder: Recorder) -> None:
     assert found[0][1].taps.keys() == {1, 2}
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), matrix(drafter_names(), [None, SAMPLED]))
+@pytest.mark.parametrize(("drafter", "sampling"), matrix(drafter_names(), [None, SAMPLED], first=FEW))
 def test_texts_are_those_of_steps_that_are_launched(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
 ) -> None:
