@@ -28,7 +28,15 @@ from specdec.native.library import library
 from specdec.runners.block_weight import BlockTensor, BlockWeight
 from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
 
-__all__ = ["config_of", "described", "model_in_blocks", "why_dequantised"]
+__all__ = [
+    "Filling",
+    "config_of",
+    "described",
+    "described_rows",
+    "model_in_blocks",
+    "why_dequantised",
+    "why_not_native",
+]
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")  # of which native layers know all
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -44,10 +52,15 @@ def why_dequantised(table: TensorTable, dtype: torch.dtype, device: Any) -> str 
     """Why a file's blocks are not read as they lie, or None where they are."""
     if not any(entry.type in formats() and len(entry.shape) == 2 for entry in table.entries):
         return "none of its weights are in blocks that native layers read"
-    if library() is None:
-        return "native layers need a C compiler (cc, gcc or clang), and none works here"
     if (family := table.metadata["general.architecture"]) not in _FAMILIES:
         return f"native layers do not run the architecture {family!r}"
+    return why_not_native(dtype, device)
+
+
+def why_not_native(dtype: torch.dtype, device: Any) -> str | None:
+    """Why native layers do not run here, or in this dtype, or None where they do."""
+    if library() is None:
+        return "native layers need a C compiler (cc, gcc or clang), and none works here"
     if dtype not in _DTYPES:
         return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
     if device is not None and torch.device(device).type != "cpu":
@@ -85,7 +98,7 @@ def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype, *, int8
     Raises:
         CheckpointError: a tensor is missing, or has another shape than the model's.
     """
-    return _Filling(table, config, dtype, int8).model
+    return _GgufFilling(table, config, dtype, int8).model
 
 
 def described(model: nn.Module) -> str:
@@ -96,34 +109,38 @@ def described(model: nn.Module) -> str:
     size = sum(store.nbytes for store in stores.values())
     formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
     told = f"quantised blocks as in the file: {formats}; {size / 1e6:.0f} MB in panels"
-    if any(store.int8 for store in stores.values()):
-        told += "; rows that they are multiplied with in int8"
-        if dense := [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
-            told += f", but not those of {len(dense)} other matrices, such as {dense[0]}"
+    return told + described_rows(model)
+
+
+def described_rows(model: nn.Module) -> str:
+    """That rows are rounded to bytes which a model's blocks are multiplied with, or nothing."""
+    stores = (getattr(module, "store", None) for module in model.modules())
+    if not any(isinstance(store, BlockWeight) and store.int8 for store in stores):
+        return ""
+    told = "; rows that they are multiplied with in int8"
+    if dense := [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
+        told += f", but not those of {len(dense)} other matrices, such as {dense[0]}"
     return told
 
 
-class _Filling:
-    """A model while it is filled."""
+class Filling:
+    """A model of transformers while it is filled with a checkpoint's weights.
 
-    def __init__(self, table: TensorTable, config: Any, dtype: torch.dtype, int8: bool) -> None:
-        self._table, self._dtype, self._config, self._int8 = table, dtype, config, int8
+    Args:
+        config: of the model.
+        dtype: that it computes in.
+        int8: rows that blocks are multiplied with are rounded to bytes.
+        where: the checkpoint, as errors name it.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype, int8: bool, where: str) -> None:
+        self._dtype, self._config, self._int8, self._where = dtype, config, int8, where
         classes: Any = AutoModelForCausalLM
         with init_empty_weights(include_buffers=False):
             self.model: PreTrainedModel = classes.from_config(config, dtype=dtype)
         self._names = {id(module): name for name, module in self.model.named_modules()}
-        family = str(table.metadata["general.architecture"])
-        sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-        processor: Any = TENSOR_PROCESSORS.get(family, TensorProcessor)
-        self._process = processor(config=sizes).process
-        shell: Any = SimpleNamespace(
-            config=self.model.config, state_dict=self.model.state_dict, named_children=lambda: []
-        )
-        names = get_gguf_hf_weights_map(shell, processor(config=sizes))
-        self._entries = {names[entry.name]: entry for entry in table.entries if entry.name in names}
-        self._fill()
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         model: Any = self.model
         decoder = model.get_decoder()
         for layer in decoder.layers:
@@ -140,7 +157,7 @@ class _Filling:
         if not tied:
             self._place([self._ref(model, self._names[id(head)])])
         for name, parameter in list(model.named_parameters()):
-            if parameter.is_meta:
+            if parameter.is_meta and not (tied and name == f"{self._names[id(head)]}.weight"):
                 owner, _, kind = name.rpartition(".")
                 dense = self._dense(name, parameter.shape)
                 setattr(model.get_submodule(owner), kind, nn.Parameter(dense, requires_grad=parameter.requires_grad))
@@ -171,6 +188,36 @@ class _Filling:
         store = BlockWeight(blocks, torch.cat(biases) if biases else None, self._dtype, int8=self._int8)
         store.install(places)
 
+    def _tensor(self, name: str, shape: Sequence[int]) -> Any:
+        """A weight's BlockTensor, or anything else where it has no blocks."""
+        raise NotImplementedError
+
+    def _dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A weight as any other checkpoint would have it."""
+        raise NotImplementedError
+
+    def _unfit(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint {self._where} does not fit {type(self.model).__name__}: tensors {what}; "
+            "it was saved from another architecture or is incomplete"
+        )
+
+
+class _GgufFilling(Filling):
+    def __init__(self, table: TensorTable, config: Any, dtype: torch.dtype, int8: bool) -> None:
+        super().__init__(config, dtype, int8, table.where)
+        self._table = table
+        family = str(table.metadata["general.architecture"])
+        sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+        processor: Any = TENSOR_PROCESSORS.get(family, TensorProcessor)
+        self._process = processor(config=sizes).process
+        shell: Any = SimpleNamespace(
+            config=self.model.config, state_dict=self.model.state_dict, named_children=lambda: []
+        )
+        names = get_gguf_hf_weights_map(shell, processor(config=sizes))
+        self._entries = {names[entry.name]: entry for entry in table.entries if entry.name in names}
+        self.fill()
+
     def _tensor(self, name: str, shape: Sequence[int]) -> BlockTensor | TensorEntry:
         """A weight's blocks, or where it has others, the entry of the file."""
         entry = self._entry(name, shape)
@@ -199,9 +246,3 @@ class _Filling:
         if entry.shape != tuple(shape):
             raise self._unfit(f"1 misshapen, such as {name}, {list(entry.shape)} in place of {list(shape)}")
         return entry
-
-    def _unfit(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint {self._table.where} does not fit {type(self.model).__name__}: tensors {what}; "
-            "it was saved from another architecture or is incomplete"
-        )

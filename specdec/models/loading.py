@@ -22,6 +22,7 @@ from specdec.models.catalog import named_models
 from specdec.models.gguf import GgufFile, is_gguf
 from specdec.models.gguf_blocks import described, model_in_blocks
 from specdec.models.inspection import refuse_unfit
+from specdec.models.int4_checkpoint import quantised_model
 from specdec.runners.rotary import rope_kinds
 from specdec.settings.files import read_object
 from specdec.settings.validation import fitting
@@ -99,10 +100,10 @@ def load_weights(
     activations: str = "default",
 ) -> tuple[PreTrainedModel, str | None]:
     """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's; and of the
-    latter how its weights are held.
+    latter, and of GPTQ and AWQ checkpoints, how its weights are held.
 
-    ``split``: over the processes of torch.distributed, each weight by the model's own plan. ``in_blocks``: a GGUF
-    file's quantised blocks stay what they are, where native layers run them; otherwise they are dequantised.
+    ``split``: over the processes of torch.distributed, each weight by the model's own plan. ``in_blocks``: quantised
+    weights stay so, where native layers run them; otherwise they are dequantised.
     ``activations``: ``int8`` rounds the rows that such blocks are multiplied with.
 
     Raises:
@@ -118,11 +119,6 @@ def load_weights(
     elif isinstance(place, Path):
         _check_folder(place)
     why, int8 = None, activations == "int8"
-    if gguf is None and int8:
-        raise ConfigError(
-            "activations='int8' rounds rows that quantised blocks are multiplied with, and "
-            f"{shown(str(path), 400)} is no GGUF file; leave it out, or make one with `specdec quantize`"
-        )
     if gguf is not None:
         why = "another way to run its layers was asked for"
         if in_blocks and device_map is None and not split:
@@ -142,6 +138,16 @@ def load_weights(
             _check_sizes(config.to_dict(), str(path))
             if gguf is None:
                 _refuse_adapter(place)
+                spread = device_map is not None or split
+                quantised = quantised_model(place, config, dtype, device, in_blocks=in_blocks, spread=spread, int8=int8)
+                if quantised is not None:
+                    return quantised
+                if int8:
+                    raise ConfigError(
+                        "activations='int8' rounds rows that quantised blocks are multiplied with, and "
+                        f"{shown(str(path), 400)} is no GGUF file, nor quantised by GPTQ or AWQ; leave it out, or make "
+                        "a GGUF file with `specdec quantize`"
+                    )
             else:
                 _refuse_scaled(gguf, config)
                 opened.enter_context(redirect_stderr(StringIO()))  # the bar heeds no switch of transformers

@@ -9,9 +9,10 @@
 
 INLINE int64_t head_bytes(const WeightFormat *f) { return 2 * PANEL * (f->minima ? 2 : 1); }
 INLINE int64_t groups_in(const WeightFormat *f) { return CHUNK / f->group; } /* of a chunk */
-INLINE int64_t number_bytes(const WeightFormat *f) {                         /* of a chunk's groups */
+INLINE int has_numbers(const WeightFormat *f) { return f->scales == BYTES || f->scales == NIBBLES; }
+INLINE int64_t number_bytes(const WeightFormat *f) { /* of a chunk's groups */
     const int64_t bytes = PANEL * groups_in(f);
-    return f->scales == PLAIN ? 0 : f->scales == BYTES && f->minima ? 2 * bytes : bytes;
+    return !has_numbers(f) ? 0 : f->scales == BYTES && f->minima ? 2 * bytes : bytes;
 }
 INLINE int64_t chunk_bytes(const WeightFormat *f) { return number_bytes(f) + 4 * PANEL * f->bits; }
 INLINE int64_t block_bytes(const WeightFormat *f) { return head_bytes(f) + f->values / CHUNK * chunk_bytes(f); }
@@ -82,7 +83,7 @@ static void put_block(const WeightFormat *f, const Block256 *block, uint8_t *to,
     if (f->minima) ((uint16_t *)to)[PANEL + own] = block->m;
     to += head_bytes(f);
     for (int64_t chunk = 0; chunk < f->values / CHUNK; chunk++, to += chunk_bytes(f)) {
-        for (int64_t g = 0; g < groups && f->scales != PLAIN; g++) {
+        for (int64_t g = 0; g < groups && has_numbers(f); g++) {
             const uint8_t scale = (uint8_t)block->scales[chunk * groups + g], minimum = block->minima[chunk * groups + g];
             to[g * PANEL + own] = f->scales == BYTES ? scale : (uint8_t)(scale | minimum << 4);
             if (f->scales == BYTES && f->minima) to[(groups + g) * PANEL + own] = minimum;
@@ -91,10 +92,8 @@ static void put_block(const WeightFormat *f, const Block256 *block, uint8_t *to,
     }
 }
 
-/* Panels of a weight [outputs, inputs] from its rows' blocks in a file; `order`, unless it is NULL, says which of them
- * stands in each place. */
-void specdec_lay_blocks(int format, const uint8_t *blocks, const int64_t *order, int64_t outputs, int64_t inputs,
-                        uint8_t *to, int threads) {
+/* Panels of a weight [outputs, inputs] from its rows' blocks. */
+void specdec_lay_blocks(int format, const uint8_t *blocks, int64_t outputs, int64_t inputs, uint8_t *to, int threads) {
     const WeightFormat *f = formats + format;
     const int64_t count = inputs / f->values, panels = (outputs + PANEL - 1) / PANEL;
     AS_TEAM {
@@ -104,9 +103,8 @@ void specdec_lay_blocks(int format, const uint8_t *blocks, const int64_t *order,
                 const int64_t there = outputs - panel * PANEL < PANEL ? outputs - panel * PANEL : PANEL;
                 if (there < PANEL) memset(own, 0, (size_t)block_bytes(f));
                 for (int64_t o = 0; o < there; o++) {
-                    const int64_t row = order ? order[panel * PANEL + o] : panel * PANEL + o;
                     Block256 block;
-                    f->read(blocks + (row * count + n) * f->bytes, &block);
+                    f->read(blocks + ((panel * PANEL + o) * count + n) * f->bytes, &block);
                     put_block(f, &block, own, o);
                 }
             }
@@ -231,6 +229,7 @@ INLINE void read_scales(const WeightFormat *f, const uint8_t *head, const uint8_
             const uint8_t *own = chunk + g * PANEL + o;
             if (f->minima) minimum = widen_halves((const uint16_t *)head + PANEL + o);
             if (f->scales == PLAIN) minimum = -minimum;
+            else if (f->scales == ZEROS) minimum *= scale;
             else if (f->scales == BYTES) {
                 scale *= __builtin_convertvector(widen_bytes(own, 1), floats);
                 if (f->minima) minimum *= __builtin_convertvector(widen_bytes(own + groups * PANEL, 0), floats);

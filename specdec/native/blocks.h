@@ -1,9 +1,11 @@
-/* Blocks: the quantised formats of GGUF files, one row of a table and one function each. */
+/* Blocks: the quantised formats of GGUF files, and what the 4-bit weights of other checkpoints are packed into; one row of
+ * a table and one function each. */
 
 /* What a block holds, whatever its format: weight i is (its group's scale) * (code - offset) - (its group's minimum).
  * Plain scales are d and -m; others are d times a group's number, and minima m times a group's. d and m are float16. */
 enum { MOST = 256, GROUP = 16, CHUNK = 32 }; /* values of a block, at most; of the smallest group; decoded at once */
-enum Scales { PLAIN, BYTES, NIBBLES };      /* d and m alone; a byte of each for a group; four bits of each */
+enum Scales { PLAIN, BYTES, NIBBLES, ZEROS }; /* d and m alone; a byte of each for a group; four bits of each; d alone, and
+                                               * m is the code that stands for zero */
 typedef struct {
     uint16_t d, m;
     int8_t scales[MOST / GROUP];
@@ -13,7 +15,7 @@ typedef struct {
 
 typedef struct {
     const char *name;
-    int32_t type, values, bytes;  /* GGUF's number of it; values and bytes of a block in a file */
+    int32_t type, values, bytes;  /* GGUF's number of it, or one below 0; values and bytes of a block in a file */
     int32_t bits, offset, group;  /* of a code; what is taken from it; values that have one scale */
     int32_t scales, minima, levels; /* how scales are kept; whether there are minima; codes number values of a list */
     void (*read)(const uint8_t *restrict block, Block256 *restrict to);
@@ -137,6 +139,16 @@ static void read_iq4_xs(const uint8_t *restrict block, Block256 *restrict to) {
     }
 }
 
+/* d, the zero as a float16, and codes two by two: the first in a byte's low bits. */
+INLINE void read_int4(const uint8_t *restrict block, Block256 *restrict to, const int values) {
+    to->d = two_bytes(block), to->m = two_bytes(block + 2);
+    for (int i = 0; i < values / 2; i++) to->codes[2 * i] = block[4 + i] & 15, to->codes[2 * i + 1] = block[4 + i] >> 4;
+}
+
+static void read_int4_32(const uint8_t *restrict block, Block256 *restrict to) { read_int4(block, to, 32); }
+static void read_int4_64(const uint8_t *restrict block, Block256 *restrict to) { read_int4(block, to, 64); }
+static void read_int4_128(const uint8_t *restrict block, Block256 *restrict to) { read_int4(block, to, 128); }
+
 static const WeightFormat formats[] = {
     /* name, type, values, bytes, bits, offset, group, scales, minima, levels */
     {"Q4_0", 2, 32, 18, 4, 8, 32, PLAIN, 0, 0, read_q4_0},
@@ -151,6 +163,9 @@ static const WeightFormat formats[] = {
     {"Q6_K", 14, 256, 210, 6, 32, 16, BYTES, 0, 0, read_q6_k},
     {"IQ4_NL", 20, 32, 18, 4, 0, 32, PLAIN, 0, 1, read_q4_0},
     {"IQ4_XS", 23, 256, 136, 4, 0, 32, BYTES, 0, 1, read_iq4_xs},
+    {"INT4_32", -32, 32, 20, 4, 0, 32, ZEROS, 1, 0, read_int4_32},
+    {"INT4_64", -64, 64, 36, 4, 0, 32, ZEROS, 1, 0, read_int4_64},
+    {"INT4_128", -128, 128, 68, 4, 0, 32, ZEROS, 1, 0, read_int4_128},
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
@@ -177,11 +192,13 @@ INLINE float float_of(uint16_t half) { /* a float16's value */
 
 /* The scale, or the minimum, of a group of a block. */
 INLINE float scale_of(const WeightFormat *f, const Block256 *block, int group) {
-    return f->scales == PLAIN ? float_of(block->d) : float_of(block->d) * (float)block->scales[group];
+    const float d = float_of(block->d);
+    return f->scales == PLAIN || f->scales == ZEROS ? d : d * (float)block->scales[group];
 }
 
 INLINE float minimum_of(const WeightFormat *f, const Block256 *block, int group) {
     if (!f->minima) return 0;
+    if (f->scales == ZEROS) return float_of(block->d) * float_of(block->m);
     return f->scales == PLAIN ? -float_of(block->m) : float_of(block->m) * (float)block->minima[group];
 }
 

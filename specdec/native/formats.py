@@ -16,7 +16,7 @@ class WeightFormat(Structure):
     """One row of the table.
 
     Attributes:
-        name, type: GGUF's name and number of it.
+        name, type: GGUF's name and number of it; below 0 for blocks that no GGUF file has.
         values, bytes: of a block in a file.
         bits: of a code.
         number: its place in the table.
@@ -41,7 +41,7 @@ class WeightFormat(Structure):
 
 @cache
 def formats() -> Mapping[int, WeightFormat]:
-    """All formats, by GGUF's numbers of them; none where there is no library."""
+    """All formats, by their types; none where there is no library."""
     loaded: Any = library()
     if loaded is None:
         return {}

@@ -158,7 +158,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
     "specdec_format": [c_int],
     "specdec_panel_bytes": [c_int, c_int64, c_int64],
-    "specdec_lay_blocks": [c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int],
+    "specdec_lay_blocks": [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int],
     "specdec_dequantise": [c_int, c_void_p, c_int64, c_void_p, c_int],
     "specdec_kind": [c_int],
     "specdec_pairs": [],

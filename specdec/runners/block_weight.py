@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import addressof, sizeof
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from specdec.native.types import PANEL, CPart, CProduct, Kind
 from specdec.runners.linear import PackedWeight
 from specdec.runners.memory_pages import HugePages, release_pages
 
-__all__ = ["BlockTensor", "BlockWeight", "in_bytes"]
+__all__ = ["BlockRows", "BlockTensor", "BlockWeight", "in_bytes"]
 
 _PAGES = HugePages()
 _AT_ONCE = 1 << 18  # weights of a reference that are dequantised at once
@@ -34,18 +35,33 @@ def in_bytes(rows: torch.Tensor) -> torch.Tensor:
     return (whole * (largest / 127).masked_fill(small, 0.0)).view(rows.shape).to(rows.dtype)
 
 
+class BlockRows(Protocol):
+    """[outputs, bytes of a row] blocks that are made of a file's tensors as they are read."""
+
+    shape: tuple[int, int]
+
+    def __len__(self) -> int:
+        """Outputs."""
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Some rows' blocks, uint8."""
+
+    def release(self) -> None:
+        """Drop the pages of what they are made of, which would come from the file again."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTensor:
     """A weight's blocks where a file has them.
 
     Attributes:
         format: of the blocks.
-        blocks: [outputs, bytes of a row] uint8, mapped.
+        blocks: [outputs, bytes of a row] uint8, mapped; or rows that are made as they are read.
         order: [outputs] which of these rows stands in each place; None: in the file's own order.
     """
 
     format: WeightFormat
-    blocks: np.ndarray
+    blocks: np.ndarray | BlockRows
     order: np.ndarray | None = None
 
     @property
@@ -56,15 +72,27 @@ class BlockTensor:
     def inputs(self) -> int:
         return int(self.blocks.shape[1]) // int(self.format.bytes) * int(self.format.values)
 
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """[last - first, bytes of a row] the blocks of these rows, in their order."""
+        if self.order is None or not isinstance(self.blocks, np.ndarray):
+            return np.ascontiguousarray(self.blocks[first:last])
+        return np.ascontiguousarray(self.blocks[self.order[first:last]])
+
+    def release(self, first: int, last: int) -> None:
+        """Drop pages of the file that were read for these rows."""
+        if isinstance(self.blocks, np.ndarray):
+            release_pages(self.blocks[first:last])
+        elif last == self.outputs:
+            self.blocks.release()
+
     def dequantised(self, first: int, last: int) -> torch.Tensor:
-        """[last - first, in] float32: what the package gguf makes of these rows."""
-        rows = self.blocks[first:last] if self.order is None else self.blocks[self.order[first:last]]
-        rows = np.ascontiguousarray(rows)
+        """[last - first, in] float32: what these rows stand for, of a GGUF file as the package gguf has it."""
+        rows = self.rows(first, last)
         found = torch.empty(last - first, self.inputs)
         count = rows.nbytes // int(self.format.bytes)
         threads = torch.get_num_threads()
         library().specdec_dequantise(self.format.number, rows.ctypes.data, count, found.data_ptr(), threads)
-        release_pages(self.blocks[first:last])
+        self.release(first, last)
         return found
 
 
@@ -95,7 +123,7 @@ class BlockWeight(PackedWeight):
         self.bias = None if bias is None else bias.detach().clone()
         self._full_bias = None if self.bias is None else self.bias.float().contiguous()
         self._library = library()
-        self._file = [np.ascontiguousarray(part.blocks) for part in parts] if as_in_file else []
+        self._file = [part.rows(0, part.outputs) for part in parts] if as_in_file else []
         self._held = () if as_in_file else tuple(self._laid(part) for part in parts)
         places = [rows.ctypes.data for rows in self._file] or [panels.data_ptr() for panels in self._held]
         self._parts = (CPart * len(parts))(
@@ -118,23 +146,21 @@ class BlockWeight(PackedWeight):
 
     def _laid(self, part: BlockTensor) -> torch.Tensor:
         """The blocks in panels."""
-        blocks, order = np.ascontiguousarray(part.blocks), part.order
-        order = None if order is None else np.ascontiguousarray(order, dtype=np.int64)
         number, size = part.format.number, self._library.specdec_panel_bytes
         panels = _PAGES.take(size(number, part.outputs, part.inputs))
-        some = max(1, _BYTES_AT_ONCE // (PANEL * blocks.shape[1])) * PANEL
+        some = max(1, _BYTES_AT_ONCE // (PANEL * part.blocks.shape[1])) * PANEL
         for first in range(0, part.outputs, some):  # so that few pages of the file stand beside what is laid of them
-            rows = blocks if order is not None else blocks[first : first + some]
+            last = min(first + some, part.outputs)
+            rows = part.rows(first, last)
             self._library.specdec_lay_blocks(
                 number,
                 rows.ctypes.data,
-                None if order is None else order[first:].ctypes.data,
-                min(some, part.outputs - first),
+                last - first,
                 part.inputs,
                 panels.data_ptr() + size(number, first, part.inputs),
                 torch.get_num_threads(),
             )
-            release_pages(rows)
+            part.release(first, last)
         return panels
 
     def dequantised(self, first: int, last: int) -> Iterator[torch.Tensor]:

@@ -208,3 +208,12 @@ def test_matrices_of_other_kinds_are_held_as_before(kinds: tuple[str, ...], tmp_
         assert torch.equal(weight, expected.state_dict()[name]), name
     stores = [module.store for module in target.model.modules() if isinstance(module, PackedLinear)]
     assert {type(store) for store in stores} == {BlockWeight, PackedWeight}
+
+
+@needs_compiler
+def test_a_head_may_have_an_embedding_of_another_kind(tmp_path: Path) -> None:
+    file = quantised_file(tmp_path / "small.gguf", ("F16", *["Q4_0"] * 40), tied=True)
+    target, expected = target_of(file), dense(file, "bfloat16")
+    assert target.runner.name == "native"
+    for name, weight in target.plain_model().state_dict().items():
+        assert torch.equal(weight, expected.state_dict()[name]), name

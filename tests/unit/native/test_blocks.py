@@ -19,30 +19,53 @@ from tests.quantised_files import FORMATS, SCALES_AT, random_blocks
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 BY_NAME = {one.name: one for one in formats().values()}
+INT4 = ("INT4_32", "INT4_64", "INT4_128")  # which no GGUF file has
+NAMES = (*FORMATS, *INT4)
 
 
 def blocks_of(name: str, outputs: int, inputs: int, seed: int = 0) -> BlockTensor:
     """Random blocks, whose rows stand in another order than in the file."""
     order = np.random.default_rng(seed).permutation(outputs)
-    return BlockTensor(BY_NAME[name], random_blocks(name, outputs, inputs, seed=seed), order)
+    if name not in INT4:
+        return BlockTensor(BY_NAME[name], random_blocks(name, outputs, inputs, seed=seed), order)
+    random, values = np.random.default_rng(seed), int(name[5:])
+    rows = random.integers(0, 256, (outputs, inputs // values, 4 + values // 2), dtype=np.uint8)
+    scales, zeros = random.uniform(0.01, 0.03, rows.shape[:2]), random.integers(0, 17, rows.shape[:2])
+    rows[..., :4] = np.stack([scales, zeros], -1).astype(np.float16).view(np.uint8)
+    return BlockTensor(BY_NAME[name], rows.reshape(outputs, -1), order)
+
+
+def dequantised(tensor: BlockTensor) -> np.ndarray:
+    """What the package gguf makes of blocks; of those that it does not know, scales times codes less the zero."""
+    assert isinstance(tensor.blocks, np.ndarray)
+    if tensor.format.type >= 0:
+        with np.errstate(invalid="ignore"):
+            found: np.ndarray = gguf.quants.dequantize(tensor.blocks, gguf.GGMLQuantizationType(tensor.format.type))
+        return found
+    rows = tensor.blocks.reshape(tensor.outputs, -1, tensor.format.bytes)
+    scales, zeros = np.moveaxis(rows[..., :4].copy().view(np.float16).astype(np.float32), -1, 0)
+    codes = np.stack([rows[..., 4:] & 15, rows[..., 4:] >> 4], -1).reshape(*rows.shape[:2], -1).astype(np.float32)
+    return (scales[..., None] * (codes - zeros[..., None])).reshape(tensor.outputs, -1)
 
 
 def values_of(tensor: BlockTensor) -> torch.Tensor:
-    """What the package gguf makes of them."""
-    with np.errstate(invalid="ignore"):
-        found = torch.from_numpy(gguf.quants.dequantize(tensor.blocks, gguf.GGMLQuantizationType(tensor.format.type)))
+    """What they stand for, in their order."""
+    found = torch.from_numpy(dequantised(tensor))
     return found if tensor.order is None else found[torch.from_numpy(tensor.order)]
 
 
 def test_the_table_is_that_of_the_files() -> None:
-    assert {*BY_NAME} == {*FORMATS}
+    assert {*BY_NAME} == {*NAMES}
     for name, one in BY_NAME.items():
+        if name in INT4:
+            assert one.type < 0  # a number that no file can have
+            continue
         kind = gguf.GGMLQuantizationType[name]
         assert (one.type, (one.values, one.bytes)) == (kind, gguf.GGML_QUANT_SIZES[kind])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_those_of_gguf(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_exact(name: str) -> None:
     """Read from the file's blocks; looked up there and in panels; multiplied with rows of the unit matrix."""
     tensor = blocks_of(name, 70, 512)
     weight = values_of(tensor)
@@ -77,7 +100,7 @@ def in_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(chunks * by).astype(np.int64), largest / np.float32(127)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_in_bytes_are_multiplied_exactly(name: str) -> None:
     """Bit for bit by integers, where scales are powers of two, so that no sum is rounded; otherwise to rounding."""
     tensor = blocks_of(name, 70, 512)
@@ -107,13 +130,13 @@ def plain_scales(tensor: BlockTensor) -> BlockTensor:
     """The same codes, with scales and minima that are powers of two, or whole numbers of one."""
     blocks = tensor.blocks.copy()
     rows = blocks.reshape(len(blocks), -1, tensor.format.bytes)
-    for at in SCALES_AT[tensor.format.name]:
+    for at in SCALES_AT.get(tensor.format.name, (0,)):
         if at is not None:
             rows[..., at : at + 2] = np.array([2.0**-6], np.float16).view(np.uint8)
     return BlockTensor(tensor.format, blocks, tensor.order)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)])
 def test_a_row_s_product_does_not_depend_on_the_others(name: str, dtype: torch.dtype, int8: bool) -> None:
     torch.manual_seed(0)
@@ -178,10 +201,10 @@ def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_other_instructions_give_the_same_weights(level: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.runners.block_weight.library", lambda: level)
-    test_weights_are_those_of_gguf(name)
+    test_weights_are_exact(name)
     test_rows_in_bytes_are_multiplied_exactly(name)
     for dtype, int8 in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
         test_a_row_s_product_does_not_depend_on_the_others(name, dtype, int8)

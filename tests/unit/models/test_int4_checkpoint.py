@@ -1,0 +1,287 @@
+"""GPTQ and AWQ checkpoints: the very weights that they stand for, and no text changed by a drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from specdec import Engine, SamplingParams, TransformersTarget
+from specdec.drafting.registry import drafter_names
+from specdec.errors import CheckpointError, ConfigError
+from specdec.models.int4_checkpoint import quantised_model
+from specdec.models.loading import load_weights
+from specdec.native import library as native
+from specdec.runners.linear import PackedLinear
+from tests import tiers
+from tests.int4_files import int4_checkpoint
+from tests.models import settings_of
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
+KINDS = [
+    *(("gptq", size, sym, {}) for size in (32, 64, 128, -1) for sym in (False, True)),
+    ("gptq", 64, False, {"checkpoint_format": "gptq_v2"}),
+    *(("awq", size, False, {}) for size in (32, 64, 128)),
+]
+
+
+def load(folder: Path, dtype: str = "auto", *, in_blocks: bool = True, **options: Any) -> Any:
+    settings = {"device": None, "device_map": None, "trust_remote_code": False, **options}
+    return load_weights(folder, dtype=dtype, in_blocks=in_blocks, **settings)
+
+
+def edit(folder: Path, change: Any) -> None:
+    """Write a checkpoint's tensors again, changed."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@needs_compiler
+@pytest.mark.parametrize(("method", "group_size", "sym", "settings"), KINDS)
+def test_weights_are_those_of_the_definition(
+    method: str, group_size: int, sym: bool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """In blocks, looked up or multiplied; and dequantised."""
+    expected = int4_checkpoint(tmp_path, method=method, group_size=group_size, sym=sym, settings=settings)
+    model, told = load(tmp_path, "float32")
+    assert told.startswith(f"int4 ({method.upper()}, {'one group' if group_size < 0 else f'groups of {group_size}'}")
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert len(packed) == 7 * 3
+    for name, module in packed.items():
+        weight = expected[f"{name}.weight"]
+        assert torch.equal(module(torch.eye(module.in_features)), weight.t()), name
+        found = torch.cat([*module.store.dequantised(module.rows.start, module.rows.stop)])
+        assert torch.equal(found, weight), name
+    dense, how = load(tmp_path, "float32", in_blocks=False)
+    assert how == "dequantised: another way to run its layers was asked for"
+    for one in (model, dense):
+        assert {*one.state_dict()} == {*expected}
+        for name, weight in one.state_dict().items():
+            assert torch.equal(weight, expected[name]), name
+        assert not hasattr(one.config, "quantization_config")
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_all_families_run_natively(family: str, method: str, tmp_path: Path) -> None:
+    """With biases, and a head that is the embedding; float16 is computed in bfloat16."""
+    sizes = {"head_dim": 32} if family in ("qwen3", "gemma2", "gemma3") else {}
+    expected = int4_checkpoint(tmp_path, method=method, family=family, tie_word_embeddings=True, **sizes)
+    target = TransformersTarget.from_pretrained(tmp_path)
+    assert (target.runner.name, target.dtype) == ("native", torch.bfloat16)
+    assert str(target.describe()["model"]["weights"]).startswith(f"int4 ({method.upper()}, groups of 32) in blocks")
+    for name, weight in target.plain_model().state_dict().items():
+        assert torch.equal(weight, expected[name].bfloat16()), name
+
+
+@needs_compiler
+def test_what_is_not_quantised_stays_dense(tmp_path: Path) -> None:
+    """A layer's query alone; its MLP; and a quantised head."""
+    kept = ("layers.0.self_attn.q_proj", "layers.1.mlp")
+    expected = int4_checkpoint(tmp_path, kept=kept, settings={"modules_to_not_convert": [*kept], "lm_head": True})
+    target = TransformersTarget.from_pretrained(tmp_path, dtype="float32")
+    assert target.runner.name == "native"
+    for name, weight in target.plain_model().state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("drafter", "family", "method", "activations"),
+    tiers.matrix(drafter_names(), ("llama", "qwen2"), ("gptq", "awq"), ("default", "int8"), first=tiers.FEW),
+)
+def test_no_text_differs(drafter: str, family: str, method: str, activations: str, tmp_path: Path) -> None:
+    """Greedy and drawn, as plain decoding's; one group size or the other."""
+    size = 64 if activations == "int8" else 128
+    int4_checkpoint(tmp_path / "model", method=method, family=family, group_size=size)
+    target = TransformersTarget.from_pretrained(tmp_path / "model", activations=activations)
+    assert target.activations == (None if activations == "default" else "int8")
+    plain = Engine(target, None, "none", max_rows=24, prefill_chunk=16)
+    engine = Engine(target, None, settings_of(drafter, target, tmp_path)[0], max_rows=24, prefill_chunk=16)
+    for sampling in (None, SamplingParams(temperature=1.0, seed=7, acceptance="match")):
+        expected = plain.generate(list(PROMPT), 24, sampling).token_ids
+        assert len({*expected}) > 4  # else there would be little to differ
+        told: dict[str, Any] = {} if drafter != "prediction" else {"prediction": expected}
+        assert engine.generate(list(PROMPT), 24, sampling, **told).token_ids == expected
+
+
+@needs_compiler
+def test_shards_and_zero_biases(tmp_path: Path) -> None:
+    """Of several files; biases of zeros that the model does not have, as quantisers write them, are left out."""
+    expected = int4_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = [name for name in tensors if name.endswith("q_proj.qweight")]
+    tensors |= {name.replace("qweight", "bias"): torch.zeros(128, dtype=torch.float16) for name in names}
+    shards = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for shard in {*shards.values()}:
+        save_file({name: tensors[name].clone() for name in tensors if shards[name] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    model, _ = load(tmp_path, "float32")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "named"),
+    [
+        ("gptq", {"bits": 8}, "bits 8"),
+        ("gptq", {"bits": True}, "bits True"),
+        ("gptq", {"bits": None}, "bits None"),
+        ("awq", {"bits": 3}, "bits 3"),
+        ("gptq", {"group_size": 48}, "group_size 48"),
+        ("awq", {"group_size": 0}, "group_size 0"),
+        ("awq", {"group_size": "128"}, "group_size '128'"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq", {"is_marlin_format": True}, "is_marlin_format True"),
+        ("gptq", {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
+        ("awq", {"version": "gemv"}, "version 'gemv'"),
+        ("awq", {"version": "exllama"}, "version 'exllama'"),
+        ("awq", {"zero_point": False}, "zero_point False"),
+    ],
+)
+def test_other_settings_are_refused_by_name(method: str, settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+    int4_checkpoint(tmp_path, method=method)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"is quantised by {method} with {named}, .* give a checkpoint"):
+        load(tmp_path)
+
+
+def test_transformers_loads_what_its_packages_are_there_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not here, which is what is found then."""
+    int4_checkpoint(tmp_path, settings={"bits": 8})
+    monkeypatch.setattr("specdec.models.int4_settings.find_spec", lambda name: name)
+    with pytest.raises(CheckpointError, match=r"cannot load a causal language model from .*(ImportError|RuntimeError)"):
+        load(tmp_path)
+
+
+PLACE = "model.layers.1.mlp.up_proj"
+
+
+def _permute(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{PLACE}.g_idx"] = tensors[f"{PLACE}.g_idx"].flip(0)
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_permute, f"'{PLACE}.g_idx' in .* side by side .* desc_act=false"),
+        (lambda tensors: tensors.pop(f"{PLACE}.qzeros"), f"1 missing, such as {PLACE}.qzeros"),
+        (lambda tensors: tensors.pop(f"{PLACE}.scales"), f"1 missing, such as {PLACE}.scales"),
+        (lambda tensors: tensors.pop(f"{PLACE}.qweight"), f"1 missing, such as {PLACE}.weight"),
+        (lambda tensors: tensors.pop("model.norm.weight"), "1 missing, such as model.norm.weight"),
+        (
+            lambda tensors: tensors.update({f"{PLACE}.qweight": torch.zeros(32, 256, dtype=torch.int32)}),
+            rf"1 misshapen, such as {PLACE}.qweight, \[32, 256\] in place of \[16, 256\]",
+        ),
+        (
+            lambda tensors: tensors.update({f"{PLACE}.qweight": torch.zeros(16, 256)}),
+            f"1 of another dtype, such as {PLACE}.qweight, float32",
+        ),
+        (
+            lambda tensors: tensors.update({f"{PLACE}.scales": torch.full((4, 256), 1e-3)}),
+            f"'{PLACE}.scales' in .* are float32, and blocks' scales are float16",
+        ),
+        (
+            lambda tensors: tensors.update({f"{PLACE}.bias": torch.ones(256)}),
+            f"1 extra, such as {PLACE}.bias",
+        ),
+    ],
+)
+def test_other_tensors_are_refused_by_name(in_blocks: bool, change: Any, named: str, tmp_path: Path) -> None:
+    int4_checkpoint(tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(CheckpointError, match=named):
+        load(tmp_path, in_blocks=in_blocks)
+
+
+def test_desc_act_needs_its_groups(tmp_path: Path) -> None:
+    """Inputs that lie in order after all are as any others; without a word of them they are refused."""
+    expected = int4_checkpoint(tmp_path, settings={"desc_act": True})
+    model, _ = load(tmp_path, "float32")
+    assert torch.equal(model.state_dict()[f"{PLACE}.weight"], expected[f"{PLACE}.weight"])
+    edit(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith("g_idx")])
+    with pytest.raises(CheckpointError, match=r"1 missing, such as .*g_idx, which desc_act=true asks for"):
+        load(tmp_path)
+
+
+@needs_compiler
+def test_a_last_group_may_be_smaller(tmp_path: Path) -> None:
+    """Of whole blocks; inputs that are none are refused."""
+    expected = int4_checkpoint(tmp_path / "whole", group_size=64, intermediate_size=160)
+    model, _ = load(tmp_path / "whole", "float32")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    int4_checkpoint(tmp_path / "part", group_size=64, intermediate_size=80)
+    with pytest.raises(
+        CheckpointError, match=r"down_proj' in .* is 128 x 80, and outputs are packed by 8, inputs by 32"
+    ):
+        load(tmp_path / "part")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "dequantised: native layers need a C compiler"),
+        ({"dtype": "float16"}, "dequantised: native layers compute in float32 and bfloat16"),
+        ({"device": "meta"}, "dequantised: native layers run on a CPU"),
+    ],
+)
+def test_what_falls_back_says_why(
+    options: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = int4_checkpoint(tmp_path)
+    if not options:
+        monkeypatch.setattr("specdec.models.gguf_blocks.library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no C compiler")
+    model, told = load(tmp_path, **{"dtype": "float32", **options})
+    assert told.startswith(why)
+    for name, weight in model.state_dict().items():
+        assert weight.is_meta or torch.equal(weight, expected[name].to(weight.dtype)), name
+
+
+@needs_compiler
+def test_a_hub_s_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which only those of the format that is read."""
+    expected = int4_checkpoint(tmp_path)
+    asked: list[Any] = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("specdec.models.int4_checkpoint.snapshot_download", fetch)
+    config = AutoConfig.from_pretrained(tmp_path)
+    found = quantised_model("some/model", config, "float32", None, in_blocks=True, spread=False, int8=False)
+    assert found is not None
+    assert asked == [("some/model", ["*.json", "*.safetensors"])]
+    assert torch.equal(found[0].state_dict()[f"{PLACE}.weight"], expected[f"{PLACE}.weight"])
+
+
+def test_other_models_and_places_are_refused(tmp_path: Path) -> None:
+    int4_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="quantised by gptq, and device_map"):
+        load(tmp_path, device_map="auto")
+    with pytest.raises(ConfigError, match="activations='int8' needs quantised blocks"):
+        load(tmp_path, in_blocks=False, activations="int8")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "olmo2"}))
+    with pytest.raises(CheckpointError, match=r"'olmo2' is none of llama.*install the packages gptqmodel"):
+        load(tmp_path)
+    told = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": told}))
+    with pytest.raises(CheckpointError, match="bitsandbytes"):
+        load(tmp_path)
