@@ -32,7 +32,7 @@ Messages = list[dict[str, str]]
 class ChatConfig(RunConfig):
     """A run's options, with defaults for talking."""
 
-    drafter: str | dict[str, object] = option("auto", "Who drafts; see `specdec drafters`.", metavar="NAME")
+    drafter: str | dict[str, object] = option("auto", "The drafter; see `specdec drafters`.", metavar="NAME")
     max_new_tokens: AtLeast1 = option(1024, "Most new tokens of an answer.")
 
 

@@ -105,7 +105,7 @@ class EngineOptions(ModelOptions):
 class RunConfig(EngineOptions):
     """What a YAML file for the command line may hold."""
 
-    drafter: str | dict[str, Any] = option("none", "Who drafts; see `specdec drafters`.", metavar="NAME")
+    drafter: str | dict[str, Any] = option("none", "The drafter; see `specdec drafters`.", metavar="NAME")
     max_new_tokens: AtLeast1 = option(128, "Most new tokens.")
     stop: str | list[str] = option(list, "Text that ends the answer; repeatable.")
     stop_token_ids: list[int] = option(

@@ -1,4 +1,4 @@
 """An OpenAI-compatible server on the scheduler: fields, prompts, the engine's thread, answers, endpoints, figures.
 
-Needs the extra ``serve``.
+This folder needs the extra ``serve``.
 """

@@ -1,4 +1,4 @@
-"""Answers: OpenAI's JSON of chats and completions, whole or in pieces, with figures of speculation beside it."""
+"""Answers: the JSON of OpenAI's chats and completions, whole or streamed, with figures of speculation beside it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["Answer", "Json", "acceptance_of", "to_json"]
 
 Json = dict[str, Any]
 
-_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's tokens of single bytes
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
 class Answer:
-    """The answer of one HTTP request, as it comes.
+    """The answer to one HTTP request, built while its sequences are decoded.
 
     Args:
-        plan: what is answered.
-        model: its name, as the client knows it.
-        tokenizer: for texts and tokens.
-        max_rows: most rows of a step.
-        marks_calls: whether the chat template has calls marked in the text.
+        plan: the checked request.
+        model: the model's name for clients.
+        tokenizer: decodes tokens to texts.
+        max_rows: the most rows of a step, a limit of the server.
+        marks_calls: whether the chat template asks the model to mark tool calls in its text.
     """
 
     def __init__(self, plan: Plan, model: str, tokenizer: Any, max_rows: int, *, marks_calls: bool = False) -> None:
@@ -60,13 +60,13 @@ class Answer:
 
     @property
     def done(self) -> bool:
-        """Whether all choices ended."""
+        """Whether all choices have ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    # Pieces of a stream.
+    # Chunks of a stream.
 
     def opening(self) -> list[Json]:
-        """What a stream begins with: of a chat, who speaks."""
+        """The first chunk of a stream; for a chat, it holds the assistant's role."""
         if not self.chat:
             return []
         return [
@@ -75,7 +75,7 @@ class Answer:
         ]
 
     def pieces(self, choice: Choice, update: Update) -> list[Json]:
-        """What an update that a choice has taken is in a stream; nothing where no text is final with it."""
+        """The chunks that a choice's update adds to a stream; empty where it makes no text final."""
         text, ended = choice.new_text(), choice.finish_reason is not None
         logprobs = self._logprobs(choice, update.logprobs) if self._plan.logprobs is not None else None
         traced = update.step is not None and update.step.trace is not None
@@ -98,7 +98,7 @@ class Answer:
         return chunks
 
     def closing(self) -> Json:
-        """The last piece, where usage was asked for."""
+        """The last chunk: the token usage, where the request asked for it."""
         return {**self._chunk([]), **self._figures()}
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -113,10 +113,10 @@ class Answer:
             "finish_reason": reason,
         }
 
-    # The whole.
+    # The whole answer.
 
     def whole(self) -> Json:
-        """The answer, all choices having ended."""
+        """The JSON of the whole answer, once all choices have ended."""
         return {**self._head, "choices": [self._choice(choice) for choice in self.choices], **self._figures()}
 
     def _choice(self, choice: Choice) -> Json:
@@ -133,7 +133,7 @@ class Answer:
             "tool_calls" if calls and choice.finish_reason == "stop" and not self._plan.forced else choice.finish_reason
         )
 
-    # Logarithms of probabilities.
+    # Log-probabilities.
 
     def _logprobs(self, choice: Choice, found: Sequence[TokenLogprobs]) -> Json:
         if self.chat:
@@ -162,7 +162,7 @@ class Answer:
         return text
 
     def _bytes(self, token: int) -> list[int]:
-        """A token's bytes, which may be a part of a character's."""
+        """The bytes of a token; a token can hold a part of a character's bytes."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
         text = self._token(token)
         if "\N{REPLACEMENT CHARACTER}" in text and piece:
@@ -172,7 +172,7 @@ class Answer:
                 return [_BYTES[character] for character in piece]
         return list(text.encode())
 
-    # Figures.
+    # Figures of speculation.
 
     def _counts(self) -> Json:
         prompt, new = sum(map(len, self._plan.prompts)), sum(len(choice.tokens) for choice in self.choices)
@@ -201,9 +201,10 @@ class Answer:
 
 
 def acceptance_of(stats: Sequence[Statistics], max_rows: int, *, per_step: bool = False) -> Json:
-    """vLLM's block of a request: what became of the drafts, the bonus token counted in the mean alone.
+    """vLLM's acceptance figures of a request; the bonus token counts in the mean length alone.
 
-    A draft is a step that verified more than the root. ``per_step``: list each draft's accepted and drafted tokens.
+    A draft is a step that verified more rows than the root. With ``per_step``, each draft's accepted and drafted
+    tokens are listed.
     """
     pairs = [
         (length - 1, rows - 1)
@@ -228,7 +229,7 @@ def acceptance_of(stats: Sequence[Statistics], max_rows: int, *, per_step: bool 
 
 
 def _timings(stats: Sequence[Statistics]) -> Json:
-    """llama-server's block; seconds are those of the request's own rows, what others take beside them left out."""
+    """llama-server's ``timings``: milliseconds of the request's own rows, without the time of rows beside them."""
     cached = sum(one.reused_tokens for one in stats)
     prompt = sum(one.prompt_tokens for one in stats) - cached
     new = sum(one.new_tokens for one in stats)
@@ -251,12 +252,12 @@ def _timings(stats: Sequence[Statistics]) -> Json:
 
 
 def _finite(logprob: float) -> float:
-    """Minus infinity is no JSON; OpenAI writes -9999 for what is as unlikely."""
+    """The log-probability, or OpenAI's -9999 in place of minus infinity, for which JSON has no number."""
     return max(logprob, -9999.0)
 
 
 def _message(deltas: Sequence[Delta]) -> Json:
-    """The message that pieces make."""
+    """The whole message that a stream's pieces add up to."""
     said = [delta["content"] for delta in deltas if "content" in delta]
     calls: list[Json] = []
     for delta in deltas:
@@ -267,5 +268,5 @@ def _message(deltas: Sequence[Delta]) -> Json:
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON."""
-    return pydantic_core.to_json(value)  # a third of the time of json.dumps, for each event of each stream
+    """The value as compact JSON."""
+    return pydantic_core.to_json(value)  # takes a third of json.dumps' time, at every event of every stream

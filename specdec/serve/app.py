@@ -1,4 +1,4 @@
-"""The application: what is served where, for one engine. It runs under uvicorn, and as a Ray Serve deployment."""
+"""The ASGI application and its routes, for one engine. It runs under uvicorn and as a Ray Serve deployment."""
 
 from __future__ import annotations
 

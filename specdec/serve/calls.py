@@ -1,4 +1,4 @@
-"""Tool calls in an answer's text: forced ones, whose whole text is the call, and those that a model marks by itself."""
+"""Tool calls in an answer's text: forced calls, which are the whole text, and calls that the model itself marks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 __all__ = ["MARKS", "CallReader", "Delta"]
 
 MARKS = "<tool_call>", "</tool_call>"
-"""What stands around a call where a chat template says so: Hermes', Qwen's and SmolLM's format."""
+"""The marks around a call in the format of Hermes, Qwen and SmolLM, which chat templates ask for."""
 
 Delta = dict[str, Any]
-"""A piece of an assistant's message: ``content``, or ``tool_calls``."""
+"""A piece of an assistant's message, with the key ``content`` or ``tool_calls``."""
 
 
 class CallReader:
     """Turns the pieces of an answer's text into pieces of a message.
 
     Args:
-        forced: the name of the function that the text is the arguments of; ``""`` where the text is a call, with its
-            name; None where calls are marked in it.
-        marked: whether marked calls are looked for; the text is content where they are not.
+        forced: the function's name where the whole text is its arguments; ``""`` where the whole text is a call with
+            its name; None where the model marks calls in its text.
+        marked: whether the reader looks for marked calls; where it does not, the text is all content.
     """
 
     def __init__(self, forced: str | None = None, marked: bool = False) -> None:
@@ -31,7 +31,7 @@ class CallReader:
         self.count = 0
 
     def read(self, text: str, last: bool) -> list[Delta]:
-        """What a further piece of text is; ``last``: nothing follows it."""
+        """The message pieces that a further piece of text completes; with ``last``, no text follows it."""
         if self._forced is None and not self._marked:
             return [{"content": text}] if text else []
         if self._forced:
@@ -42,19 +42,19 @@ class CallReader:
         return self._found(last)
 
     def _arguments(self, text: str) -> list[Delta]:
-        """Pieces of the arguments of the one call that the text is."""
+        """The text as further arguments of the one forced call."""
         if self.count:
             return [{"tool_calls": [{"index": 0, "function": {"arguments": text}}]}] if text else []
         self.count = 1
         return [{"tool_calls": [_call(0, str(self._forced), text)]}]
 
     def _whole(self) -> list[Delta]:
-        """The text as a call; as content where it was cut before its end."""
+        """The whole text as a call, or as content where the text ended before the call did."""
         calls = _calls(self._held)
         return self._numbered(calls) if calls else [{"content": self._held}]
 
     def _found(self, last: bool) -> list[Delta]:
-        """Content and calls in what was held back, as far as they are whole."""
+        """The content and the calls that the held text holds in full."""
         found: list[Delta] = []
         begin, end = MARKS
         while True:
@@ -89,7 +89,7 @@ def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _calls(text: str) -> list[tuple[str, str]]:
-    """Names and arguments of the calls that a text spells in JSON, one or a list of them; none where it spells none."""
+    """Names and arguments of the calls in a text, which is a JSON call or a list of calls; else an empty list."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -101,5 +101,5 @@ def _calls(text: str) -> list[tuple[str, str]]:
 
 
 def _beginning(text: str, mark: str) -> int:
-    """How many of the last characters may begin a mark."""
+    """The number of characters at the text's end that may begin the mark."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0)

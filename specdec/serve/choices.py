@@ -1,4 +1,4 @@
-"""Choices: the answers of one HTTP request, as their sequences are decoded."""
+"""Choices: the ``n`` answers to one HTTP request, each fed by a sequence that is decoded."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from specdec.serve.engine_thread import Update
 
 __all__ = ["Choice"]
 
-# OpenAI's finish reasons by the engine's.
+# The engine's finish reasons -> OpenAI's.
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
 class Choice:
-    """One answer. Its text is made here, of the tokens that come, and not in the engine's thread.
+    """One answer. Its text is decoded here, on the event loop, to keep that work out of the engine's thread.
 
     Attributes:
-        index: its place among the request's answers.
-        prompt_tokens: how many its prompt has.
-        logprobs: of its tokens, if they were asked for.
-        finish_reason: OpenAI's; None while it goes on.
-        stats: with the finish reason.
-        first, last: when its first and its latest token came, on the clock of ``perf_counter``.
+        index: the choice's index in the answer.
+        prompt_tokens: the number of tokens of its prompt.
+        logprobs: log-probabilities of its tokens, where the request asked for them.
+        finish_reason: OpenAI's finish reason; None while the choice is decoded.
+        stats: statistics of the generation; None until it ends.
+        first, last: times of the first and the latest token, in seconds of ``perf_counter``.
     """
 
     def __init__(self, index: int, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class Choice:
         self.last = 0.0
 
     def add(self, update: Update) -> Step:
-        """Take what a step brought."""
+        """Add the tokens of a step."""
         step = update.step
         assert step is not None
         self.tokens += step.tokens
@@ -55,10 +55,10 @@ class Choice:
         return step
 
     def new_text(self) -> str:
-        """Text that is final and was not taken yet."""
+        """The text that became final since the last call."""
         return self._text.take() if self.finish_reason is None else self._text.finish()
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text so far."""
         return self._text.text

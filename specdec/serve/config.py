@@ -1,4 +1,4 @@
-"""The options of a server, checked; without torch and the extra's packages, so that a command's help is quick."""
+"""The server's options, checked. The module imports neither torch nor the extra's packages: ``--help`` stays quick."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.settings.validation import AtLeast1, check_fields
 __all__ = ["API_KEY", "ServeConfig", "is_loopback"]
 
 API_KEY = "SPECDEC_API_KEY"
-"""The environment's variable that may hold the key."""
+"""The environment variable that can hold the API key."""
 
 _PANEL = "Server"
 _Port = Annotated[int, Ge(0), Le(65535), "a port, an integer from 0 to 65535, where 0 takes a free one"]
@@ -29,34 +29,34 @@ _Count = Annotated[int, Ge(0), "an integer >= 0"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(EngineOptions):
-    """What a server is started with.
+    """The options that a server starts with.
 
     Raises:
-        ConfigError: a value that cannot be, or a host that others reach, and no key.
+        ConfigError: an option's value is not allowed, or other machines can reach the host and there is no key.
     """
 
-    drafter: str | dict[str, Any] = option("auto", "Who drafts; see `specdec drafters`.", metavar="NAME")
+    drafter: str | dict[str, Any] = option("auto", "The drafter; see `specdec drafters`.", metavar="NAME")
     drafters: list[str] = option(
         list,
-        "Drafters that a request may name, beside its own and none (default those that need nothing trained).",
+        "Drafters that a request may name, beside its own and none (default: those that need no training).",
         metavar="A,B,C",
         commas=True,
     )
     host: str = option("127.0.0.1", "Address to listen on; any but the machine's own needs a key.", panel=_PANEL)
     port: _Port = option(8000, "Port to listen on; 0 takes a free one.", panel=_PANEL)
     served_model_name: str | None = option(
-        None, "The model's name for clients (default what --model says).", panel=_PANEL
+        None, "The model's name for clients (default: --model's value).", panel=_PANEL
     )
     max_num_seqs: AtLeast1 = option(8, "Most sequences at once; further ones wait in line.", panel=_PANEL)
     max_queue: _Count = option(128, "Most sequences in line; for more the answer is 429.", panel=_PANEL)
     cache_bytes: AtLeast1 | None = option(
         None,
-        "Most bytes of keys and values, of running texts and of kept beginnings together (default no bound).",
+        "Most bytes of keys and values, running texts and cached prefixes together (default: no bound).",
         panel=_PANEL,
     )
     prefix_bytes: _Count | None = option(
         None,
-        "Most of them for kept beginnings, for texts that begin alike; 0 keeps none (default what running texts leave "
+        "Most of these bytes for cached prefixes of texts; 0 caches none (default: what running texts leave "
         "of --cache-bytes, or 1 GiB).",
         panel=_PANEL,
     )
@@ -64,7 +64,7 @@ class ServeConfig(EngineOptions):
     grace: _Seconds = option(30.0, "Seconds that running requests get to end after SIGTERM.", panel=_PANEL)
     generation_config: str = option(
         "openai",
-        "Whose defaults of temperature and the rest: OpenAI's, or the checkpoint's.",
+        "Source of the defaults of temperature and the like: OpenAI's or the checkpoint's.",
         metavar="openai|model",
         panel=_PANEL,
     )
@@ -107,10 +107,10 @@ class ServeConfig(EngineOptions):
 
     @property
     def key(self) -> str | None:
-        """The key that clients have to send; None where they need none.
+        """The API key that clients must send; None where they need none.
 
         Raises:
-            ConfigError: a file that cannot be read, or a key that is empty, or no visible ASCII.
+            ConfigError: the key's file cannot be read, or the key is empty or has other than visible ASCII characters.
         """
         key, source = self.api_key, "api_key"
         if self.api_key_file is not None:
@@ -132,7 +132,7 @@ class ServeConfig(EngineOptions):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine reach a host."""
+    """Whether only programs on this machine can connect to a host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Endpoints: an HTTP request, from its body to the last byte of its answer, or until its client is gone."""
+"""Endpoints: each handles an HTTP request from its body to the answer's last byte, or until the client disconnects."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _log = logging.getLogger("specdec.serve")
 _STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # or nginx would hold events back
+    "x-accel-buffering": "no",  # without it, nginx would buffer events
 }
 
 
 class Endpoint:
-    """An ASGI application that answers a body with JSON.
+    """An ASGI application that answers a JSON body with JSON.
 
-    Whatever goes wrong is answered as OpenAI's JSON, in a stream as an event. Where the client goes away, or the
-    request takes longer than it may, the work is cancelled.
+    Every error is answered as OpenAI's JSON; in a stream, it is an event. When the client disconnects, or the request
+    exceeds its time limit, the work is cancelled.
 
     Args:
-        service: what answers.
-        answer: makes the JSON value of an answer from the body; None in a subclass that sends it by itself.
+        service: the service that does the work.
+        answer: makes the answer's JSON value from the body; None in a subclass that sends its own answer.
     """
 
     def __init__(self, service: Service, answer: Callable[[bytes], Awaitable[Any]] | None = None) -> None:
@@ -62,24 +62,24 @@ class Endpoint:
             await reply.fail(error)
         except Exception as error:
             told = told_to_client(error)
-            if told.status >= 500 and not isinstance(error, ApiError):  # else the log has it
+            if told.status >= 500 and not isinstance(error, ApiError):  # those errors are in the log already
                 _log.exception("%s failed", scope["path"])
             await reply.fail(told)
         finally:
             _log.info("%s %s %.3f s %s", scope["path"], reply.status or "-", perf_counter() - began, reply.note)
 
     async def reply(self, body: bytes, reply: _Reply) -> None:
-        """Answer a body."""
+        """Answer a request's body."""
         assert self._answer is not None
         await reply.json(await self._answer(body))
 
 
 class GenerationEndpoint(Endpoint):
-    """Answers with what is generated, at once or as a stream of events.
+    """Answers with generated text, as a whole or as a stream of events.
 
     Args:
-        service: what answers.
-        plan: makes a plan of a body; in the thread for such.
+        service: the service that decodes.
+        plan: makes a plan from a body; runs in the service's thread for tokenizing.
     """
 
     def __init__(self, service: Service, plan: Callable[[bytes], Plan]) -> None:
@@ -99,7 +99,7 @@ class GenerationEndpoint(Endpoint):
 
 
 class _Generation:
-    """A plan under way."""
+    """A plan that is being decoded, and the answer that is sent."""
 
     def __init__(self, service: Service, plan: Plan) -> None:
         self._service, self._plan = service, plan
@@ -111,11 +111,11 @@ class _Generation:
         self._submitted: list[Submitted] = []
 
     async def run(self, reply: _Reply) -> None:
-        """Decode, and send what comes."""
+        """Decode the plan and send its answer."""
         plan, answer = self._plan, self._answer
         self._submitted = self._service.submit(plan, self._inbox)
         streams = bool(plan.fields.stream)
-        first = await self._inbox.take()  # an error at its admission is an answer with a status of its own
+        first = await self._inbox.take()  # so that an error at admission gets an HTTP status of its own
         if streams:
             self._raise_errors(first[:1])
             await reply.begin_stream()
@@ -127,7 +127,7 @@ class _Generation:
                 try:
                     pieces += self._take(index, update, streams)
                 except ApiError:
-                    await reply.events(pieces)  # what the other answers have until then
+                    await reply.events(pieces)  # the pieces of other choices that came before the error
                     raise
             await reply.events(pieces)
             if answer.done:
@@ -142,7 +142,7 @@ class _Generation:
         await reply.end_stream()
 
     def _take(self, index: int, update: Update, streams: bool) -> list[dict[str, Any]]:
-        """Take an update; the pieces of the stream that it makes."""
+        """Add an update to its choice; returns the chunks that it adds to the stream."""
         self._raise_errors([(index, update)])
         choice, metrics = self._answer.choices[index], self._service.metrics
         if choice.first is not None:
@@ -159,16 +159,16 @@ class _Generation:
         for _, update in updates:
             if update.error is not None:
                 self._service.metrics.ended("error")
-                raise told_to_client(update.error)  # whose traceback the engine's thread has logged
+                raise told_to_client(update.error)  # the engine's thread has logged its traceback
 
     def end(self) -> None:
-        """Have nothing of it decoded any more."""
+        """Cancel all sequences that still run."""
         for sequence in self._submitted:
             if self._service.thread.cancel(sequence):
                 self._service.metrics.ended("abort")
 
     def note(self) -> str:
-        """What the log says of it; prompts and texts only where that was asked for."""
+        """The log line of this request; it holds prompts and texts only where the server's options ask for that."""
         choices = self._answer.choices
         new = sum(len(choice.tokens) for choice in choices)
         note = f"{sum(map(len, self._plan.prompts))} prompt tokens, {new} new tokens"
@@ -179,11 +179,11 @@ class _Generation:
 
 
 class _Reply:
-    """What is sent to a client, and how far that went.
+    """Sends an answer to the client, and keeps how much of it was sent.
 
     Attributes:
-        status: that was sent.
-        note: for the log.
+        status: the HTTP status that was sent.
+        note: text for the log.
     """
 
     def __init__(self, send: Send) -> None:
@@ -192,7 +192,7 @@ class _Reply:
         self._streams = self._done = False
 
     async def json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """Send a whole answer."""
+        """Send a whole answer as JSON."""
         self._done = True
         body = to_json(value)
         sizes = {"content-type": "application/json", "content-length": str(len(body))}
@@ -200,22 +200,22 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin_stream(self) -> None:
-        """Begin a stream of events."""
+        """Send the headers of an event stream."""
         self._streams = True
         await self._start(200, _STREAM)
 
     async def events(self, values: list[dict[str, Any]]) -> None:
-        """Send events."""
+        """Send JSON values as events."""
         if values:
             await self._body(b"".join(b"data: " + to_json(value) + b"\n\n" for value in values), more=True)
 
     async def end_stream(self) -> None:
-        """Send the last event."""
+        """Send the event that ends a stream."""
         self._done = True
         await self._body(b"data: [DONE]\n\n", more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """Say what went wrong, if there is still somewhere to say it."""
+        """Send an error, as an answer or as an event; nothing where the answer has already ended."""
         if self._done:
             return
         if self._streams:
@@ -234,7 +234,7 @@ class _Reply:
 
 
 async def _while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Wait for work; raises ClientDisconnect, and cancels it, where the client goes away first."""
+    """Await work; a client that disconnects first cancels it and raises ClientDisconnect."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""The engine's thread: it alone steps the scheduler; requests and cancellations come in, updates go out.
+"""The engine's thread. It alone steps the scheduler; it receives requests and cancellations and sends updates.
 
-What comes in is put into a mailbox under a condition variable, on which the thread waits while there is nothing to
-decode. What a step brought goes to the event loop in one call, whatever the number of sequences.
+Commands wait in a mailbox under a condition variable, on which the idle thread sleeps. The updates of a step go to the
+event loop in one call, for any number of sequences.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _log = logging.getLogger("specdec.serve")
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a step brought to one sequence; the last one has a finish reason or an error.
+    """The result of a step for one sequence; a sequence's last update has a finish reason or an error.
 
     Attributes:
-        at: when, on the clock of ``perf_counter``.
-        step: None with an error.
-        logprobs: of the step's tokens, if they were asked for.
-        stats: with the last one, of the whole generation.
-        error: why it ended.
+        at: time of the update, in seconds of ``perf_counter``.
+        step: the step's tokens and tree; None where there is an error.
+        logprobs: log-probabilities of the step's tokens, where the request asked for them.
+        stats: statistics of the whole generation, in its last update.
+        error: the exception that ended the sequence.
     """
 
     at: float
@@ -45,20 +45,20 @@ class Update:
 
 
 class Inbox:
-    """The updates of one HTTP request's sequences, for the coroutine that answers it."""
+    """The updates of one HTTP request's sequences, which the coroutine that answers it awaits."""
 
     def __init__(self) -> None:
         self._updates: list[tuple[int, Update]] = []
         self._waits: asyncio.Future[None] | None = None
 
     def put(self, index: int, update: Update) -> None:
-        """Add an update of the sequence ``index``; on the event loop."""
+        """Add an update of the sequence ``index``. Called on the event loop."""
         self._updates.append((index, update))
         if self._waits is not None and not self._waits.done():
             self._waits.set_result(None)
 
     async def take(self) -> list[tuple[int, Update]]:
-        """All that there is, at least one; to be awaited by one coroutine."""
+        """Wait for at least one update and return all that are there. One coroutine alone may await this."""
         if not self._updates:
             self._waits = asyncio.get_running_loop().create_future()
             await self._waits
@@ -68,7 +68,7 @@ class Inbox:
 
 @dataclass(slots=True, eq=False)
 class Submitted:
-    """A sequence of an HTTP request, from submission to its last update."""
+    """A sequence of an HTTP request, from its submission to its last update."""
 
     inbox: Inbox
     index: int
@@ -82,13 +82,13 @@ class EngineThread:
     Its methods are called on the event loop.
 
     Args:
-        make_scheduler: makes an empty scheduler; called again where a step raised as a whole.
-        on_events: called in the thread with what came of each step, for figures.
+        make_scheduler: makes an empty scheduler; called again after a whole step has failed.
+        on_events: called in the thread with each step's events, to count them.
 
     Attributes:
-        unfinished: the sequences whose last update has not come.
-        loop: the event loop, once it was started.
-        rests: whether it waits, with nothing to decode.
+        unfinished: the sequences that have not had their last update.
+        loop: the event loop; None until the thread starts.
+        rests: whether the thread is idle.
     """
 
     def __init__(
@@ -104,24 +104,24 @@ class EngineThread:
         self.rests = False
 
     def start(self) -> None:
-        """Begin; on the event loop that updates go to."""
+        """Start the thread. Called on the event loop that receives the updates."""
         self.loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether requests are decoded."""
+        """Whether the thread runs."""
         return self._thread.is_alive() and not self._stopped
 
     def submit(self, request: Request, inbox: Inbox, index: int) -> Submitted:
-        """Have a request decoded; its updates go to the inbox, under that index."""
+        """Queue a request for decoding; its updates go to the inbox with that index."""
         sequence = Submitted(inbox, index, request)
         self.unfinished.add(sequence)
         self._send("submit", sequence)
         return sequence
 
     def cancel(self, sequence: Submitted) -> bool:
-        """End a sequence at the next step; False where it has ended already. No update of it comes any more."""
+        """End a sequence at the next step. It gets no further update. Returns False where it had already ended."""
         if sequence not in self.unfinished:
             return False
         self.unfinished.discard(sequence)
@@ -135,7 +135,7 @@ class EngineThread:
             sequence.inbox.put(sequence.index, Update(perf_counter(), None, error=error))
 
     async def close(self) -> None:
-        """End the thread, after the step that it is in."""
+        """Stop the thread after its current step."""
         with self._wake:
             self._stopped = True
             self._wake.notify()
@@ -166,7 +166,7 @@ class EngineThread:
                 events = scheduler.step()
                 if self._on_events is not None:
                     self._on_events(events, scheduler)
-            except Exception as error:  # no sequence's own, which are events: a fault of the scheduler, or of a model
+            except Exception as error:  # a fault of the scheduler or the model; a sequence's own is an event
                 _log.exception("a step failed; all running requests end with an error")
                 failed, scheduler = list(running.values()), self._make()
                 running = {}
@@ -183,7 +183,7 @@ class EngineThread:
             running[sequence.handle.index] = sequence
 
     def _update(self, running: dict[int, Submitted], event: Event) -> list[tuple[Submitted, Update]]:
-        """What an event is to its request; nothing where it was cancelled."""
+        """The update that an event makes for its sequence; an empty list where that was cancelled."""
         sequence = running.get(event.index)
         if sequence is None:
             return []
@@ -195,7 +195,7 @@ class EngineThread:
         assert decoding is not None
         logprobs = decoding.logprobs[-len(event.step.tokens) :] if decoding.logprobs else ()
         if event.last and sequence.request.prediction:
-            decoding.result()  # which counts what of the prediction was right
+            decoding.result()  # counts which tokens of the prediction were right
         stats = decoding.stats if event.last else None
         return [(sequence, Update(perf_counter(), event.step, decoding.finish_reason, logprobs, stats))]
 
@@ -209,7 +209,7 @@ class EngineThread:
     def _hand_out(self, updates: list[tuple[Submitted, Update]]) -> None:
         for sequence, update in updates:
             if sequence not in self.unfinished:
-                continue  # cancelled meanwhile
+                continue  # it was cancelled in the meantime
             if update.finish_reason is not None or update.error is not None:
                 self.unfinished.discard(sequence)
             sequence.inbox.put(sequence.index, update)

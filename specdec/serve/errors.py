@@ -1,4 +1,4 @@
-"""Errors as OpenAI's JSON: each has a status, says the value and the remedy, and names the field where there is one."""
+"""Errors as OpenAI's JSON: each has an HTTP status, names the value, the remedy and, where there is one, the field."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["ApiError", "told_to_client"]
 
 
 class ApiError(SpecdecError):
-    """What a client is answered in place of a text.
+    """An error that a client receives in place of an answer.
 
     Attributes:
-        status: of HTTP.
-        kind: OpenAI's ``type``.
-        param: the field.
-        code: a word for programs.
-        headers: more headers of the answer.
+        status: HTTP status.
+        kind: the error's ``type`` in OpenAI's JSON.
+        param: name of the request's field, or None.
+        code: a short code that programs can test, or None.
+        headers: additional headers of the answer.
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class ApiError(SpecdecError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
+        """The JSON object of the error."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def told_to_client(error: Exception) -> ApiError:
-    """An error of any kind as a client is told it: one of the request's own, or that the server failed, and no more."""
+    """The error that clients receive; an exception that is not the request's fault becomes a bare status 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError | PromptError):
         return ApiError(str(error))
     return ApiError(
-        "the server failed to decode this request, and its log says why; send it again, or tell those who run it",
+        "the server failed to decode this request, and its log says why; send it again, or tell its operator",
         status=500,
         kind="server_error",
         code="internal_error",

@@ -1,4 +1,4 @@
-"""The fields of requests, as pydantic reads them: strictly, no field ignored that is not listed here as ignored."""
+"""The fields of requests, checked by pydantic: strictly typed, and unknown fields are errors unless listed below."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _Tokens = list[Annotated[int, Field(ge=0)]]
 
 
 class Fields(BaseModel):
-    """A JSON object: no text is a number, and an unknown field is an error."""
+    """A JSON object with strict types: a text is not taken for a number, and an unknown field is an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """OpenAI's and vLLM's fields that change nothing here."""
+    """Fields of OpenAI and vLLM that this server accepts and ignores."""
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """OpenAI's and vLLM's fields that are not served -> their values that ask for nothing."""
+    """Fields of OpenAI and vLLM that this server lacks -> their values that ask for nothing, which it accepts."""
 
 
 class StreamOptions(Fields):
@@ -52,13 +52,13 @@ class StreamOptions(Fields):
 
 
 class Speculation(Fields):
-    """How this request is drafted, within what the server was started with.
+    """How the request is drafted, within the limits that the server's options set.
 
     Attributes:
-        drafter: one of those that ``/v1/models`` lists.
+        drafter: name of a drafter that ``/v1/models`` lists.
         max_rows: most rows of a step.
-        per_step: list what each step drafted and accepted.
-        trace: in streams, each step's tree.
+        per_step: whether the answer lists each step's drafted and accepted tokens.
+        trace: whether a stream's chunks hold each step's tree.
     """
 
     drafter: str | None = None
@@ -92,7 +92,7 @@ class Prediction(Fields):
 
 
 class Message(Fields):
-    model_config = ConfigDict(extra="ignore")  # clients send back what they were answered, notes of other servers too
+    model_config = ConfigDict(extra="ignore")  # clients send answers back, with other servers' fields too
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -123,7 +123,7 @@ class NamedTool(Fields):
 
 
 class Generating(Fields):
-    """What both kinds of generation have; None is OpenAI's default, or the checkpoint's."""
+    """The fields that chats and completions share; None stands for OpenAI's default, or the checkpoint's."""
 
     ignored = frozenset(
         ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -163,7 +163,7 @@ class Generating(Fields):
 
 
 class ChatRequest(Generating):
-    """Of ``/v1/chat/completions``."""
+    """The body of ``/v1/chat/completions``."""
 
     ignored = Generating.ignored | {"parallel_tool_calls", "include_reasoning"}
     refused: ClassVar = {
@@ -188,7 +188,7 @@ class ChatRequest(Generating):
 
 
 class CompletionRequest(Generating):
-    """Of ``/v1/completions``."""
+    """The body of ``/v1/completions``."""
 
     refused: ClassVar = {
         **Generating.refused,
@@ -203,7 +203,7 @@ class CompletionRequest(Generating):
 
 
 class TokenizeRequest(Fields):
-    """Of ``/tokenize``: a prompt, or messages."""
+    """The body of ``/tokenize``: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -212,17 +212,17 @@ class TokenizeRequest(Fields):
 
 
 class DetokenizeRequest(Fields):
-    """Of ``/detokenize``."""
+    """The body of ``/detokenize``."""
 
     model: str | None = None
     tokens: _Tokens
 
 
 def read(kind: type[Kind], body: bytes) -> Kind:
-    """The fields of a body.
+    """The checked fields of a body.
 
     Raises:
-        ApiError: it is no JSON object, or the first field that does not fit, by its name.
+        ApiError: the body is no JSON object, or a field does not fit; it names the first such field.
     """
     try:
         values = from_json(body, allow_inf_nan=False)
@@ -241,7 +241,7 @@ def read(kind: type[Kind], body: bytes) -> Kind:
 
 
 def _served(kind: type[Fields], values: dict[str, Any]) -> dict[str, Any]:
-    """The fields that say something; raises ApiError for one that asks for what is not served."""
+    """The fields that have a value; raises ApiError for one that asks for a feature that this server lacks."""
     for name, nothing in kind.refused.items():
         value = values.get(name)
         if value is not None and value not in nothing:
@@ -255,7 +255,7 @@ def _served(kind: type[Fields], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unfit(kind: type[Fields], error: ValidationError) -> ApiError:
-    """The first field that does not fit; of a value that may be of several kinds, what is said of the one it is of."""
+    """The error of the first field that does not fit; for a union, the error of the member that the value resembles."""
     found = error.errors(include_url=False)
     first = max(found, key=lambda one: len(one["loc"]))
     if all(one["loc"][0] != first["loc"][0] for one in found[:1]):

@@ -1,4 +1,4 @@
-"""What every request passes first: the key, the page's origin, the host's name, and the size of the body."""
+"""Checks that every request passes first: its key, origin, host name and the size of its body."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from specdec.serve.errors import ApiError
 __all__ = ["HEADER_BYTES", "Guard"]
 
 HEADER_BYTES = 64 << 10
-"""Most bytes of a request's headers."""
+"""Limit of a request's headers, in bytes."""
 
-_OPEN = ("/", "/health", "/version")  # tell nothing of what others ask
+_OPEN = ("/", "/health", "/version")  # these paths reveal nothing of other clients' requests
 
 
 class Guard:
-    """Refuses a request before it is read.
+    """ASGI middleware that refuses a request before its body is read.
 
     Args:
-        app: what it stands before.
-        key: that clients send as ``Authorization: Bearer KEY``; None where they need none. Without one, only names of
-            this machine are taken for the host: a page elsewhere could otherwise lead its own name here, and read.
-        origins: of web pages that may call, beside the server's own; ``*`` is any.
-        max_body_bytes: of a body.
+        app: the application behind it.
+        key: the key that clients send as ``Authorization: Bearer KEY``; None where they need none. Without a key, the
+            host must be a name of this machine: else a foreign web page could point its own host name at it.
+        origins: origins of other web pages that may call the server; ``*`` allows any.
+        max_body_bytes: limit of a body, in bytes.
     """
 
     def __init__(self, app: ASGIApp, *, key: str | None, origins: Collection[str], max_body_bytes: int) -> None:
@@ -42,7 +42,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if len(scope["path"]) > 1 and scope["path"].endswith("/"):  # a redirection would lose the body of a POST
+        if len(scope["path"]) > 1 and scope["path"].endswith("/"):  # a redirect would lose a POST's body
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
         try:
@@ -91,7 +91,7 @@ class Guard:
             raise self._too_large(f"{int(size)} bytes")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Receives no more of a body than there may be."""
+        """The ``receive`` that raises an error once a body exceeds its limit."""
         left = self._most
 
         async def bounded() -> Message:
@@ -114,7 +114,7 @@ class Guard:
 
 
 def _digest(key: str) -> bytes:
-    """Of one length, so that a comparison in constant time tells nothing of the key's."""
+    """The key's hash. All hashes have one length, so a comparison in constant time does not reveal the key's length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

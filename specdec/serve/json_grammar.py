@@ -1,4 +1,4 @@
-"""JSON by a schema: xgrammar's matchers as a :class:`specdec.sampling.grammar.Grammar`."""
+"""JSON by a schema: xgrammar's matchers behind the interface :class:`specdec.sampling.grammar.Grammar`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specdec.serve.errors import ApiError
 
 __all__ = ["Grammars", "JsonGrammar"]
 
-_KEPT = 64  # grammars, latest first
+_KEPT = 64  # number of compiled grammars in the cache, least recently used dropped first
 
 
 class Grammars:
-    """Compiles schemas for a tokenizer, and keeps the latest; to be used by one thread at a time."""
+    """Compiles schemas for a tokenizer and caches the latest. One thread at a time may use it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Collection[int]) -> None:
         described = xgrammar.TokenizerInfo.from_huggingface(
@@ -29,18 +29,18 @@ class Grammars:
         self._compiled = lru_cache(_KEPT)(self._compile)
 
     def any_object(self) -> JsonGrammar:
-        """Any JSON object."""
+        """The grammar of any JSON object."""
         return self.of({"type": "object"})
 
     def of(self, schema: Mapping[str, Any], param: str = "response_format") -> JsonGrammar:
-        """What a JSON schema allows, without spaces between its parts.
+        """The grammar of a JSON schema, without whitespace between tokens of JSON.
 
         Raises:
-            ApiError: the schema cannot be followed.
+            ApiError: xgrammar cannot compile the schema.
         """
         try:
             return JsonGrammar(self._compiled(json.dumps(schema)))
-        except Exception as error:  # code of others: it raises RuntimeError, and more
+        except Exception as error:  # xgrammar raises RuntimeError and other types
             raise ApiError(
                 f"{param} has a JSON schema that cannot be followed: {first_line(error)}; change the schema",
                 param=param,
@@ -62,7 +62,7 @@ class JsonGrammar:
 
 
 class JsonState:
-    """A text so far."""
+    """The state of one text under a grammar."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher

@@ -1,7 +1,7 @@
-"""Figures for Prometheus: vLLM's names for what vLLM has too, and our own for rows, drafters and resting steps.
+"""Prometheus figures: vLLM's names where vLLM has the figure, our own for rows, drafters and plain steps.
 
-Counts are kept as plain numbers by the engine's thread and read when they are asked for; a histogram is told of each
-request, and of the time between a sequence's steps.
+The engine's thread keeps counts as plain numbers, and a scrape reads them. Histograms observe each request and the time
+between a sequence's steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 
 
 
 class Metrics(Collector):
-    """What a server did.
+    """The figures of a server.
 
     Args:
-        model: its name, a label of every figure.
-        batch: most sequences at once.
-        cache_bytes: most bytes of caches, or None.
+        model: the model's name, a label of every figure.
+        batch: most sequences that run at once.
+        cache_bytes: limit of the caches in bytes, or None.
     """
 
     def __init__(self, model: str, batch: int, cache_bytes: int | None = None) -> None:
@@ -54,7 +54,7 @@ class Metrics(Collector):
         return made.labels(self._model)
 
     def stepped(self, events: list[Event], scheduler: Scheduler) -> None:
-        """Count what a step of the scheduler brought; in the engine's thread."""
+        """Count the events of a scheduler's step. Called in the engine's thread."""
         counts = self._counts
         for event in events:
             step = event.step
@@ -73,18 +73,18 @@ class Metrics(Collector):
         self.cached_bytes = scheduler.cache_bytes
 
     def between(self, seconds: float) -> None:
-        """Tell of the time from one step of an answer to the next."""
+        """Observe the seconds between two steps of an answer."""
         self._between.observe(seconds)
 
     def ended(self, reason: str) -> None:
-        """Count an answer by why it ended: OpenAI's finish reason, ``abort`` or ``error``."""
+        """Count an answer by its end: OpenAI's finish reason, ``abort`` or ``error``."""
         self._ends[reason] += 1
 
     def finished(self, stats: Statistics, first: float, whole: float) -> None:
-        """Tell of an answer that is done: seconds from arrival to its first token, and to its last."""
+        """Observe a finished answer: the seconds from its arrival to its first and to its last token."""
         self._counts["prompt"] += stats.prompt_tokens
         self._counts["reused"] += stats.reused_tokens
-        self.seconds_each += (whole - self.seconds_each) / 8  # of the latest ones, about
+        self.seconds_each += (whole - self.seconds_each) / 8  # a running mean over about the eight latest
         self._first.observe(first)
         self._all.observe(whole)
         if stats.new_tokens > 1:
@@ -92,7 +92,7 @@ class Metrics(Collector):
                 histogram.observe((whole - first) / (stats.new_tokens - 1))
 
     def collect(self) -> Iterable[Metric]:
-        """The counts as they stand."""
+        """The current figures, for a scrape."""
         counts = self._counts
         yield self._gauge("vllm:num_requests_running", "Sequences that are decoded.", self.running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", self.waiting)
@@ -105,10 +105,10 @@ class Metrics(Collector):
             ("vllm:prompt_tokens", "prompt", "Tokens of prompts."),
             ("vllm:generation_tokens", "tokens", "New tokens."),
             ("vllm:prefix_cache_queries", "prompt", "Tokens of prompts that were looked up."),
-            ("vllm:prefix_cache_hits", "reused", "Those of them that were known."),
+            ("vllm:prefix_cache_hits", "reused", "Tokens of prompts that the prefix cache had."),
             ("vllm:spec_decode_num_drafts", "drafts", "Steps with a draft."),
             ("vllm:spec_decode_num_draft_tokens", "drafted", "Tokens of drafts."),
-            ("vllm:spec_decode_num_accepted_tokens", "accepted", "Those of them that were accepted."),
+            ("vllm:spec_decode_num_accepted_tokens", "accepted", "Tokens of drafts that were accepted."),
             ("specdec:rows", "rows", "Rows of steps."),
             ("specdec:resting_steps", "resting", "Steps in which a drafter proposed nothing."),
         ):
@@ -137,5 +137,5 @@ class Metrics(Collector):
         return found
 
     def text(self) -> bytes:
-        """All figures, in Prometheus' text format."""
+        """All figures in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Plans: what an HTTP request asks for, as requests for the scheduler, checked before anything is decoded."""
+"""Plans: HTTP requests as requests for the scheduler, checked before anything is decoded."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from specdec.settings.sampling_params import SamplingParams
 
 __all__ = ["Plan", "Planner"]
 
-_COMPLETION_TOKENS = 16  # OpenAI's default, where a chat has the rest of the context
+_COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 _EVERY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # OpenAI's defaults
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be decoded and answered.
+    """A checked request: its prompts and the scheduler's requests.
 
     Attributes:
-        fields: the request's.
-        prompts: token ids, one list for each prompt.
-        requests: for the scheduler, n for each prompt.
-        stops: stop strings.
-        forced: the function that the answer calls, ``""`` where it chooses one; None where it need not call any.
+        fields: the request's fields.
+        prompts: token ids of each prompt.
+        requests: the scheduler's requests, ``n`` for each prompt.
+        stops: the stop strings.
+        forced: name of the function that the answer must call; ``""`` where the model chooses it; None where no call is
+            required.
     """
 
     fields: ChatRequest | CompletionRequest
@@ -48,25 +49,25 @@ class Plan:
 
     @property
     def n(self) -> int:
-        """Answers for each prompt."""
+        """The number of answers to each prompt."""
         return self.fields.n or 1
 
     @property
     def logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told beside each token; None where nothing is."""
+        """The number of top tokens listed beside each token; None without log-probabilities."""
         if isinstance(self.fields, ChatRequest):
             return (self.fields.top_logprobs or 0) if self.fields.logprobs else None
         return self.fields.logprobs
 
 
 class Planner:
-    """Makes plans; to be used by one thread at a time.
+    """Makes plans. One thread at a time may use it.
 
     Args:
-        engine: that decodes.
-        encoder: makes its prompts.
-        grammars: compiles schemas.
-        defaults: of temperature, top_p, top_k, min_p and repetition_penalty, where they are not OpenAI's.
+        engine: the engine that decodes.
+        encoder: makes token ids of prompts.
+        grammars: compiles JSON schemas.
+        defaults: temperature, top_p, top_k, min_p and repetition_penalty where they differ from OpenAI's defaults.
         check_speculation: raises ApiError for a drafter or rows that the server does not allow.
     """
 
@@ -87,7 +88,7 @@ class Planner:
         """The plan of a chat.
 
         Raises:
-            ApiError, ConfigError, PromptError: a field that cannot be followed.
+            ApiError, ConfigError, PromptError: a field has a value that cannot be followed.
         """
         if fields.top_logprobs and not fields.logprobs:
             raise ApiError("top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
@@ -110,7 +111,7 @@ class Planner:
         return self._plan(fields, [prompt], budget or room, chat=True, forced=forced, grammar=grammar)
 
     def completion(self, fields: CompletionRequest) -> Plan:
-        """The plan of a completion, as :meth:`chat`."""
+        """The plan of a completion; raises as :meth:`chat` does."""
         prompts = [self._encoder.prompt(prompt) for prompt in _prompts(fields.prompt)]
         return self._plan(fields, prompts, fields.max_tokens or _COMPLETION_TOKENS)
 
@@ -127,7 +128,7 @@ class Planner:
         stops = stop_strings(fields.stop or ())
         ends = {*(fields.stop_token_ids or ())}
         if chat and self._chat_end is not None and not fields.ignore_eos:
-            ends.add(self._chat_end)  # or the answer would go on behind its end
+            ends.add(self._chat_end)  # else the answer would go on behind the end of its turn
         speculation = fields.speculation or Speculation.model_validate({})
         options: dict[str, Any] = {"stop": stops, "stop_token_ids": ends, **self._check_speculation(speculation)}
         if fields.ignore_eos:
@@ -183,7 +184,7 @@ class Planner:
         return self._grammars().of(form.json_schema.schema_)
 
     def _forced(self, fields: ChatRequest) -> tuple[str | None, JsonGrammar | None]:
-        """The call that the answer has to be, and the grammar that has it be one."""
+        """The function that the answer must call, and the grammar that makes the answer such a call."""
         choice, tools = fields.tool_choice, fields.tools or []
         if choice == "required":
             calls = [
@@ -210,7 +211,7 @@ class Planner:
 
 
 def _prompts(prompt: str | Sequence[Any]) -> list[Any]:
-    """The prompts of a completion, each a text or token ids."""
+    """The prompts of a completion, each a text or a list of token ids."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt:

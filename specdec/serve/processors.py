@@ -1,4 +1,4 @@
-"""OpenAI's options that change scores: biases of tokens, and penalties for those that the answer has already."""
+"""OpenAI's options that change scores: ``logit_bias``, and the presence and frequency penalties."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ __all__ = ["Penalties", "bias_of"]
 
 
 class Penalties:
-    """Lowers the scores of the tokens of the answer: once for each that is there, and again for each time it is.
+    """Lowers the scores of tokens that the answer already has.
 
-    A token's score loses ``presence`` if the answer has it, and ``frequency`` times how often; the prompt counts for
-    nothing.
+    A token's score loses ``presence`` once, and ``frequency`` for each time that the answer has it. The prompt's tokens
+    do not count.
     """
 
     def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
         self._prompt_tokens, self._presence, self._frequency = prompt_tokens, presence, frequency
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, V] after the text [1, n]."""
+        """The penalised scores [1, V] behind the token ids [1, n]."""
         counts = torch.bincount(ids[0, self._prompt_tokens :], minlength=scores.shape[-1]).to(scores.dtype)
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
 def bias_of(biases: Mapping[str, float], vocab_size: int) -> Any:
-    """Transformers' processor that adds a number to the scores of tokens.
+    """The transformers processor that adds ``logit_bias`` to the scores.
 
     Raises:
-        ApiError: a key that is no token of the model.
+        ApiError: a key is not a token id of the model.
     """
     found: dict[tuple[int, ...], float] = {}
     for name, bias in biases.items():

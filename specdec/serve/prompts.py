@@ -1,4 +1,4 @@
-"""Messages, texts and tokens of requests as the token ids of a prompt."""
+"""Token ids of a request's messages, texts or token lists."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _OWN = {
 
 
 class Encoder:
-    """Makes prompts for an engine; to be used by one thread at a time, as tokenizers are.
+    """Makes prompts for an engine. One thread at a time may use it, as with tokenizers.
 
     Args:
-        engine: whose vocabulary and context they are for.
-        tokenizer: one that no other thread encodes with.
+        engine: the engine whose vocabulary and context length bound the prompts.
+        tokenizer: a tokenizer that no other thread uses.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any) -> None:
@@ -39,23 +39,23 @@ class Encoder:
         self.knows_tools = _names_tools(getattr(tokenizer, "chat_template", None))
 
     def prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a text, or of token ids.
+        """Token ids of a text; token ids are checked and returned.
 
         Raises:
-            ApiError: longer than the context.
-            PromptError: empty, or tokens outside the vocabulary.
+            ApiError: the prompt exceeds the context.
+            PromptError: the prompt is empty, or has tokens outside the vocabulary.
         """
         return self._fitting(token_ids(prompt, self._tokenizer), "prompt")
 
     def prediction(self, text: str) -> list[int]:
-        """Token ids of a text that the answer is expected to be."""
+        """Token ids of a prediction, a text that the answer is expected to resemble."""
         return prediction_ids(text, self._tokenizer, self._engine.target.vocab_size)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones included.
+        """The text of token ids, special tokens included.
 
         Raises:
-            ApiError: a token outside the vocabulary.
+            ApiError: a token is outside the vocabulary.
         """
         size = self._engine.target.vocab_size
         if unknown := [token for token in tokens if token >= size]:
@@ -75,18 +75,18 @@ class Encoder:
         begins: bool = True,
         more: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of messages, as the chat template writes them, up to where the answer begins.
+        """Token ids of the chat template's output, up to the point where the answer begins.
 
         Args:
-            messages: of the chat.
-            tools: that the model may call.
-            continues: the answer goes on with the last message, in place of one of its own.
-            begins: what the template writes before an answer is there.
-            more: variables of the template.
+            messages: the chat's messages.
+            tools: the tools that the model may call.
+            continues: whether the answer continues the last message instead of starting a new one.
+            begins: whether the template's generation prompt is added.
+            more: additional variables of the template.
 
         Raises:
-            ApiError: there is no chat template, or none that knows tools; a message that it does not take; longer than
-                the context.
+            ApiError: there is no chat template, it has no place for tools, or it refuses a message; or the prompt
+                exceeds the context.
         """
         if not writes_chats(self._tokenizer):
             raise ApiError(
@@ -120,7 +120,7 @@ class Encoder:
                 return_dict=True,
                 **options,
             )
-        except Exception as error:  # a template is code of others: it may raise anything
+        except Exception as error:  # a template is the checkpoint's code and may raise anything
             raise ApiError(
                 f"the chat template of {self._engine.target.name} refuses these messages: {first_line(error)}; change "
                 "them",
@@ -141,10 +141,10 @@ class Encoder:
 
 
 def plain_text(content: str | Sequence[TextPart] | None, param: str, between: str = "\n") -> str | None:
-    """A content as one text: its parts with ``between`` between them, a message's each on lines of its own.
+    """The text of a message's content: its parts joined by ``between``, by default one part a line.
 
     Raises:
-        ApiError: a part that is no text.
+        ApiError: a part is not text.
     """
     if content is None or isinstance(content, str):
         return content
@@ -160,7 +160,7 @@ def plain_text(content: str | Sequence[TextPart] | None, param: str, between: st
 
 
 def _plain(message: Message, place: int) -> dict[str, Any]:
-    """A message as chat templates expect it: text for content, and the arguments of calls as objects."""
+    """The message as chat templates expect it: its content as one text, the arguments of calls as objects."""
     where = f"messages.{place}"
     content = plain_text(message.content, f"{where}.content")
     if content is None and not message.tool_calls:
@@ -181,7 +181,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
         try:
             return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
         except ValueError:
-            return call  # what a model wrote: the template shows it as it is
+            return call  # the model wrote no JSON; the template shows the text unchanged
     return call
 
 
@@ -192,5 +192,5 @@ def _names_tools(template: str | None) -> bool:
         return False
     try:
         return "tools" in meta.find_undeclared_variables(Environment().parse(template))
-    except Exception:  # transformers' own tags, say
+    except Exception:  # for example, tags that only transformers adds
         return "tools" in template

@@ -1,4 +1,4 @@
-"""The same application as a Ray Serve deployment: several replicas, each with an engine of its own."""
+"""The application as a Ray Serve deployment: several replicas, each with its own engine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = ["deployment", "serve_replicas"]
 NAME = "specdec"
 
 try:
-    # Sends all requests with one X-Session-Id to one replica, which has kept what they begin with.
+    # Routes all requests of one X-Session-Id to the replica that has cached their prefix.
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-except ImportError:  # a version of Ray that routes by load alone
+except ImportError:  # this version of Ray can route by load only
     ConsistentHashRouter = None
 
 
 def deployment(config: ServeConfig) -> Any:
-    """The Ray Serve application of a server's options; to be run by ``ray.serve.run``.
+    """The Ray Serve application for a server's options; ``ray.serve.run`` starts it.
 
     Raises:
-        ConfigError: options of the deployment that Ray does not take.
+        ConfigError: Ray refuses an option of the deployment.
     """
     options = asdict(config)
 
@@ -44,10 +44,10 @@ def deployment(config: ServeConfig) -> Any:
         return make_app(Service(load(own, own.drafter, own.policy), own))
 
     class Replica:
-        """Has the application for its HTTP requests."""
+        """One replica; it serves the application over HTTP."""
 
     chosen: dict[str, Any] = {"num_replicas": config.replicas, "graceful_shutdown_timeout_s": config.grace}
-    chosen["max_ongoing_requests"] = config.max_num_seqs + config.max_queue + 1  # whose line is the replica's own
+    chosen["max_ongoing_requests"] = config.max_num_seqs + config.max_queue + 1  # each replica has its own queue
     if ConsistentHashRouter is not None:
         chosen["request_router_config"] = {"request_router_class": ConsistentHashRouter}
     try:
@@ -68,7 +68,7 @@ def deployment(config: ServeConfig) -> Any:
 
 
 def serve_replicas(config: ServeConfig, on_ready: Callable[[str], None]) -> None:
-    """Serve by Ray Serve, on this machine or the cluster that Ray finds, until a signal ends it."""
+    """Serve with Ray Serve, on this machine or on the cluster that Ray connects to, until a signal ends it."""
     application = deployment(config)
     ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error")
     ray_serve.start(http_options={"host": config.host, "port": config.port})

@@ -1,4 +1,4 @@
-"""Serving by uvicorn: the socket first, then the model, then requests, until a signal ends it."""
+"""Serving with uvicorn: it binds the socket, then loads the model, then answers requests until a signal ends it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from specdec.serve.service import Service
 
 __all__ = ["Server", "address_of", "bound_socket", "serve"]
 
-_LAST_SECONDS = 5  # for what is told of the end of the grace period to go out
+_LAST_SECONDS = 5  # after the grace period, for the last errors to be sent
 
 
 class Server(uvicorn.Server):
     """A uvicorn server for one service.
 
-    A first signal has it take no new requests and end once those that run have; after the grace period they end with an
-    error. A second one ends it at once.
+    After a first signal, it refuses new requests and ends when the running ones have ended; when the grace period is
+    over, these end with an error. A second signal ends it at once.
 
     Args:
-        service: what is served.
-        on_ready: called once requests are taken.
+        service: the service behind the application.
+        on_ready: called once the server accepts requests.
 
     Attributes:
-        service: what is served.
+        service: the service behind the application.
     """
 
     def __init__(self, service: Service, on_ready: Callable[[], None] = lambda: None) -> None:
         grace = service.config.grace
         config = uvicorn.Config(
             make_app(service),
-            http="h11",  # whose headers are bounded
+            http="h11",  # h11 limits the size of headers
             h11_max_incomplete_event_size=HEADER_BYTES,
             ws="none",
             lifespan="on",
@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end, or end at once where that was begun."""
+        """Start the graceful end, or end at once where it had started."""
         self.force_exit = self.should_exit
         self.should_exit = True
         self.service.draining = True
@@ -85,25 +85,25 @@ class Server(uvicorn.Server):
 
 
 def serve(load: Callable[[], Engine], config: ServeConfig, on_ready: Callable[[str], None]) -> None:
-    """Serve the engine that ``load`` makes until a signal ends it; ``on_ready`` is told the address.
+    """Load the engine and serve it until a signal ends it; ``on_ready`` receives the address.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the server cannot listen on the address.
     """
-    with bound_socket(config.host, config.port) as listening, _log_to_stderr():  # before a model is loaded for nothing
+    with bound_socket(config.host, config.port) as listening, _log_to_stderr():  # before the model loads
         address = address_of(listening)
         server = Server(Service(load(), config), lambda: on_ready(address))
         try:
             server.run(sockets=[listening])
-        except OSError as error:  # another program was quicker to listen there
+        except OSError as error:  # another program took the port in the meantime
             raise _cannot_listen(config.host, config.port, error) from error
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address.
+    """A socket bound to an address.
 
     Raises:
-        ConfigError: no such address, or one that is in use or not allowed.
+        ConfigError: the address does not exist, is in use or is not allowed.
     """
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -128,14 +128,14 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def address_of(bound: socket.socket) -> str:
-    """Its URL."""
+    """The URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Have the log's lines written to standard error, with the time."""
+    """Write the log to standard error, with times, while the context is open."""
     logger, handler = logging.getLogger("specdec.serve"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = logger.level

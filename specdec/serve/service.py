@@ -1,4 +1,4 @@
-"""Service: one engine with all that answering needs beside it: its thread, prompts, grammars, figures and limits."""
+"""Service: an engine with its thread, prompts, grammars, figures and limits."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Service:
     """Answers requests with an engine.
 
     Args:
-        engine: with a tokenizer.
-        config: names, limits and defaults; the engine was made by its other options.
+        engine: an engine with a tokenizer.
+        config: names, limits and defaults; its engine options have already been applied.
 
     Attributes:
-        drafters: those that a request may name, made; None stands for the engine's own.
-        prefixes: what texts begin with, kept; None where nothing is.
-        draining: whether the server is to end, and takes no new requests.
+        drafters: drafters that requests can name, by name; None stands for the engine's own.
+        prefixes: the cache of prompt prefixes; None where prefixes are not kept.
+        draining: whether the server is ending and refuses new requests.
     """
 
     def __init__(self, engine: Engine, config: ServeConfig) -> None:
@@ -51,7 +51,7 @@ class Service:
         self.draining = False
         self.metrics = Metrics(self.name, config.max_num_seqs, config.cache_bytes)
         self.thread = EngineThread(self._scheduler, self.metrics.stepped)
-        # Tokenizers are to be used by one thread at a time; the engine's own stays with those that decode.
+        # One thread at a time may use a tokenizer; the engine's own is for the threads that decode.
         self._tokenizer = copy.deepcopy(engine.tokenizer)
         self.encoder = Encoder(engine, self._tokenizer)
         self.planner = Planner(
@@ -74,15 +74,15 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are taken."""
+        """Whether the server accepts new requests."""
         return self.thread.alive and not self.draining
 
     async def apart(self, call: Callable[..., T], *arguments: Any) -> T:
-        """What a call that tokenizes or compiles returns; the event loop goes on meanwhile."""
+        """Run a call that tokenizes or compiles in a thread, and return its result, without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._planning, call, *arguments)
 
     def check_ready(self) -> None:
-        """Raises ApiError where no new requests are taken."""
+        """Raises ApiError where the server refuses new requests."""
         if not self.ready:
             why = "is shutting down" if self.draining else "has no engine that runs"
             raise ApiError(
@@ -94,7 +94,7 @@ class Service:
             )
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError for a model that is not served here; a request need not name one."""
+        """Raises ApiError for a model that this server does not have; a request need not name one."""
         if name is not None and name != self.name:
             raise ApiError(
                 f"there is no model {shown(name)} here; this server has {self.name!r}",
@@ -104,10 +104,10 @@ class Service:
             )
 
     def submit(self, plan: Plan, inbox: Inbox) -> list[Submitted]:
-        """Have the requests of a plan decoded.
+        """Queue a plan's requests for decoding.
 
         Raises:
-            ApiError: the line is full, or the server is to end.
+            ApiError: the queue is full, or the server is ending.
         """
         self.check_ready()
         wanted, held = len(plan.requests), len(self.thread.unfinished)
@@ -127,11 +127,11 @@ class Service:
         return [self.thread.submit(request, inbox, index) for index, request in enumerate(plan.requests)]
 
     def _seconds_to_wait(self, wanted: int) -> int:
-        """Until about so many sequences have ended, by what the latest took."""
+        """Estimated seconds until ``wanted`` sequences have ended, by the time that the latest ones took."""
         return min(60, max(1, math.ceil(self.metrics.seconds_each * wanted / self.config.max_num_seqs)))
 
     def _speculation(self, asked: Speculation) -> dict[str, Any]:
-        """Options of a request for how it is drafted; raises ApiError for what the server does not allow."""
+        """A request's options for drafting; raises ApiError for one that the server does not allow."""
         options: dict[str, Any] = {"max_rows": asked.max_rows, "prefix_cache": self.prefixes, "trace": asked.trace}
         if asked.max_rows is not None and asked.max_rows > self.engine.max_rows:
             raise ApiError(
@@ -151,14 +151,14 @@ class Service:
         return options
 
     def gauge(self) -> None:
-        """Note how many sequences run and wait."""
+        """Update the gauges of running and waiting sequences."""
         held = len(self.thread.unfinished)
         self.metrics.running = min(held, self.config.max_num_seqs)
         self.metrics.waiting = held - self.metrics.running
         self.metrics.prefix_bytes = 0 if self.prefixes is None else self.prefixes.nbytes
 
     async def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         await self.thread.close()
         self._planning.shutdown(wait=False, cancel_futures=True)
 
@@ -168,10 +168,10 @@ _UNTRAINED = ("auto", "jacobi", "lookahead", "prompt_lookup", "suffix_automaton"
 
 
 def _drafters(engine: Engine, config: ServeConfig) -> dict[str, Drafter | None]:
-    """The drafters that a request may name, by name; they are made here, and not in a step.
+    """The drafters that requests can name, by name; making them here keeps that work out of the steps.
 
     Raises:
-        ConfigError: one that is unknown, or needs options.
+        ConfigError: a drafter is unknown or needs options.
     """
     own = engine.drafter.name
     names = ["none", *(config.drafters or [name for name in _UNTRAINED if name in drafter_names()])]
@@ -179,7 +179,7 @@ def _drafters(engine: Engine, config: ServeConfig) -> dict[str, Drafter | None]:
 
 
 def sampling_defaults(engine: Engine, config: ServeConfig) -> dict[str, Any]:
-    """The checkpoint's sampling, where it was asked for."""
+    """The checkpoint's sampling defaults, where the server's options ask for them."""
     if config.generation_config == "openai":
         return {}
     own: Any = getattr(getattr(engine.target, "model", None), "generation_config", None)

@@ -1,4 +1,4 @@
-"""What the page is told of each step: its tree, and where its tokens came from, as JSON has it."""
+"""The trace of a step for the web page, as JSON: its tree, and the source of each token."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["trace_json"]
 
 
 def trace_json(step: Step, tokenizer: Any) -> dict[str, Any]:
-    """The ``specdec`` object of a chunk, of a step that was traced; ``ms`` counts from the text's first step.
+    """A chunk's ``specdec`` object for a traced step; ``ms`` is the time since the text's first step, in milliseconds.
 
-    Texts are those of single tokens, so that a character of several tokens has none.
+    Each text is a single token's; a character that spans several tokens has none.
     """
     trace = step.trace
     assert trace is not None
