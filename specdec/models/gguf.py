@@ -1,8 +1,8 @@
-"""GGUF: models in llama.cpp's files, and the tokenizers that such files describe.
+"""GGUF: models in llama.cpp's file format, and the tokenizers that such files describe.
 
-Where native layers run a model, its quantised blocks stay what they are (:mod:`specdec.models.gguf_blocks`).
-Otherwise transformers dequantises them, and the model is as large as one from safetensors: two bytes a parameter in
-bfloat16, four in float32. Rounding to bfloat16 is far finer than the quantisation that came before it.
+Where native layers run a model, its blocks stay quantised (:mod:`specdec.models.gguf_blocks`). Otherwise transformers
+dequantises them, and the model takes as much memory as one from safetensors: two bytes a parameter in bfloat16, four
+in float32. Rounding to bfloat16 changes a weight far less than its quantisation did.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from specdec.models.gguf_tokenizer import TokenizerSettings, read_tokenizer
 
 __all__ = ["GgufFile", "is_gguf", "require_gguf"]
 
-_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers
+_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's numbers of unquantised types
 
 
 def is_gguf(place: str | Path) -> bool:
-    """Whether a model's place is a GGUF file."""
+    """Whether a model's path is a GGUF file."""
     return Path(place).suffix.lower() == ".gguf"
 
 
@@ -41,14 +41,14 @@ def require_gguf() -> None:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file that is whole: its settings, and where its tensors are."""
+    """A complete GGUF file: its settings and its table of tensors."""
 
     path: Path
     table: TensorTable
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """By llama.cpp's keys; of lists of words their length."""
+        """The file's settings by llama.cpp's keys; a list of words is given as its length."""
         return self.table.metadata
 
     @property
@@ -57,33 +57,33 @@ class GgufFile:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, bfloat16 where they are quantised."""
+        """The weights' dtype; bfloat16 where they are quantised."""
         types = {entry.type for entry in self.table.entries}
         if not types <= _PLAIN.keys():
             return torch.bfloat16
         return next(_PLAIN[kind] for kind in (30, 1, 0) if kind in types)
 
     def config(self) -> Any:
-        """As transformers makes it of the file."""
+        """The config that transformers makes of the file's settings."""
         return config_of(self.metadata, self.names)
 
     def why_dequantised(self, dtype: str | torch.dtype, device: Any) -> str | None:
-        """Why its blocks are not read as they lie, or None where they are."""
+        """The reason why its blocks must be dequantised, or None where they can stay quantised."""
         return why_dequantised(self.table, getattr(torch, dtype) if isinstance(dtype, str) else dtype, device)
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read all but the weights.
+        """Read the file's settings and table, but no weights.
 
         Raises:
-            ConfigError: there is no package to read the weights with.
-            CheckpointError: it is no GGUF file, or a broken or unfinished one.
+            ConfigError: the package that reads the weights is missing.
+            CheckpointError: the file is not GGUF, or is broken or incomplete.
         """
         require_gguf()
         remedy = "it is broken or was not fetched whole; get it again"
         try:
             table = TensorTable(path)
-        except Exception as error:  # the reader goes by the lengths in the file, and a broken one may raise anything
+        except Exception as error:  # a broken file's lengths can make the reader raise anything
             why = first_line(error).rstrip(".")
             raise CheckpointError(f"cannot read {str(path)!r} as GGUF: {why}; {remedy}") from error
         if (size := path.stat().st_size) < table.end:
@@ -92,12 +92,12 @@ class GgufFile:
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
-        """A file that transformers reads: this one, or while it is wanted a copy, with tensors in float32 that
-        transformers does not dequantise, such as Q5_0's, which 4-bit files have where rows are no multiple of 256.
+        """Path of a file that transformers reads: this one, or a temporary copy. The copy has tensors in float32 whose
+        type transformers does not dequantise, such as Q5_0, which 4-bit files use for rows that 256 does not divide.
 
         Raises:
-            CheckpointError: blocks that the package gguf cannot dequantise either.
-            OSError: no room for the copy.
+            CheckpointError: the package gguf cannot dequantise a block either.
+            OSError: there is not enough space for the copy.
         """
         if not self.table.strange:
             yield self.path
@@ -109,22 +109,22 @@ class GgufFile:
 
     @property
     def scales_positions(self) -> bool:
-        """Whether its rotary frequencies are scaled."""
+        """Whether the file scales the rotary frequencies."""
         kind = self.metadata.get(f"{self.metadata['general.architecture']}.rope.scaling.type", "none")
         return kind != "none" or any(name.startswith("rope_f") for name in self.names)
 
     def settle(self, model: PreTrainedModel) -> None:
-        """Have its dequantised model know where it came from, and what ends a text."""
-        vars(model.config).pop("_model_name_or_path", None)  # the model's title, not a path
+        """Set the dequantised model's source and the tokens that end a text."""
+        vars(model.config).pop("_model_name_or_path", None)  # it holds the model's title, not a path
         model.name_or_path = str(self.path)
         ends = list(TokenizerSettings.of(self.metadata).ends)
         config: Any = model.generation_config
         config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
 
     def tokenizer(self) -> Any:
-        """The tokenizer that it describes, with its chat template, by the file's own settings.
+        """The tokenizer that the file describes, with its chat template and settings.
 
         Raises:
-            CheckpointError: there is none in it, or none that can be read faithfully.
+            CheckpointError: the file has no tokenizer, or one that cannot be reproduced exactly.
         """
         return read_tokenizer(self.path)

@@ -1,9 +1,9 @@
-"""GGUF files whose quantised blocks stay what they are: transformers' model around weights that are not dequantised.
+"""GGUF models whose blocks stay quantised: transformers' model classes around weights that are not dequantised.
 
-Transformers' own tables say what a file's settings and tensors are called in its models, and undo what llama.cpp does
-to their values; that is rows in another order, which blocks follow, and norms, which are small. Weights that are looked
-up are read where the file has them. Those that are multiplied are laid in panels, one after the other, and their pages
-of the file are given back.
+Transformers' tables map a file's settings and tensors to its own names, and undo llama.cpp's changes to their values:
+another order of rows, which is applied to the blocks as well, and changed norms, which are small. Embeddings are read
+where they lie in the file. Weights of products are copied into panels, one after the other, and their pages of the
+file are released.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "why_not_native",
 ]
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")  # of which native layers know all
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")  # native layers run all of these
 _DTYPES = (torch.bfloat16, torch.float32)
 _GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -49,7 +49,7 @@ _GROUPS = (
 
 
 def why_dequantised(table: TensorTable, dtype: torch.dtype, device: Any) -> str | None:
-    """Why a file's blocks are not read as they lie, or None where they are."""
+    """The reason why a file's blocks must be dequantised, or None where they can stay quantised."""
     if not any(entry.type in formats() and len(entry.shape) == 2 for entry in table.entries):
         return "none of its weights are in blocks that native layers read"
     if (family := table.metadata["general.architecture"]) not in _FAMILIES:
@@ -69,7 +69,7 @@ def why_not_native(dtype: torch.dtype, device: Any) -> str | None:
 
 
 def config_of(metadata: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The config that transformers makes of a file. It reads all of a vocabulary for its size, which takes seconds."""
+    """The config that transformers makes of a file. Its own way reads the whole vocabulary for a size, in seconds."""
     own = str(metadata["general.architecture"])
     family = "mistral" if "llama" in own and metadata.get("general.name") == "mistral" else own
     values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in names}
@@ -87,22 +87,22 @@ def config_of(metadata: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype, *, int8: bool = False) -> PreTrainedModel:
-    """A model of transformers whose linears, embedding and head have a file's blocks.
+    """A transformers model whose linears, embedding and head hold the blocks of a file.
 
     Args:
-        table: of the file's tensors.
-        config: of the model.
-        dtype: that it computes in, and in which its few other weights are held.
-        int8: rows that blocks are multiplied with are rounded to bytes.
+        table: the file's table of tensors.
+        config: the model's config.
+        dtype: dtype of the computation and of the few weights that are not quantised.
+        int8: whether the rows that multiply blocks are rounded to bytes.
 
     Raises:
-        CheckpointError: a tensor is missing, or has another shape than the model's.
+        CheckpointError: a tensor is missing, or its shape differs from the model's.
     """
     return _GgufFilling(table, config, dtype, int8).model
 
 
 def described(model: nn.Module) -> str:
-    """The formats of a model's blocks, the most frequent first, and what they take."""
+    """The formats of a model's blocks, the most frequent first, and their size in memory, as text."""
     packed = [module for module in model.modules() if isinstance(module, PackedLinear | TiedEmbedding)]
     stores = {id(module.store): module.store for module in packed if isinstance(module.store, BlockWeight)}
     counts = Counter(part.format.name for store in stores.values() for part in store.parts)
@@ -171,14 +171,14 @@ class Filling:
         return ModuleRef(layer.get_submodule(owner), name)
 
     def _place(self, places: Sequence[ModuleRef]) -> None:
-        """Put a group's blocks, which are multiplied with the same rows, in the place of its linears."""
+        """Replace linears that multiply the same rows with their blocks from the file."""
         names = [self._names[id(place.module)] for place in places]
         tensors = [
             self._tensor(f"{name}.weight", place.module.weight.shape) for name, place in zip(names, places, strict=True)
         ]
         blocks = [tensor for tensor in tensors if isinstance(tensor, BlockTensor)]
         if len(blocks) < len(tensors):
-            return  # some are of another kind: all of them are filled in as they would be from any other file
+            return  # at least one has no blocks, so all are filled in densely
         biased = [
             (name, bias) for name, place in zip(names, places, strict=True) if (bias := place.module.bias) is not None
         ]
@@ -219,7 +219,7 @@ class _GgufFilling(Filling):
         self.fill()
 
     def _tensor(self, name: str, shape: Sequence[int]) -> BlockTensor | TensorEntry:
-        """A weight's blocks, or where it has others, the entry of the file."""
+        """The blocks of a weight; where it has none, its entry in the table."""
         entry = self._entry(name, shape)
         if entry.type not in formats():
             return entry
@@ -228,13 +228,13 @@ class _GgufFilling(Filling):
         return BlockTensor(formats()[entry.type], self._table.rows(entry), None if same else order)
 
     def _dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A weight as any other file would have it."""
+        """The weight as a dense tensor."""
         entry = self._entry(name, shape)
         values = self._processed(self._table.dequantised(entry), entry.name)
         return torch.tensor(values).to(self._dtype)
 
     def _processed(self, values: np.ndarray, name: str) -> np.ndarray:
-        """What transformers makes of a file's values to undo what llama.cpp did to them."""
+        """A tensor's values after transformers has undone llama.cpp's changes to them."""
         found: np.ndarray = self._process(
             weights=values, name=name, tensor_key_mapping={}, parsed_parameters={}
         ).weights

@@ -1,4 +1,4 @@
-"""How a text is split before byte pairs are merged, by GGUF's names for such rules (``tokenizer.ggml.pre``)."""
+"""Pre-tokenizers: how a text is split before byte pairs are merged, by GGUF's names (``tokenizer.ggml.pre``)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["rules", "splitter"]
 
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA_3, _QWEN_2 = (GGUF_PRE_TOKENIZER_SPLITS[rule] for rule in ("llama3", "qwen2"))
-_WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"  # the beginning of several rules
+_WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"  # first part of several rules
 _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _ASCII_MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 _MARKED = rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
 
-# Names for one rule, and its expressions: each splits further what those before it left.
+# The names of a rule, and its expressions; each expression splits the pieces that the ones before it made.
 _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat mellum a.x-4.0", (_GPT_2,)),
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", (r"\p{N}", _GPT_2)),
@@ -38,12 +38,12 @@ _SPLITS |= {rule: splits for rules, splits in _RULES for rule in rules.split()}
 
 
 def rules() -> tuple[str, ...]:
-    """All rules that are known here."""
+    """The names of all rules that are implemented."""
     return tuple(_SPLITS)
 
 
 def splitter(rule: str) -> Any:
-    """The pre-tokenizer of a rule, which writes bytes as GPT-2 does; None for a rule that is not known here."""
+    """The pre-tokenizer of a rule, with GPT-2's characters for bytes; None for an unknown rule."""
     if (splits := _SPLITS.get(rule)) is None:
         return None
     pieces: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in splits]

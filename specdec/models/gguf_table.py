@@ -1,4 +1,4 @@
-"""A GGUF file's table of tensors, held against the file before anything is read by it."""
+"""The table of tensors in a GGUF file, checked against the file before a tensor is read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from specdec.native.formats import formats
 
 __all__ = ["TensorEntry", "TensorTable", "read_settings"]
 
-_PLAIN = {0: 4, 1: 2, 30: 2}  # ggml's numbers of float32, float16 and bfloat16, and bytes of a value
+_PLAIN = {0: 4, 1: 2, 30: 2}  # ggml's numbers of float32, float16 and bfloat16 -> bytes of a value
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies.
+    """The type, shape and place of a tensor.
 
     Attributes:
-        shape: in torch's order.
-        type: ggml's number of its values' kind.
-        offset, size: bytes, from the first tensor on.
+        shape: shape in torch's order.
+        type: ggml's number of the type.
+        offset, size: offset from the first tensor, and size, in bytes.
     """
 
     name: str
@@ -38,39 +38,39 @@ class TensorEntry:
 
 
 def read_settings(path: Path, lists: Sequence[str] = ()) -> tuple[np.ndarray, Mapping[str, Any], int, int]:
-    """A file's bytes, mapped; its settings; how many tensors it has, and where their table begins.
+    """A file's bytes, memory-mapped; its settings; the number of its tensors; and the offset of their table.
 
-    Of lists of words there is the length, but those in ``lists`` are read.
+    A list of words is given as its length, except for the keys in ``lists``, which are read.
     """
-    from transformers.integrations.gguf.reader import _read_metadata  # GGUFReader takes 5 s
+    from transformers.integrations.gguf.reader import _read_metadata  # gguf's own GGUFReader takes 5 s
 
     blob = np.memmap(path, mode="r", dtype=np.uint8)
     view: Any = blob.data
-    # Words are cut out of a memoryview thirty times as fast as out of an array, and there are 300,000 of them.
+    # Slicing words from a memoryview is thirty times as fast as from an array, and there are up to 300,000 words.
     return blob, *_read_metadata(view, str(path), lists)
 
 
 def _size_of(kind: int) -> tuple[int, int]:
-    """Values and bytes of a block of a type, by ggml's number; ValueError where there is no such type."""
+    """Values and bytes of a block of ggml's type ``kind``; raises ValueError for an unknown type."""
     if kind in _PLAIN:
         return 1, _PLAIN[kind]
     if (known := formats().get(kind)) is not None:
         return int(known.values), int(known.bytes)
-    import gguf  # which may import other tokenizers' packages, for seconds
+    import gguf  # imported late: it can import other tokenizer packages, for seconds
 
     found: tuple[int, int] = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     return found
 
 
 class TensorTable:
-    """A file's tensors.
+    """The tensors of a file.
 
     Attributes:
-        end: bytes that the file has to have.
+        end: size in bytes that the file must have at least.
         strange: types that transformers does not dequantise.
 
     Raises:
-        ValueError: an entry that no file may have; the message names it.
+        ValueError: an entry is not valid; the message names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class TensorTable:
         self.strange = {entry.type for entry in self.entries} - {*GGML_NAME, *_PLAIN}
 
     def _check_places(self) -> None:
-        """Raises ValueError where a name comes twice, or two tensors share bytes."""
+        """Raises ValueError where two tensors have one name or share bytes."""
         names, last = set[str](), None
         for entry in sorted(self.entries, key=lambda entry: entry.offset):
             if entry.name in names:
@@ -108,23 +108,23 @@ class TensorTable:
             last = entry
 
     def missing(self, size: int) -> int:
-        """Bytes to the next place where something may begin."""
+        """Bytes from ``size`` to the next aligned offset."""
         return -size % self._alignment
 
     def bytes_of(self, entry: TensorEntry) -> np.ndarray:
-        """A tensor's bytes, mapped."""
+        """The bytes of a tensor, memory-mapped."""
         begin = self.data + entry.offset
         return self.blob[begin : begin + entry.size]
 
     def rows(self, entry: TensorEntry) -> np.ndarray:
-        """[rows, bytes of a row] of a tensor, mapped."""
+        """[rows, bytes of a row] the bytes of a tensor, memory-mapped."""
         return self.bytes_of(entry).reshape(math.prod(entry.shape[:-1]), -1)
 
     def dequantised(self, entry: TensorEntry) -> np.ndarray:
-        """A tensor's values in float32.
+        """The values of a tensor in float32.
 
         Raises:
-            CheckpointError: blocks that the package gguf cannot dequantise.
+            CheckpointError: the package gguf cannot dequantise its blocks.
         """
         import gguf
 
@@ -139,10 +139,10 @@ class TensorTable:
         return found.astype(np.float32, copy=False).reshape(entry.shape)
 
     def widen(self, copy: Path) -> None:
-        """Write the file again, with the tensors that transformers does not dequantise in float32.
+        """Write a copy of the file in which tensors that transformers does not dequantise are float32.
 
         Raises:
-            CheckpointError: blocks that the package gguf cannot dequantise either.
+            CheckpointError: the package gguf cannot dequantise a block either.
         """
         table, offset = bytearray(), 0
         for entry in self.entries:

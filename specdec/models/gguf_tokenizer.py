@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file describes, built from the file's own lists and settings as llama.cpp reads them.
+"""The tokenizer that a GGUF file describes, built from the file's lists and settings as llama.cpp reads them.
 
-Transformers reads such files, too, but into the tokenizer class of the architecture: that class brings tokens which the
-file does not have, cuts up control tokens that are not written in GPT-2's bytes, and goes by no setting that the file
-leaves to llama.cpp's default.
+Transformers reads such files into the architecture's tokenizer class. That class adds tokens which the file does not
+have, splits control tokens that are not written in GPT-2's bytes, and ignores settings that the file leaves to
+llama.cpp's defaults.
 """
 
 from __future__ import annotations
@@ -26,39 +26,38 @@ from specdec.models.gguf_table import read_settings
 
 __all__ = ["TokenizerSettings", "read_tokenizer"]
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
-_WHOLE = _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are found in a text as they stand
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's character for a space
+_WHOLE = _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are matched whole in a text
 _REMEDY = (
     "give the model's own tokenizer, Engine.from_pretrained(file, tokenizer=AutoTokenizer.from_pretrained(folder)), or "
     "load the model's folder of safetensors"
 )
 _KINDS = ("llama", "gpt2", "gemma4")
 
-# Rules under which a word that is a token as a whole is not put together from merges, and those with a begin token.
+# Rules under which a word that is a token is taken whole, without merges, and those that add a begin token.
 _LLAMA_3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
 _BEGINNING = (*_LLAMA_3, "tekken")
 _WHOLE_WORDS = (*_LLAMA_3, "tekken", "glm4", "glm5")
-_OWN_SPACES = ("gemma", "gemma2", "gemma3")  # whose first files lack the flag that says that no space is put first
+_OWN_SPACES = ("gemma", "gemma2", "gemma3")  # their first files lack the flag "no space before the text"
 
-# Ordinary words, runs of spaces and lines, digits, a contraction, and characters that need bytes.
+# Ordinary words, runs of spaces and newlines, digits, a contraction, and characters that are encoded as bytes.
 _PROBES = ("Hello world", " a  b\n\n\tc", "It's 2026, isn't it?", "na\u00efve \u6f22\u5b57 \U0001f642")
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What a file says of its tokenizer, with llama.cpp's defaults for what it does not say.
+    """The tokenizer settings of a file, with llama.cpp's default for each one that is missing.
 
     Attributes:
-        kind: ``llama``, pieces of SentencePiece, merged by their scores; ``gemma4``, such pieces with a list of
-            merges; ``gpt2``, byte pairs.
-        rule: how texts are split before byte pairs are merged.
-        bos, eos, unk, pad: the tokens that begin and end a text, stand for what has no token, and fill up; None where
-            the file does not say.
-        ends: tokens that end an answer.
-        add_bos, add_eos: whether they are put around a text.
-        space_prefix: whether a space is put before a text, and before what follows a special token.
-        whole_words: whether a word that is a token as a whole is taken so, whatever the merges say.
-        trims: whether special tokens take the space behind them.
+        kind: ``llama`` for SentencePiece's pieces, merged by score; ``gemma4`` for such pieces with a list of merges;
+            ``gpt2`` for byte pairs.
+        rule: name of the rule that splits texts before byte pairs are merged.
+        bos, eos, unk, pad: ids of the begin, end, unknown and padding tokens; None where the file has none.
+        ends: ids of tokens that end an answer.
+        add_bos, add_eos: whether the begin and end tokens are added to a text.
+        space_prefix: whether a space is added before a text, and before the text after a special token.
+        whole_words: whether a word that is a token is taken whole, without merges.
+        trims: whether special tokens absorb the spaces behind them.
     """
 
     kind: str
@@ -76,7 +75,7 @@ class TokenizerSettings:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> TokenizerSettings:
-        """Those of a file's metadata."""
+        """The settings in a file's metadata."""
         kind, rule = (str(metadata.get(f"tokenizer.ggml.{name}") or "default") for name in ("model", "pre"))
         pieces = kind == "llama"
         own_spaces = metadata.get("general.architecture") in _OWN_SPACES
@@ -103,10 +102,10 @@ class TokenizerSettings:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """The tokenizer that a GGUF file describes, with its chat template.
+    """The tokenizer of a GGUF file, with its chat template.
 
     Raises:
-        CheckpointError: there is none in it, or none that can be read faithfully.
+        CheckpointError: the file has no tokenizer, or one that cannot be reproduced exactly.
     """
     try:
         _, metadata, _, _ = read_settings(path, ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
@@ -115,14 +114,14 @@ def read_tokenizer(path: Path) -> Any:
         vocabulary.check(tokenizer)
     except CheckpointError:
         raise
-    except Exception as error:  # lists of any length and kind may be in the file
+    except Exception as error:  # a file's lists can have any length and type
         raise CheckpointError(f"no tokenizer in {str(path)!r}: {first_line(error)}; {_REMEDY}") from error
     tokenizer.name_or_path = str(path)
     return tokenizer
 
 
 class _Handed:
-    """A backend that is handed over as it is: a copy, which transformers would make, takes as long as all the rest."""
+    """A backend that transformers takes without a copy; copying takes as long as everything else together."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -132,7 +131,7 @@ class _Handed:
 
 
 class _Vocabulary:
-    """A file's tokens, and the two ways to read a text with them: the library's, and a plain one to check it."""
+    """A file's tokens, and two encoders for them: the tokenizers library's, and a simple one that checks it."""
 
     def __init__(self, name: str, metadata: Mapping[str, Any]) -> None:
         self.name, self.settings = name, TokenizerSettings.of(metadata)
@@ -164,7 +163,7 @@ class _Vocabulary:
         self.whole = sorted(self.special | of_type[_USER_DEFINED])
 
     def tokenizer(self, template: str | None) -> Any:
-        """Transformers' tokenizer of it."""
+        """The transformers tokenizer for these tokens."""
         settings, tokens = self.settings, self.tokens
         backend = Tokenizer(self._model())
         if settings.kind != "gpt2":
@@ -204,7 +203,7 @@ class _Vocabulary:
         return models.BPE(self.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
     def _add_whole(self, backend: Any) -> None:
-        """Have tokens found in a text that stand there as a whole."""
+        """Add the tokens that are matched whole in a text."""
         untrimmed = ("<unk>", "<s>", "<|endoftext|>")
 
         def added(place: int) -> AddedToken:
@@ -214,7 +213,7 @@ class _Vocabulary:
         backend.add_tokens([added(place) for place in self.whole])
 
     def check(self, tokenizer: Any) -> None:
-        """Hold the library's tokens of some texts against those of the plain reading."""
+        """Compare the library's tokens of some texts with the simple encoder's."""
         ends = [self.tokens[end] for end in self.settings.ends]
         for text in (*_PROBES, *(f"ab{end}cd" for end in ends)):
             tokens, expected = list(tokenizer(text)["input_ids"]), self.encode(text, tokenizer.backend_tokenizer)
@@ -222,7 +221,7 @@ class _Vocabulary:
                 raise self._refusal(f"{text!r} becomes the tokens {tokens}, and its own settings make it {expected}")
 
     def encode(self, text: str, backend: Any) -> list[int]:
-        """The tokens of a text by the file's lists, merge by merge."""
+        """The tokens of a text, merged pair by pair as the file's lists say."""
         settings = self.settings
         whole = sorted((token for place in self.whole if (token := self.tokens[place]) in text), key=len, reverse=True)
         ids = [settings.bos] if settings.add_bos and settings.bos is not None else []
@@ -253,13 +252,13 @@ class _Vocabulary:
         ]
 
     def _rank(self, left: str, right: str) -> float:
-        """Pairs of lower rank are merged first."""
+        """The rank of a pair; pairs of lower rank are merged first."""
         if self.scores is None:
             return self._ranks.get((left, right), math.inf)
         return -self.scores[self.ids[left + right]] if left + right in self.ids else math.inf
 
     def _spelled(self, part: str) -> list[int]:
-        """The token of a part, or those of its bytes."""
+        """The token of a part of the text, or the tokens of its bytes."""
         if part in self.ids:
             return [self.ids[part]]
         names = [f"<0x{byte:02X}>" for byte in part.encode()]
@@ -274,6 +273,6 @@ class _Vocabulary:
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """Two tokens with a space between, of which the first may begin with one."""
+    """The two tokens of a merge, which a space separates; the first may itself begin with a space."""
     space = merge.index(" ", 1)
     return merge[:space], merge[space + 1 :]

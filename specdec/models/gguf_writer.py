@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model of llama.cpp's families, its sizes and its weights, by the package gguf."""
+"""Writing models of llama.cpp's families to GGUF files with the package gguf: settings and weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["add_settings", "add_weights"]
 
 
 def add_settings(writer: Any, config: Any) -> None:
-    """Sizes, rotary base and epsilon of a Llama-like config."""
+    """Write the sizes, rotary base and epsilon of a Llama-like config."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -31,10 +31,10 @@ def add_settings(writer: Any, config: Any) -> None:
 def add_weights(
     writer: Any, family: str, config: Any, weights: Iterable[tuple[str, torch.Tensor]], blocks: Any
 ) -> None:
-    """Weights by transformers' names: matrices in ``blocks``, a GGMLQuantizationType, and all others in float32.
+    """Write weights: matrices as ``blocks``, a GGMLQuantizationType, all others in float32; names are transformers'.
 
-    A matrix whose rows are no whole number of blocks is written in bfloat16. Rows of a ``llama``'s queries and keys are
-    put into llama.cpp's order, which rotates neighbours.
+    A matrix whose row is not a whole number of blocks is written in bfloat16. The query and key rows of a ``llama`` are
+    put into llama.cpp's order, in which rotary pairs are neighbours.
     """
     import gguf
 

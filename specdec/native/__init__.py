@@ -1,4 +1,4 @@
-"""Native: decoder layers in C, for CPUs; compiled on the machine that runs them, at first use, by its own compiler.
+"""Native: decoder layers in C for CPUs, compiled at first use by the C compiler of the machine that runs them.
 
-``layers.c`` computes, :mod:`library` compiles and loads it; :mod:`specdec.runners.native` sends a step's rows through.
+``layers.c`` computes, :mod:`library` compiles and loads it, and :mod:`specdec.runners.native` calls it for each step.
 """

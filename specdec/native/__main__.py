@@ -1,4 +1,4 @@
-"""``python -m specdec.native``: build the native layers into this package, when it is installed."""
+"""``python -m specdec.native``: compile the native layers into the installed package."""
 
 from __future__ import annotations
 

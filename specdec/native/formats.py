@@ -13,7 +13,7 @@ __all__ = ["WeightFormat", "formats"]
 
 
 class WeightFormat(Structure):
-    """One row of the table.
+    """The description of one format, a row of the table.
 
     Attributes:
         name, type: GGUF's name and number of it; below 0 for blocks that no GGUF file has.
@@ -35,7 +35,7 @@ class WeightFormat(Structure):
         return str(self._name.decode())
 
     def row_bytes(self, inputs: int) -> int:
-        """Bytes of a row of so many weights in a file."""
+        """Bytes of a row of ``inputs`` weights in a file."""
         return inputs // int(self.values) * int(self.bytes)
 
 

@@ -1,7 +1,6 @@
-"""The compiled library: ``layers.c`` and its parts built once per machine and compiler, kept on disk, and its
-functions.
+"""The compiled library: ``layers.c`` with its headers, compiled once per machine and compiler, and cached on disk.
 
-Where there is no C compiler that works there is no library, and torch's kernels do the work.
+Without a working C compiler there is no library, and torch's kernels compute instead.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ __all__ = ["compiler", "digest_of_library", "install", "library", "products", "s
 _SOURCE = Path(__file__).with_name("layers.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 _INSTALLED = Path(__file__).with_name("installed")
-_NO_ROW = 2  # what specdec_run_layers returns where it has no embedding for a token
-_UNFINISHED = ".unfinished-"  # what the folder is called in which the compiler works
-_SECONDS = 300  # a compiler that takes longer is not going to come back
+_NO_ROW = 2  # specdec_run_layers returns this for a token without an embedding
+_UNFINISHED = ".unfinished-"  # prefix of the folder in which the compiler writes
+_SECONDS = 300  # after this time, the compiler is taken to hang
 
 
 def compiler() -> str | None:
-    """The C compiler that is used here, or None."""
+    """Path of the C compiler to use, or None."""
     return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
 def source(path: Path | None = None) -> str:
-    """The text of a C file, of ``layers.c`` for None, with the parts that it includes in their places."""
+    """The text of a C file (None: ``layers.c``), with the files that it includes expanded."""
     path = path or _SOURCE
 
     def part(match: re.Match[str]) -> str:
@@ -53,12 +52,12 @@ def source(path: Path | None = None) -> str:
 
 @cache
 def library() -> Any:
-    """The library, compiled if this user has not compiled it before; None where it cannot be.
+    """The loaded library, compiled at this user's first use; None where it cannot be compiled.
 
-    It runs as this user, so nothing is loaded that somebody else may have put there or changed. It is kept in a folder,
-    and in files, that belong to the user and are closed to all others, under its content's hash. Where there can be no
-    such folder, it is compiled into a temporary one, and a SpecdecWarning says why. One that was built into this
-    package for this machine (``python -m specdec.native``) goes first, as it is no less the package's than its source.
+    The library runs with this user's rights, so a file that another user could have written is not loaded. The cache
+    is a folder that only this user can open, and each library's name is the hash of its content. Where no such folder
+    can be made, a temporary one is used, with a SpecdecWarning that gives the reason. A library that
+    ``python -m specdec.native`` compiled into this package is tried first: it deserves the same trust as the source.
     """
     if (installed := _installed()) is not None:
         return installed
@@ -71,7 +70,7 @@ def library() -> Any:
             folder = _own_folder(cache_folder() / "native")
         except OSError as error:
             warnings.warn(f"native layers are compiled anew by every process: {error}", SpecdecWarning, stacklevel=2)
-            with tempfile.TemporaryDirectory() as private:  # what is loaded stays so when its file is gone
+            with tempfile.TemporaryDirectory() as private:  # a loaded library stays when its file is deleted
                 return _load(_build(found, Path(private)))
         return _kept(folder, note) or _compiled(found, folder, note)
     except (OSError, subprocess.SubprocessError) as error:
@@ -80,7 +79,7 @@ def library() -> Any:
 
 
 def digest_of_library() -> str | None:
-    """Of the library that is loaded, and how it multiplies: another compiler makes another one of the same source."""
+    """Hash of the loaded library and its kind of products; the same source has another hash under another compiler."""
     loaded = library()
     if loaded is None:
         return None
@@ -88,7 +87,7 @@ def digest_of_library() -> str | None:
 
 
 def products() -> str | None:
-    """How the library multiplies rows in bfloat16 here; None where there is none."""
+    """The name of the library's bfloat16 product on this processor; None where there is none."""
     loaded = library()
     if loaded is None:
         return None
@@ -99,10 +98,10 @@ def products() -> str | None:
 
 
 def install() -> Path:
-    """Build the library into this package, for machines like this one that have no compiler, or no folder of their own.
+    """Compile the library into this package, for machines of this kind without a compiler or a cache folder.
 
     Raises:
-        OSError: there is no compiler, or this package's folder cannot be written.
+        OSError: there is no compiler, or this package's folder is not writable.
         subprocess.SubprocessError: the compiler fails.
     """
     found = compiler()
@@ -113,12 +112,12 @@ def install() -> Path:
     with _alone_in(_INSTALLED):
         path = _build(found, _INSTALLED, note)
     for file in (path, _INSTALLED / note):
-        file.chmod(0o644)  # other users of this package are to read it
+        file.chmod(0o644)  # other users of this package must be able to read it
     return path
 
 
 def _installed() -> Any:
-    """The library that was built into this package for this machine, if there is one; a broken one is told of."""
+    """The library that was compiled into this package for this machine, or None; a broken one causes a warning."""
     note = _INSTALLED / _machine()
     if not note.is_file():
         return None
@@ -133,13 +132,13 @@ def _installed() -> Any:
 
 
 def _machine() -> str:
-    """A note's name for this source and processor, which is known without a compiler."""
+    """File name of the note for this source and processor; computing it needs no compiler."""
     made_of = "|".join((source(), platform.machine(), *_flags(), *_FLAGS))
     return hashlib.sha256(made_of.encode()).hexdigest()[:16] + ".sha256"
 
 
 def _flags() -> list[str]:
-    """What the processor can, by its own names."""
+    """The processor's features, under the names that it reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -148,10 +147,10 @@ def _flags() -> list[str]:
 
 
 def _own_folder(folder: Path) -> Path:
-    """The folder, made if it is not there.
+    """The folder, created where it is missing.
 
     Raises:
-        OSError: it cannot be made, is none, or is not the user's alone.
+        OSError: it cannot be created, is not a folder, belongs to another user, or is open to other users.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(folder, folder.lstat(), stat.S_ISDIR)
@@ -159,7 +158,7 @@ def _own_folder(folder: Path) -> Path:
 
 
 def _check_owner(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Raises OSError for what is a link or of another kind, is another user's, or is open to others."""
+    """Raises OSError for a link or another kind of file, and for a file of another user or open to other users."""
     if not is_kind(found.st_mode):
         raise OSError(f"{str(path)!r} is a link, or no plain file or folder; remove it")
     if found.st_uid != os.geteuid():
@@ -170,14 +169,14 @@ def _check_owner(path: Path, found: os.stat_result, is_kind: Callable[[int], boo
 
 
 def _read_own(path: Path) -> bytes:
-    """A file that is the user's alone; OSError for any other."""
+    """The content of a file that only this user can open; raises OSError for any other file."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         _check_owner(path, os.fstat(file.fileno()), stat.S_ISREG)
         return file.read()
 
 
 def _kept(folder: Path, note: str) -> Any:
-    """The library whose hash is in a note, if there is one; None, and a SpecdecWarning, if it is another."""
+    """The cached library whose hash the note holds, or None; one with another hash causes a SpecdecWarning."""
     place = folder / note
     if not os.path.lexists(place):
         return None
@@ -193,7 +192,7 @@ def _kept(folder: Path, note: str) -> Any:
 
 
 def _compiled(compiler: str, folder: Path, note: str) -> Any:
-    """The library, compiled into the user's folder, by the process that does it at this moment if there is one."""
+    """The library, compiled into the user's folder; where another process is compiling it, this waits for that one."""
     missing = not os.path.lexists(folder / note)
     with _alone_in(folder):
         return (_kept(folder, note) if missing else None) or _load(_build(compiler, folder, note))
@@ -201,10 +200,10 @@ def _compiled(compiler: str, folder: Path, note: str) -> Any:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder to compile into, and clear away what processes that were killed left there half-made.
+    """Lock a folder for compiling, and delete what killed processes left unfinished in it.
 
     Raises:
-        OSError: another process holds it for longer than a compiler may take.
+        OSError: another process has held the lock for longer than a compiler may take.
     """
     busy = f"another process has been compiling in {str(folder)!r} for {2 * _SECONDS} s; stop it"
     try:
@@ -223,10 +222,10 @@ def _path(folder: Path, digest: str) -> Path:
 
 
 def _load(path: Path) -> Any:
-    """The library in a file that was checked.
+    """Load the library from a file that has been checked.
 
     Raises:
-        OSError: it cannot be loaded, or lacks a function.
+        OSError: the file cannot be loaded, or lacks a function.
     """
     loaded = ctypes.CDLL(str(path))
     try:
@@ -257,12 +256,12 @@ def _check_done(failed: Any, function: Any, arguments: Any) -> Any:
 
 
 def _key(compiler: str) -> str:
-    """What is particular to this source, compiler and machine.
+    """A hash of this source, compiler and machine.
 
     Raises:
-        subprocess.SubprocessError: the compiler cannot even say what it is.
+        subprocess.SubprocessError: the compiler cannot print its macros.
     """
-    # Its macros name its version and every instruction set that it takes from this machine; a chip's name may not.
+    # The macros hold its version and every instruction set that it enables here; a processor's name may not tell these.
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     macros = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout
     made_of = "|".join((source(), macros, *_FLAGS))
@@ -270,15 +269,15 @@ def _key(compiler: str) -> str:
 
 
 def _build(compiler: str, folder: Path, note: str | None = None) -> Path:
-    """Compile into a folder, under the content's hash, and then write the hash into a note.
+    """Compile into a folder, under the hash of the content, and then write that hash into a note.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder is not writable.
         subprocess.SubprocessError: the compiler fails.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as made:
-        built, environment = Path(made) / "layers.so", {**os.environ, "TMPDIR": made}  # the compiler's own files, too
-        for threads in (["-fopenmp"], []):  # a compiler without OpenMP makes a library for one thread
+        built, environment = Path(made) / "layers.so", {**os.environ, "TMPDIR": made}  # the compiler's temporary files too
+        for threads in (["-fopenmp"], []):  # without OpenMP, the library runs on one thread
             command = [compiler, *_FLAGS, *threads, str(_SOURCE), "-o", str(built), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
             if done.returncode == 0:

@@ -1,6 +1,6 @@
-"""What is read of a row of scores on a CPU: its largest ones, or a draw from them, in one look at it.
+"""Reading rows of scores on a CPU: their largest scores, or a draw from them, in one pass.
 
-Each function says None where the compiled library is not there or does not read such scores; then torch has to.
+Each function returns None where the compiled library is missing or cannot read such scores; torch must then do it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HALF = {torch.float32: False, torch.bfloat16: True}
 
 
 class Found(NamedTuple):
-    """Of every row the places and values of the ``each`` largest, which were found as the rows were made."""
+    """Tokens and scores of each row's ``each`` largest scores, which were found while the rows were computed."""
 
     each: int
     places: array[int]
@@ -28,16 +28,16 @@ class Found(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Rows of scores where the library reads them; whoever has this holds their memory.
+    """The address of score rows in memory, for the library; the owner of this object keeps that memory alive.
 
-    What torch would say of a tensor is known here: with the weights gone by since, each question to it reads pages of
-    its code that no cache holds any more, and takes as long as a row of scores.
+    The shape and dtype are fields here, as asking a tensor for them costs time: after a pass over the weights, torch's
+    code is in no cache, and each question takes as long as reading a row of scores.
 
     Attributes:
-        address: of the first row.
-        rows, size: they are [rows, size].
-        half: in bfloat16, not float32.
-        found: what is known of them, and of rows before them: of as many as ``first``.
+        address: address of the first row.
+        rows, size: shape [rows, size] of the scores.
+        half: whether the scores are bfloat16; else float32.
+        found: the largest scores of these rows and of the ``first`` rows before them, or None.
     """
 
     address: int
@@ -49,16 +49,16 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As of a tensor."""
+        """The shape, under a tensor's name for it."""
         return self.rows, self.size
 
     def part(self, first: int, rows: int) -> Stored:
-        """Some rows, from ``first`` on."""
+        """``rows`` rows, from row ``first`` on."""
         address = self.address + first * self.size * (2 if self.half else 4)
         return Stored(address, rows, self.size, self.half, self.found, self.first + first)
 
     def known(self, rows: Sequence[int] | None, count: int) -> tuple[Found, Sequence[int]] | None:
-        """Where those of its rows begin in what was found; None where fewer than ``count`` of each were."""
+        """The largest scores, and each row's offset in them; None where fewer than ``count`` a row are known."""
         if (found := self.found) is None or found.each < count:
             return None
         first, each = self.first, found.each
@@ -68,7 +68,7 @@ class Stored(NamedTuple):
 
 
 def _stored(scores: torch.Tensor | Stored) -> Stored | None:
-    """Where the library reads scores [R, V] or [V]."""
+    """The address of scores [R, V] or [V]; None where the library cannot read them."""
     if isinstance(scores, Stored):
         return scores
     if scores.dtype not in _HALF or scores.device.type != "cpu" or not scores.is_contiguous() or library() is None:
@@ -77,9 +77,9 @@ def _stored(scores: torch.Tensor | Stored) -> Stored | None:
 
 
 def largest(scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: int) -> list[list[int]] | None:
-    """The places of the ``count`` largest of [V], of some rows of ``scores`` [R, V] (None: all), the largest first.
+    """The tokens of the ``count`` largest scores in rows of [R, V] (None: all rows) or in [V], largest first.
 
-    Of equal ones the first comes first, and NaN before all numbers.
+    Of equal scores the first comes first; NaN comes before all numbers.
     """
     if (stored := _stored(scores)) is None:
         return None
@@ -95,7 +95,7 @@ def largest(scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: in
 def weighed(
     scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: int
 ) -> tuple[list[array[int]], list[array[float]]] | None:
-    """The same, "q", and the scores there, "f"."""
+    """Tokens, as arrays "q", and scores, as arrays "f", of each row's ``count`` largest scores; see :func:`largest`."""
     if (stored := _stored(scores)) is None:
         return None
     number, count = stored.rows if rows is None else len(rows), min(count, stored.size)
@@ -111,7 +111,7 @@ def weighed(
 
 
 def _find(stored: Stored, rows: Sequence[int] | None, number: int, count: int, best: Any, found: int | None) -> None:
-    """Have the ``number`` rows' largest written to ``best``, and their scores to ``found``."""
+    """Write the largest scores' tokens of ``number`` rows to ``best``, and the scores to ``found``."""
     wanted = None if rows is None else (c_int64 * number)(*rows)
     library().specdec_top(stored.address, wanted, number, stored.size, stored.half, count, best, found)
 
@@ -125,13 +125,13 @@ def chances(
     keys: Sequence[int] = (),
     tokens: torch.Tensor | None = None,
 ) -> tuple[list[list[int]], list[list[float]]] | None:
-    """The places of the ``count`` largest logits of each row of scores [R, V] or [V], and their shares of a softmax.
+    """The tokens of the ``count`` largest logits in each row of scores [R, V] or [V], and their probabilities.
 
-    A logit is a score times ``scale`` and, where each row has a key of 64 bits, ``noise`` times the Gumbel number that
-    the key gives to its token: to a place's own, or one of ``tokens`` [V], int64.
+    A logit is a score times ``scale``. Where each row has a 64-bit key, ``noise`` times a Gumbel number is added, which
+    depends on the key and the token: its index, or its entry in ``tokens`` [V], int64.
 
     Raises:
-        ValueError: there are not as many tokens as scores in a row, or keys as rows.
+        ValueError: the number of ``tokens`` is not V, or the number of keys is not R.
     """
     if (stored := _stored(scores)) is None:
         return None
@@ -158,9 +158,10 @@ def chances(
 
 
 def draw(scores: torch.Tensor | Stored, key: int, temperature: float = 1.0) -> int | None:
-    """The token with the largest sum of its score, of [V], and the Gumbel number that a key [64 bits] gives it.
+    """The token with the largest sum of its score in [V] and its Gumbel number under a 64-bit key.
 
-    Scores are divided by the temperature in float32. None, too, where they are no distribution or rounding decides.
+    Scores are divided by the temperature in float32. None, too, where the scores are not a distribution, or where two
+    sums are so close that rounding decides.
     """
     if (stored := _stored(scores)) is None:
         return None
@@ -171,9 +172,9 @@ def draw(scores: torch.Tensor | Stored, key: int, temperature: float = 1.0) -> i
 def rank(
     known: Sequence[tuple[array[int], array[float]]], temperature: float, key: int, count: int
 ) -> tuple[list[int], list[float]] | None:
-    """The ``count`` likeliest winners of a draw by the Gumbel numbers that a key gives, and their sums.
+    """The ``count`` tokens that are most likely to win a draw with a key's Gumbel numbers, and their sums.
 
-    What is drawn from, and the order, are those of :meth:`specdec.sampling.noise.Noise.ranked`.
+    The candidates and their order are those of :meth:`specdec.sampling.noise.Noise.ranked`.
     """
     if library() is None:
         return None

@@ -1,4 +1,4 @@
-"""What Python tells the compiled library: its structures, its functions' arguments, its constants."""
+"""The interface to the compiled library: its structures, its functions' arguments and its constants."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = [
 ]
 
 PANEL, PAIR = 32, 64
-"""Outputs that lie together in a weight, and to a multiple of which it is padded, as in ``machine.h``."""
+"""Outputs in a panel of a weight; weights are padded to a multiple of it. Equal to the constant in ``machine.h``."""
 
 CODES, CODE_BYTES = 16, 96
-"""High bytes that have a code, and bytes that a panel has of two inputs' codes and low bytes, as there."""
+"""High bytes that have a code, and a panel's bytes for the codes and low bytes of two inputs, as in ``machine.h``."""
 
 STEP = 32
-"""Inputs that a tile has of a row, as there."""
+"""Inputs of a row in one tile, as in ``machine.h``."""
 
 
 class Kind(IntEnum):
-    """How a weight is stored: float32; bfloat16; bfloat16 by two inputs, for rows that are rounded to it too.
+    """The storage of a weight: float32; bfloat16; bfloat16 in pairs of inputs, for rows rounded to bfloat16 as well.
 
-    And the latter two with codes for high bytes; and quantised blocks, for rows that are rounded to 16-bit integers,
-    as they are, or rounded to bytes. The library names the same (``specdec_kind``), and is not loaded where it does
-    not.
+    The next two are these bfloat16 kinds with codes for high bytes. The last ones are quantised blocks, for rows
+    rounded to 16-bit integers, for unrounded rows, and for rows rounded to bytes. ``specdec_kind`` in the library
+    names the same kinds; a library that names others is not loaded.
     """
 
     FULL, HALF, PAIRS, CODED, CODED_PAIRS, QUANTISED, EXACT_QUANTISED, INT8_QUANTISED = range(8)

@@ -1,4 +1,4 @@
-"""Quantised weights as a file has them: blocks of codes and scales, which products decode as they read them."""
+"""Quantised weights in their file's format: blocks of codes and scales, which products decode while they read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from specdec.runners.memory_pages import HugePages, release_pages
 __all__ = ["BlockRows", "BlockTensor", "BlockWeight", "in_bytes"]
 
 _PAGES = HugePages()
-_AT_ONCE = 1 << 18  # weights of a reference that are dequantised at once
-_BYTES_AT_ONCE = 8 << 20  # of a file that are laid in panels
-_CHUNK = 32  # inputs of a row that have one scale
+_AT_ONCE = 1 << 18  # weights that the reference dequantises at a time
+_BYTES_AT_ONCE = 8 << 20  # bytes of the file that are copied into panels at a time
+_CHUNK = 32  # inputs of a row that share a scale
 
 
 def in_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """[..., in] what rows stand for that are rounded to bytes, of 32 inputs by the largest one's size over 127."""
+    """[..., in] the rows' values after rounding to bytes; 32 inputs share a scale, their largest magnitude over 127."""
     chunks = rows.detach().float().reshape(*rows.shape[:-1], -1, _CHUNK)
     largest = chunks.abs().amax(-1, keepdim=True)
     small = largest < 2.0**-112
@@ -52,7 +52,7 @@ class BlockRows(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTensor:
-    """A weight's blocks where a file has them.
+    """A weight's blocks, memory-mapped from the file.
 
     Attributes:
         format: of the blocks.
@@ -97,16 +97,14 @@ class BlockTensor:
 
 
 class BlockWeight(PackedWeight):
-    """Weights of one input, one above the other, each in its own format.
+    """Weights that multiply the same rows, stacked, each in its own format.
 
-    ``as_in_file``: the blocks are not laid in panels, and only looked up, where the file has them.
+    With ``as_in_file``, the blocks stay in the file and are only looked up.
 
-    In bfloat16 the rows that are multiplied are rounded to 16-bit integers, 32 inputs at a time by a power of two;
-    codes are integers, and so are a group's sums, exactly. In float32 the very weights are multiplied with rows as they
-    are.
-    With ``int8`` rows of either dtype are rounded to bytes, 32 inputs at a time by a scale of their own: less exact,
-    and faster.
-    In any case one row's sums run in the same order whatever the others.
+    In bfloat16, the rows that multiply the weights are rounded to 16-bit integers; 32 inputs share a power of two as
+    their scale. Codes are integers, so a group's sum is an exact integer. In float32, rows are not rounded. With
+    ``int8``, rows of either dtype are rounded to bytes, and 32 inputs share a scale: less exact, but faster. The order
+    of a row's sums never depends on the other rows.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class BlockWeight(PackedWeight):
         self.described = self._product(0, len(parts))
 
     def _product(self, first: int, last: int) -> CProduct:
-        """Some of the parts, as the library is told of them."""
+        """The library's description of the parts from ``first`` to ``last``."""
         before = sum(part.outputs for part in self.parts[:first])
         whole = Kind.QUANTISED if self.dtype is torch.bfloat16 else Kind.EXACT_QUANTISED
         return CProduct(
@@ -164,7 +162,7 @@ class BlockWeight(PackedWeight):
         return panels
 
     def dequantised(self, first: int, last: int) -> Iterator[torch.Tensor]:
-        """Rows [first, last) in float32, some after the others, by the file's blocks."""
+        """Yield rows [first, last) in float32, some at a time, from the file's blocks."""
         some = max(1, _AT_ONCE // self.inputs)
         start = 0
         for part in self.parts:
@@ -174,8 +172,9 @@ class BlockWeight(PackedWeight):
             start += part.outputs
 
     def linear(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
-        """[..., in] times the weights of ``rows``: as decoding does in the same dtype, and in another, or where
-        gradients are wanted, by the blocks' values in that one, and rows that are rounded to bytes as decoding's are.
+        """[..., out] hidden states times the weight's ``rows``. In the weight's dtype this equals decoding. In another
+        dtype, or where gradients are needed, the dequantised weights multiply; rows are rounded to bytes where decoding
+        does so.
         """
         starts = [0, *accumulate(part.outputs for part in self.parts)]
         if (

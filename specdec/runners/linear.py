@@ -1,9 +1,9 @@
-"""Linear kernels: a weight in the layout that its kernel reads, and the modules that stand for it in a model.
+"""Linear kernels: a weight in the layout that its kernel reads, and the modules that replace its linears in a model.
 
 :class:`DenseLinear` keeps a weight as transformers stores it. :class:`PackedWeight` keeps it in the panels that
-``specdec/native/layers.c`` streams; in a model that specdec loaded itself, :class:`PackedLinear` and
-:class:`TiedEmbedding` then stand in the places of its linears and of an embedding that shares the head's weight, so
-that no weight is held twice and the model still computes, saves and copies what it did.
+``specdec/native/layers.c`` streams. In a model that specdec itself loaded, :class:`PackedLinear` and
+:class:`TiedEmbedding` replace its linears and an embedding that shares the head's weight. So no weight is held twice,
+and the model still computes, saves and copies as before.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ __all__ = [
 
 
 _PAGES = HugePages()
-_FEW_ODD = 512  # of so many weights one may lack a code: each costs as much as some twenty that have one
+_FEW_ODD = 512  # at most one of so many weights may lack a code; each costs as much as about twenty that have one
 
 
 class LinearKernel(Protocol):
-    """``rows`` [T, in] times a weight, T >= 1."""
+    """A kernel for ``rows`` [T, in] times a weight [out, in], T >= 1."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[T, out], the bias added."""
+        """[T, out] the product plus the bias."""
 
     def add(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``residual`` [T, out] plus the product, in a new tensor."""
+        """[T, out] ``residual`` plus the product, as a new tensor."""
 
 
 def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKernel:
-    """A weight [out, in], and a bias [out], on the fastest kernel of this machine, in a layout of its own."""
+    """The fastest kernel on this machine for a weight [out, in] and a bias [out]; it has its own layout."""
     return PackedWeight(weight, bias) if PackedWeight.takes(weight) else DenseLinear(weight, bias)
 
 
 class DenseLinear:
-    """The weight as it is, [out, in]."""
+    """A weight [out, in], stored unchanged."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
@@ -71,13 +71,13 @@ class DenseLinear:
 
 
 class PackedWeight:
-    """The weight in panels of 32 outputs, input by input; in bfloat16 wherever that holds it exactly.
+    """A weight in panels of 32 outputs, input by input; in bfloat16 where that holds it exactly.
 
-    A bfloat16's high byte, its sign and most of its exponent, is one of 16 in nearly all of a weight (Zhang et al.
-    2025, DFloat11, arXiv 2504.11651, have Huffman codes for it on GPUs). So where the library reads such codes, four
-    bits tell it: a quarter less to read, and the same numbers. The few weights with another one are kept apart.
+    A bfloat16's high byte, which is its sign and most of its exponent, takes one of 16 values in nearly all weights
+    (Zhang et al. 2025, DFloat11, arXiv 2504.11651, use Huffman codes for it on GPUs). So where the library reads such
+    codes, four bits stand for it: a quarter less to read, and the same numbers. Weights without a code are kept apart.
 
-    Rows and results have the weight's dtype; sums run in float32, one row's in the same order whatever the others.
+    Rows and results have the weight's dtype. Sums run in float32; a row's order of sums never depends on other rows.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -99,23 +99,23 @@ class PackedWeight:
         self.described.tiles = by_two and self.inputs % STEP == 0 and self._library.specdec_tiles()
 
     def _lay(self, stored: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The weight as it is, in panels."""
+        """The uncoded weight, in panels."""
         missing = -self.outputs % PAIR
         if missing:
             stored = F.pad(stored, (0, 0, 0, missing))
-        side = 2 if self.described.kind == Kind.PAIRS else 1  # inputs that lie side by side
+        side = 2 if self.described.kind == Kind.PAIRS else 1  # inputs that are stored side by side
         stored = stored.view(-1, PANEL, self.inputs // side, side).transpose(1, 2)
         panels = _PAGES.take(stored.nbytes).view(stored.dtype).view(stored.shape).copy_(stored)
         self.described.weight = panels.data_ptr()  # [O / 32, I, 32, 1], or [O / 32, I / 2, 32, 2]
         return (panels,)
 
     def _code(self, stored: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        """The weight in codes, and what has none; or None where it is not to be read that way."""
+        """The weight in codes, and the weights without a code; None where it is not to be stored so."""
         if self.described.kind == Kind.FULL or self.inputs % 2 or not self._library.specdec_codes():
             return None
         found = torch.zeros(256, dtype=torch.int64)
         self._library.specdec_count_highs(stored.data_ptr(), stored.numel(), found.data_ptr())
-        found[0] = stored.numel()  # has a code whatever there is: what has none lies as zero
+        found[0] = stored.numel()  # zero always has a code: weights without one are stored as zero
         highs = found.argsort(descending=True, stable=True)[:CODES]
         odd = int(found[1:].sum() - found[highs[1:]].sum())
         if odd * _FEW_ODD > stored.numel():
@@ -133,7 +133,7 @@ class PackedWeight:
 
     @staticmethod
     def takes(weight: torch.Tensor) -> bool:
-        """Whether the native library is there and computes with this weight."""
+        """Whether the native library is available and computes with this weight."""
         return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and library() is not None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -160,25 +160,25 @@ class PackedWeight:
         return total
 
     def linear(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
-        """[..., in] times the weights of ``rows``, as torch multiplies; their bias added."""
+        """[..., out] hidden states times the weight's ``rows``, by torch's kernels, plus their bias."""
         return F.linear(hidden, self.unpack()[rows], None if self.bias is None else self.bias[rows])
 
     @property
     def outline(self) -> torch.Tensor:
-        """[out, in] of the dtype and device of the weight, and of no value."""
+        """[out, in] a tensor with the weight's dtype and device, and without values."""
         return torch.empty(1, dtype=self.dtype).expand(self.outputs, self.inputs)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes in memory."""
         return sum(part.nbytes for part in self._held)
 
     def unpack(self) -> torch.Tensor:
-        """[out, in] the very weight that was packed."""
+        """[out, in] the weight that was packed, exactly."""
         return self.look_up(range(self.outputs))
 
     def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[T, in] rows of the weight, by their numbers."""
+        """[T, in] the weight's rows with these indices."""
         count, half = len(tokens), self.dtype is torch.bfloat16
         rows = torch.empty(count, self.inputs, dtype=self.dtype)
         numbers = (c_int64 * count)(*tokens)
@@ -187,7 +187,7 @@ class PackedWeight:
         return rows
 
     def install(self, places: Sequence[ModuleRef]) -> None:
-        """Put modules that read these panels in the places of the linears that were packed, stacked in this order."""
+        """Replace the linears that were packed, stacked in this order, with modules that read these panels."""
         start = 0
         for place in places:
             stop = start + place.module.out_features
@@ -197,7 +197,7 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class HeadOf:
-    """Some tokens' rows of a head, with what the model does before and after it: [..., D] to [..., d]."""
+    """The head for some tokens, with the model's steps before and after it: [..., D] to [..., d]."""
 
     kernel: LinearKernel
     joints: Joints
@@ -208,18 +208,18 @@ class HeadOf:
 
     @property
     def packed(self) -> PackedWeight | None:
-        """The rows, where they are packed and the model does nothing else."""
+        """The packed weight, where the model has no steps before or after it; else None."""
         return self.kernel if isinstance(self.kernel, PackedWeight) and self.joints.plain else None
 
 
 def _fits_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether bfloat16 holds every value of a float32 weight; looked at in slices, to need no copy of it."""
+    """Whether bfloat16 holds every value of a float32 weight; the check goes slice by slice to avoid a copy."""
     return all(torch.equal(part, part.to(torch.bfloat16).float()) for part in torch.split(weight, 256))
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRef:
-    """Where a module hangs in a model."""
+    """The place of a module in a model: its parent and its name."""
 
     owner: nn.Module
     name: str
@@ -229,20 +229,20 @@ class ModuleRef:
         return getattr(self.owner, self.name)
 
     def put(self, module: nn.Module) -> None:
-        """Hang another one there."""
+        """Put another module in this place."""
         setattr(self.owner, self.name, module)
 
     @classmethod
     def of(cls, module: nn.Module, model: nn.Module) -> ModuleRef | None:
-        """The place of a module in a model, or None."""
+        """The place of a module in a model; None where the model does not have it."""
         places = (cls(owner, name) for owner in model.modules() for name, child in owner.named_children())
         return next((place for place in places if place.module is module), None)
 
 
 class PackedLinear(nn.Module):
-    """Rows [start, stop) of a packed weight in the place of the linear that they were: exact, and slow.
+    """Rows [start, stop) of a packed weight, in the place of the linear that was packed: exact, but slow.
 
-    A deep copy is a plain linear again.
+    A deep copy is an ordinary linear again.
     """
 
     def __init__(self, store: PackedWeight, start: int, stop: int) -> None:
@@ -252,7 +252,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out, in] a copy; changing it changes nothing."""
+        """[out, in] a copy of the weight; changing the copy has no effect."""
         return self.store.look_up(range(self.rows.start, self.rows.stop)).clone(memory_format=torch.contiguous_format)
 
     @property
@@ -278,11 +278,11 @@ class PackedLinear(nn.Module):
 
 
 class TiedEmbedding(nn.Module):
-    """A packed weight in the place of an embedding; a deep copy is one of the embedding's class again.
+    """A packed weight in the place of an embedding; a deep copy has the embedding's own class again.
 
     Args:
-        store: the weight.
-        embedding: plain, or one that multiplies what it looks up by its ``embed_scale``.
+        store: the packed weight.
+        embedding: a plain embedding, or one that multiplies its result by ``embed_scale``.
     """
 
     def __init__(self, store: PackedWeight, embedding: nn.Embedding) -> None:
@@ -290,23 +290,23 @@ class TiedEmbedding(nn.Module):
         self.store = store
         shell = copy.copy(embedding)
         shell._parameters = {"weight": None}
-        self._shell = [shell]  # in a list, as it is no part of the model
+        self._shell = [shell]  # a list, so that torch does not register it as a submodule
         scale: torch.Tensor | None = getattr(embedding, "embed_scale", None)
         self.scale = None if scale is None else scale.to(store.dtype)
 
     @property
     def weight(self) -> torch.Tensor:
-        """[vocabulary, D] a copy; changing it changes nothing."""
+        """[vocabulary, D] a copy of the weight; changing the copy has no effect."""
         return self.store.unpack().clone(memory_format=torch.contiguous_format)
 
     def in_float32(self) -> TiedEmbedding:
-        """One that gives the very values of the weight."""
+        """An embedding with the same weight whose results are float32, unrounded."""
         store = copy.copy(self.store)
         store.dtype = torch.float32
         return TiedEmbedding(store, self._shell[0])
 
     def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[T, D] what the model's layers get of tokens."""
+        """[T, D] the embeddings of tokens, as the first layer receives them."""
         rows = self.store.look_up(tokens)
         return rows if self.scale is None else rows * self.scale
 

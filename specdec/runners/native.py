@@ -1,7 +1,7 @@
-"""Native: a step's rows through all layers in one call of C, whatever the number of layers, on a CPU.
+"""The native runner: one call of C runs a step's rows through all layers, on a CPU.
 
-``specdec/native/layers.c`` computes, on weights in panels that it streams. A row's sums run in one order whatever rows
-are beside it, so accepted rows are plain decoding's bit for bit.
+``specdec/native/layers.c`` computes; it streams weights that are stored in panels. The order of a row's sums does not
+depend on the other rows, so accepted rows equal plain decoding's bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
-    """Why the library cannot run these layers, whose rotary positions have ``head_dim``; None where it can."""
+    """The reason why the library cannot run these layers, with rotary dimension ``head_dim``; None where it can."""
     first = layers[0]
     weight = first.norms[0].weight
     if weight.device.type != "cpu":
@@ -56,10 +56,10 @@ def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
 
 
 class NativeRunner(LayerRunner):
-    """A model's layers and, where it is a plain one, its head.
+    """A model's layers, and its head where that is a plain one.
 
-    ``owned``: packed weights take the place of the model's own, layer by layer, so that none is held twice. Otherwise
-    they are copies beside it. ``kinds``: of each layer's attention, where rotary positions differ by it.
+    With ``owned``, packed weights replace the model's own layer by layer, so that no weight is held twice; otherwise
+    they are copies beside the model. ``kinds`` has each layer's attention type, where rotary positions depend on it.
     """
 
     name = "native"
@@ -96,7 +96,7 @@ class NativeRunner(LayerRunner):
         read = [module for layer in layers for module in layer.module.modules()]
         if head is not None:
             read.append(head.head.module)
-        self._like = torch.empty(1, 0, dtype=packed[0].products[0].dtype)  # as hidden states, for rotary modules
+        self._like = torch.empty(1, 0, dtype=packed[0].products[0].dtype)  # the hidden states' dtype for rotary modules
         self._embedding = None
         if isinstance(self.embed, TiedEmbedding):
             self._embedding = self.embed.store
@@ -167,7 +167,7 @@ class NativeRunner(LayerRunner):
 
 
 def _pack_layer(layer: KnownLayer, files: FilePages | None, rotary_table: int) -> NativeLayer:
-    """A layer's weights in panels; with ``files``, in the place of its own. ``rotary_table``: its rotary table."""
+    """The layer's weights in panels; with ``files``, they replace its own. ``rotary_table`` is its table's index."""
     products: list[PackedWeight] = []
     for places in layer.linears:
         if (store := _store_of(places)) is not None:
@@ -198,7 +198,7 @@ def _pack_layer(layer: KnownLayer, files: FilePages | None, rotary_table: int) -
 
 
 def _store_of(places: Sequence[ModuleRef]) -> PackedWeight | None:
-    """The weights in blocks that these linears are, one above the other; None where they are not."""
+    """The packed weight that holds these linears in this order; None where they are not parts of one."""
     modules = [place.module for place in places]
     if not all(map(in_blocks, modules)):
         return None
@@ -209,7 +209,7 @@ def _store_of(places: Sequence[ModuleRef]) -> PackedWeight | None:
 
 
 def _pack_head(head: KnownHead, files: FilePages | None) -> _PackedHead | None:
-    """A head's weight in panels; with ``files``, in its place and in that of an embedding that shares it."""
+    """A head's weight in panels; with ``files``, it replaces the head's, and that of an embedding that shares it."""
     linear = head.head.module
     if in_blocks(linear):
         return _PackedHead(linear.store, linear) if linear.out_features == linear.store.outputs else None
@@ -226,7 +226,7 @@ def _pack_head(head: KnownHead, files: FilePages | None) -> _PackedHead | None:
 
 
 class _PackedHead:
-    """A packed head; where gradients are wanted, the model's own, as the library knows none."""
+    """A packed head. Where gradients are needed, the model's own head computes, as the library has no gradients."""
 
     def __init__(self, packed: PackedWeight, module: Any) -> None:
         self.packed, self._module = packed, module

@@ -1,4 +1,4 @@
-"""Packed layers and a packed head behind one call of C."""
+"""Packed layers and a packed head, run by one call of C."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = ["NativeLayer", "NativeLayers", "address_of", "runs_heads_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeLayer:
-    """What the library needs of a layer.
+    """The data of a layer that the library reads.
 
     Attributes:
-        products: of queries, keys and values; after attention; of gate and up; and down.
+        products: weights of queries, keys and values; of attention's output; of gate and up; and of down.
         norms: [D] weights of the norms before attention and before the MLP.
-        epsilons: of these norms, and of those per head.
-        heads: of queries, and of keys.
+        epsilons: epsilons of these two norms, and of the norms per head.
+        heads: numbers of query and key heads.
         head_norm: [heads, 1, head_dim] weights of norms per query and key head, or None.
-        after: weights [D] and epsilons of the norms of what attention and the MLP add, or none.
-        cap: of attention's scores, by a tanh; 0 for none.
-        rotary_table: which of several rotary tables it reads.
+        after: weights [D] and epsilons of the norms on the outputs of attention and MLP, or empty.
+        cap: bound of attention's scores, applied by tanh; 0 for none.
+        rotary_table: index of the layer's rotary table.
     """
 
     products: tuple[PackedWeight, ...]
@@ -50,17 +50,17 @@ class NativeLayer:
 
 
 def runs_heads_of(head_dim: int, inner: int) -> bool:
-    """Whether the library has code for such heads and such an MLP."""
+    """Whether the library has code for this head dimension and MLP width."""
     return head_dim % 16 == 0 and inner % 16 == 0
 
 
 class NativeLayers:
-    """Layers of the same sizes behind one call."""
+    """Layers of equal sizes that one call runs."""
 
     def __init__(self, layers: Sequence[NativeLayer], *, gelu: bool = False) -> None:
         first = layers[0]
         self._dtype = first.products[0].dtype
-        self._held: list[Any] = [*layers]  # whose weights the library reads by address
+        self._held: list[Any] = [*layers]  # the library reads these objects' weights by address
         inner = first.products[3].inputs
         half = self._dtype is torch.bfloat16
         self._library = library()
@@ -83,11 +83,11 @@ class NativeLayers:
         reading: Reading | None = None,
         embedding: PackedWeight | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """[T, D] through layers [first, last), and what goes into those of ``taps`` below ``last``.
+        """Run [T, D] through layers [first, last); returns the result and, by layer, the inputs of layers in ``taps``.
 
-        Where ``hidden`` is None it is the rows' tokens by the ``embedding``. Cosines and sines are float32: [T, d], of
-        the rows; if not ``by_row`` [K, positions, d], of positions 0, 1, 2, ... by the layers' tables. What a
-        ``reading`` asks for is there afterwards.
+        Where ``hidden`` is None, the input is the ``embedding`` of the rows' tokens. Cosines and sines are float32:
+        [T, d] with ``by_row``; otherwise [K, positions, d] for positions 0, 1, 2, ... in each of K rotary tables. The
+        call fills the ``reading``.
         """
         tokens, start = None, None
         if hidden is None:
@@ -104,7 +104,7 @@ class NativeLayers:
             held.append((tree, slots))
             keys = max(keys, part.length + part.first + part.rows)
             described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
-        blocks = (c_int64 * len(described))(*described)  # a Block of layers.c is six numbers
+        blocks = (c_int64 * len(described))(*described)  # six numbers describe a block in layers.c
         cos_sin = self._described(cos, signed_sin, by_row)
         told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(cos_sin), by_row)
         if tokens is not None and embedding is not None:
@@ -128,7 +128,7 @@ class NativeLayers:
         return out, found
 
     def _described(self, cos: torch.Tensor, signed_sin: torch.Tensor, by_row: bool) -> ctypes.Array[CCosSin]:
-        """Where rotary tables lie; those of positions, which come again, are asked once."""
+        """Addresses of the rotary tables; those of tables by position are cached."""
         known = self._cos_sin
         if known is not None and known[0] is cos and known[1] is signed_sin:
             return known[2]
@@ -153,7 +153,7 @@ class NativeLayers:
 
 
 class NativeHead:
-    """The last norm and a packed head, which follow the last layer in the same call."""
+    """The last norm and a packed head, which the same call runs behind the last layer."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float, product: PackedWeight) -> None:
         self._norm, self._product = weight.float().contiguous(), product
@@ -167,13 +167,13 @@ class NativeHead:
         top_k: int = 1,
         draws: Mapping[int, tuple[float, int]] | None = None,
     ) -> Reading:
-        """What is to be read of ``total`` rows after the last layer; ``draws``: of those rows, some."""
+        """Buffers for reading ``total`` rows behind the last layer; ``draws``: rows to draw -> temperature and key."""
         count, dtype = total if rows is None else len(rows), self._product.dtype
         normed = torch.empty(total, self._product.inputs, dtype=dtype) if final else None
         logits = torch.empty(count, self._product.outputs, dtype=dtype) if count else None
         best, address, half = (c_int64 * count)(), address_of(logits), dtype is torch.bfloat16
         wanted = None if rows is None else (c_int64 * count)(*rows)
-        most = min(top_k, self._product.outputs) if top_k > 1 else 0  # the largest alone takes less
+        most = min(top_k, self._product.outputs) if top_k > 1 else 0  # the largest score alone has a cheaper search
         found = Found(most, array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))) if most else None
         stored = None if address is None else Stored(address, count, self._product.outputs, half, found)
         places = (None, None) if found is None else (found.places.buffer_info()[0], found.values.buffer_info()[0])
@@ -189,15 +189,15 @@ class NativeHead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What is read after the last layer.
+    """The results of a call behind the last layer.
 
     Attributes:
-        normed: [T, D] all rows after the last norm, if they are wanted.
-        logits: [R, V] of the rows that are, if any.
-        stored: where they lie.
-        best: the token with the largest of each row's, -1 where they are no distribution.
-        drawn: the tokens that were drawn, -1 where none was or it is to be found otherwise; None where none are to be.
-        arguments: of the library, that say so.
+        normed: [T, D] all rows after the last norm, or None where they are not asked for.
+        logits: [R, V] logits of the rows asked for, or None.
+        stored: address of the logits for the library, or None.
+        best: [R] token with the largest logit, -1 where a row is not a distribution.
+        drawn: [R] drawn tokens, -1 where no draw was made or rounding decides; None where no draws are asked for.
+        arguments: the library's arguments for this reading.
     """
 
     normed: torch.Tensor | None
@@ -216,7 +216,7 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
 
 
 def _slots_of(cache: KVCache) -> ctypes.Array[CSlots]:
-    """A cache's slots of every layer, described anew where they have moved."""
+    """Addresses of a cache's slots in every layer, made anew after they have moved."""
     if cache.described is None:
         layers = zip(cache.keys, cache.values, cache.group_of, strict=True)
         slots = [
@@ -227,7 +227,7 @@ def _slots_of(cache: KVCache) -> ctypes.Array[CSlots]:
 
 
 def _tree(block: Block) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
-    """Parents and depths of the tree's rows up to the block's last."""
+    """Parents and depths of the tree's rows, up to the block's last row."""
     end = block.first + block.rows
     if block.parents is None:
         return _chain(end)
@@ -236,5 +236,5 @@ def _tree(block: Block) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
 
 @cache
 def _chain(rows: int) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
-    """Parents and depths of a chain."""
+    """Parents and depths of a chain of rows."""
     return (c_int32 * rows)(*range(-1, rows - 1)), (c_int32 * rows)(*range(rows))
