@@ -1,6 +1,6 @@
-/* What this machine can. */
+/* Abilities: what the library can do on this machine. */
 
-/* Whether this machine multiplies pairs. */
+/* Whether this machine has an instruction for pairs of bfloat16. */
 int specdec_pairs(void) {
 #ifdef __AVX512BF16__
     return 1;
@@ -9,17 +9,17 @@ int specdec_pairs(void) {
 #endif
 }
 
-/* The name of a kind of weights, or NULL where there are no more. */
+/* The name of kind number n, or NULL where there is none. */
 const char *specdec_kind(int n) {
 #define KIND_NAME(kind) #kind,
     static const char *const names[] = {KINDS(KIND_NAME)};
     return n >= 0 && n < (int)(sizeof names / sizeof *names) ? names[n] : NULL;
 }
 
-/* Whether it reads coded weights. */
+/* Whether the library reads coded weights. */
 int specdec_codes(void) { return READS_CODES; }
 
-/* Whether this machine has tiles and the system lends them to this process, from now on. */
+/* Whether this machine has tiles (AMX) and the system lets this process use them; asking enables them. */
 int specdec_tiles(void) {
 #if HAS_TILES
     enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM */

@@ -1,7 +1,7 @@
-/* Attention: which slots a row sees, and its queries over them, by vectors. */
+/* Attention by vectors: the slots that a row sees, and its queries over their keys and values. */
 
-/* The slots that tree row `row` sees, in the order of their positions; returns how many. `slots` holds those of
- * committed positions from *begun on already. */
+/* Writes the slots that tree row `row` sees, in order of position, and returns their number. `slots` already holds the
+ * committed positions from *begun on. */
 static int64_t path(const Block *b, const Slots *s, int64_t row, int32_t *slots, int64_t *begun) {
     int64_t first = b->length + b->depths[row] - s->window + 1;
     int64_t from = !s->window || first < 0 ? 0 : first < b->length ? first : b->length;
@@ -18,18 +18,18 @@ static int64_t path(const Block *b, const Slots *s, int64_t row, int32_t *slots,
     count += own;
     for (int64_t r = row, place = count; own > 0; own--, r = b->parents[r])
         slots[--place] = (int32_t)((b->length + r) % s->size);
-    for (int64_t rest = count; rest < count + LANES; rest++) slots[rest] = slots[count - 1]; /* read, and weighed 0 */
+    for (int64_t rest = count; rest < count + LANES; rest++) slots[rest] = slots[count - 1]; /* read with weight 0 */
     return count;
 }
 
-/* The same for a row below the one before it, whose `count` slots lie before; without a window. */
+/* The same for a row whose parent is the row before it, of `count` slots, stored before; without a window. */
 static int64_t onward(const Block *b, const Slots *s, int64_t row, int32_t *slots, int64_t room, int64_t count) {
     memcpy(slots, slots - room, count * sizeof *slots);
     for (int64_t rest = count++; rest < count + LANES; rest++) slots[rest] = (int32_t)((b->length + row) % s->size);
     return count;
 }
 
-/* Scores to shares, in place; zeros up to a whole block. */
+/* Softmax of scores in place, padded with zeros to a whole block. */
 static void soften(float *scores, int64_t count) {
     floats most = spread(-INFINITY), sum = {0};
     for (int64_t rest = count; rest % LANES; rest++) scores[rest] = -INFINITY;
@@ -44,21 +44,21 @@ static void soften(float *scores, int64_t count) {
     for (int64_t s = 0; s < count; s += LANES) *(floats *)(scores + s) *= by;
 }
 
-/* What the query heads of one key head see, for a few rows: queries, times the scale, and outputs [rows, stride], heads
- * side by side. A unit is a head of a row; they are numbered row by row. */
+/* Attention's input and output for a few rows and the query heads of one key head: scaled queries, and outputs
+ * [rows, stride] with heads side by side. A unit is one head of one row; units are numbered row by row. */
 typedef struct {
     const float *query;
-    float *output, *scores; /* scores [units, room], which become shares */
+    float *output, *scores; /* scores [units, room]; a softmax turns them into weights */
     const char *keys, *values;
-    const char *soon[2];  /* what is read next, from such slots, while keys are read and while values are, or NULL */
+    const char *soon[2];  /* prefetched at these slots: [0] while keys are read, [1] while values are; or NULL */
     const int32_t *slots; /* [rows, room] */
     int64_t rows, heads, dim, room, query_stride, output_stride, count[2 * TOGETHER];
-    int64_t chain; /* each row is below the one before it: they see the last one's slots, in this order */
+    int64_t chain; /* the rows are a chain: each row's slots begin those of the last row */
     float cap;
-    enum Kind kind; /* FULL: all in float32; HALF: keys and values in bfloat16; PAIRS: queries and shares as well */
+    enum Kind kind; /* FULL: float32; HALF: keys and values in bfloat16; PAIRS: queries and weights too */
 } Seen;
 
-/* Whether queries and shares are rounded to bfloat16, as keys and values are, so that pairs of them are multiplied. */
+/* Whether queries and weights are rounded to bfloat16, as keys and values are, to be multiplied in pairs. */
 INLINE int attends_in_pairs(const Shape *m) {
 #ifdef __AVX512BF16__
     return m->half && m->head_dim % (2 * LANES) == 0;
@@ -68,19 +68,19 @@ INLINE int attends_in_pairs(const Shape *m) {
 #endif
 }
 
-/* Whether pairs of them are multiplied by tiles. */
+/* Whether pairs are multiplied by tiles. */
 INLINE int attends_in_tiles(const Shape *m) { return HAS_TILES && m->tiles && m->half && m->head_dim % (2 * LANES) == 0; }
 
-/* Rows that attend at once, so that what they see is read once. */
+/* The number of rows that attend together, so that shared keys and values are read once. */
 INLINE int64_t together(const Shape *m) { return attends_in_tiles(m) ? 2 * TOGETHER : TOGETHER; }
 
-/* A block of LANES keys or values, and how many rows see it, one after the other. */
+/* A block of LANES keys or values, and the number of consecutive rows that see it. */
 typedef struct {
     const char *at[LANES];
     int64_t rows;
 } Keys;
 
-/* The block that a row sees in its slots from `s` on. */
+/* The block at slot index `s` of a row. */
 static void look_up(Keys *keys, const Seen *a, const char *from, int64_t row, int64_t s) {
     const int32_t *slots = a->slots + row * a->room + s;
     int64_t end = row + 1;
@@ -94,7 +94,7 @@ typedef struct {
     floats of[UNITS];
 } Sums;
 
-/* A key times the queries of some units. */
+/* Products of one key with the queries of some units. */
 INLINE Sums times(const Keys *block, const float *const query[UNITS], int64_t dim, const int key, const int units,
                   const int kind) {
     Sums sums = {{{0}}};
@@ -106,7 +106,7 @@ INLINE Sums times(const Keys *block, const float *const query[UNITS], int64_t di
     return sums;
 }
 
-/* Their totals, for keys one after the other: of two keys, of four, and so on, in their lanes. */
+/* Sums over lanes for consecutive keys: first of two keys, then of four, and so on. */
 #define LEVEL(name, below, x)                                                                                         \
     INLINE Sums name(const Keys *block, const float *const query[UNITS], int64_t dim, const int key, const int units, \
                      const int kind) {                                                                                \
@@ -124,15 +124,15 @@ LEVEL(totals_of, eights_of, 8)
 LEVEL(totals_of, fours_of, 4)
 #endif
 
-INLINE floats capped(const Seen *a, floats scores) { /* by a tanh */
+INLINE floats capped(const Seen *a, floats scores) { /* bounded by a tanh */
     return a->cap - 2 * a->cap / (1.f + exponential(scores * (2 / a->cap)));
 }
 
-/* Scores of some units for a block's keys. */
+/* Scores of some units for a block of keys. */
 INLINE void score(const Seen *a, const Keys *block, const float *const query[UNITS], float *scores, const int units,
                   const int kind) {
     const int64_t dim = a->dim;
-    Sums sums = dim == 64    ? totals_of(block, query, 64, 0, units, kind) /* most models', known to a compiler */
+    Sums sums = dim == 64    ? totals_of(block, query, 64, 0, units, kind) /* a constant, for the compiler */
                 : dim == 128 ? totals_of(block, query, 128, 0, units, kind)
                              : totals_of(block, query, dim, 0, units, kind);
     for (int u = 0; u < units; u++) {
@@ -142,11 +142,11 @@ INLINE void score(const Seen *a, const Keys *block, const float *const query[UNI
     }
 }
 
-/* `width` vectors of some units' outputs, from `d` on, get a block's values by their shares. */
+/* Adds a block's values times their weights to `width` vectors, from `d` on, of some units' outputs. */
 INLINE void mix_some(const Keys *block, float *const output[UNITS], const float *shares, int64_t room, int64_t d,
                      const int width, const int units, const int kind) {
-    floats sums[UNITS][2][WIDE] = {{{{0}}}}; /* two by turns, as an addition takes longer than a load */
-#pragma GCC unroll 1 /* or gcc reads all values first, and has no registers for them */
+    floats sums[UNITS][2][WIDE] = {{{{0}}}}; /* two in turn, as an addition takes longer than a load */
+#pragma GCC unroll 1 /* or gcc reads all values first and runs out of registers */
     for (int k = 0; k < LANES; k += 2)
         for (int turn = 0; turn < 2; turn++)
             for (int v = 0; v < width; v++) {
@@ -158,13 +158,13 @@ INLINE void mix_some(const Keys *block, float *const output[UNITS], const float 
 }
 
 #ifdef __AVX512BF16__
-/* A half of the 32 values of which unpacking two vectors of them with others made the low ones and the high ones. */
+/* One half of the 32 values of two vectors that were unpacked with others into low and high halves. */
 INLINE floats repack(floats low, floats high, int half) {
     const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     return (floats)_mm512_permutex2var_ps((__m512)low, _mm512_add_epi32(first, _mm512_set1_epi32(8 * half)), (__m512)high);
 }
 
-/* The same in pairs of keys, whose values are brought side by side first; shares are in bfloat16, too. */
+/* The same in pairs of keys: their values are interleaved first, and weights are in bfloat16, too. */
 INLINE void mix_pairs(const Keys *block, float *const output[UNITS], const float *shares, int64_t room, int64_t d,
                       const int width, const int units) {
     floats sums[UNITS][WIDE] = {{{0}}};
@@ -187,7 +187,7 @@ INLINE void mix_pairs(const Keys *block, float *const output[UNITS], const float
 }
 #endif
 
-/* Outputs of some units get a block's values by their shares. */
+/* Adds a block's values times their weights to some units' outputs. */
 INLINE void mix(const Seen *a, const Keys *block, float *const output[UNITS], const float *shares, const int units,
                 const int kind) {
     int64_t d = 0;
@@ -217,11 +217,11 @@ static void mix_any(const Seen *a, const Keys *block, float *const own[UNITS], c
     switch (units) { EACH_KIND(1, mix) EACH_KIND(2, mix) EACH_KIND(3, mix) }
 }
 
-/* All blocks of the keys, or of the values, each for all units that see it while it is in the CPU's cache. Meanwhile as much
- * of what is read next is asked for, which weights drove out of the caches. */
+/* Goes through all blocks of keys, or of values; all units that see a block use it while it is in the CPU's cache.
+ * Meanwhile it prefetches as much of what comes next, which weights drove out of the caches. */
 static void each_block(const Seen *a, int64_t longest, int mixes) {
-    const int64_t size = a->kind == PAIRS && !mixes ? a->dim / 2 : a->dim; /* floats of a unit */
-    const int64_t bytes = a->dim * (a->kind == FULL ? 4 : 2);              /* of a key or value */
+    const int64_t size = a->kind == PAIRS && !mixes ? a->dim / 2 : a->dim; /* floats per unit */
+    const int64_t bytes = a->dim * (a->kind == FULL ? 4 : 2);              /* bytes per key or value */
     Keys block;
     for (int64_t s = 0; s < longest; s += LANES)
         for (int64_t r = 0; r < a->rows; r += block.rows) {

@@ -1,14 +1,14 @@
-/* Attention of one layer, by a team. */
+/* Attention of one layer, run by a team of threads. */
 
-/* Of a row's scores; not a number of pages, or rows would stand in each other's way in the cache. */
+/* Floats for a row's scores; never a multiple of a page, or rows would evict each other from the cache. */
 static int64_t room_for(int64_t keys) { return padded(keys + 2 * LANES) + LANES; }
 
-/* Floats that a worker needs to attend. */
+/* Floats of scratch that a thread needs for attention. */
 static int64_t room_for_attention(const Shape *m, int64_t keys) {
     return room_for(keys) * together(m) * (m->query_heads / m->key_heads + 1) + room_for_tiles(m);
 }
 
-/* Normed, rotated and scaled queries, and keys of one row, in place; keys and values to their slot. */
+/* Norms, rotates and scales one row's queries and keys in place; stores its keys and values in their slot. */
 static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row, int64_t slot, const float *cosines,
                       const float *sines) {
     const int64_t dim = m->head_dim, turned = m->query_heads + m->key_heads;
@@ -24,16 +24,16 @@ static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row
     }
 }
 
-/* Rows of a block, as often as it has pieces of queries; keys that one of them sees, about; and how many of them are done
- * with so much of the `work` on them all. */
+/* Work items of a block (key heads x pieces of queries x rows); about how many keys an item reads; and how many of a
+ * block's items lie within the first `work` keys of all the work. */
 INLINE int64_t items_of(const Shape *m, const Block *b, int64_t pieces) { return m->key_heads * pieces * b->rows; }
 INLINE int64_t keys_of(const Block *b) { return b->length + b->first + b->rows + LANES; }
 INLINE int64_t share(int64_t work, int64_t each, int64_t items) {
     return work < 0 ? 0 : work / each < items ? work / each : items;
 }
 
-/* Store the rows' keys and values of layer n, then mix: qkv [rows, stride] to mixed [rows, apart_by(query_heads * head_dim)].
- * Rows that attend together are of one block, as their keys are. */
+/* Stores the rows' keys and values of layer n, then attends: qkv [rows, stride] to
+ * mixed [rows, apart_by(query_heads * head_dim)]. Rows that attend together are of one block and share its keys. */
 static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride,
                       float *mixed, float *scratch, const Team *team) {
     const int64_t dim = m->head_dim, group = m->query_heads / m->key_heads, size = m->half ? 2 : 4;
@@ -42,7 +42,7 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     const Turns turns = all->turns[l->turns];
     SHARED(row, all->rows) {
         const Block *b = all->blocks;
-        int64_t r = row; /* of its own block */
+        int64_t r = row; /* index within its block */
         while (r >= b->rows) r -= b++->rows;
         const Slots *s = b->slots + n;
         const int64_t at = all->by_row ? row : b->length + b->depths[b->first + r];
@@ -51,16 +51,16 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     }
     meet(team);
     const int64_t room = room_for(all->keys), most = together(m);
-    const int64_t pieces = all->rows == 1 ? group : 1, heads = group / pieces; /* of a key head's queries, for one row */
-    int64_t work = 0; /* what is read, by the keys of all rows' pieces */
+    const int64_t pieces = all->rows == 1 ? group : 1, heads = group / pieces; /* heads of a piece; one row is split */
+    int64_t work = 0; /* the number of keys that all items read */
     for (const Block *b = all->blocks; b < all->blocks + all->count; b++) work += items_of(m, b, pieces) * keys_of(b);
     float *scores = scratch + team->me * room_for_attention(m, all->keys);
     int32_t *slots = (int32_t *)(scores + room * most * group);
-    int64_t from = 0, before = 0; /* rows and work of the blocks before */
+    int64_t from = 0, before = 0; /* rows and work of earlier blocks */
     const char *read = NULL;      /* the latest item's keys */
     for (const Block *b = all->blocks; b < all->blocks + all->count; from += b++->rows) {
         const Slots *s = b->slots + n;
-        const int64_t items = items_of(m, b, pieces), each = s->stride * dim * size; /* bytes of a key head */
+        const int64_t items = items_of(m, b, pieces), each = s->stride * dim * size; /* bytes per key head */
         int64_t begun[2 * TOGETHER], item = share(work * team->me / team->count - before, keys_of(b), items);
         const int64_t end = share(work * (team->me + 1) / team->count - before, keys_of(b), items);
         for (int r = 0; r < most; r++) begun[r] = -1;

@@ -1,12 +1,12 @@
 /* Attention by tiles. */
 
 #if HAS_TILES
-/* By tiles, 16 queries times 16 keys are one product. A unit's scores and sums run in one order whatever units are beside
- * it: over a head's values, and over blocks of so many keys of its path. Values are brought side by side, by two keys, for
- * so many blocks at once. */
+/* One product of tiles takes 16 queries times 16 keys. The order of a unit's scores and sums does not depend on
+ * other units: it runs over the head's values, and over blocks of BLOCK keys of its path. Values of two keys are
+ * interleaved, for one span of blocks at a time. */
 enum { BLOCK = 32, SPAN = 8 };
 
-/* Rows to columns. */
+/* Transposes. */
 INLINE void transpose(floats v[TILE]) {
 #define SWAP(x)                                        \
     for (int i = 0; i < TILE; i++)                     \
@@ -19,13 +19,13 @@ INLINE void transpose(floats v[TILE]) {
 #undef SWAP
 }
 
-/* Floats that rows need who attend by tiles: queries, what comes of them, some keys, and values of a span. */
+/* Floats of scratch for rows that attend by tiles: queries, outputs, some keys, and the values of a span. */
 INLINE int64_t room_for_tiles(const Shape *m) {
     const int64_t units = (together(m) * (m->query_heads / m->key_heads) + TILE - 1) / TILE * TILE;
     return attends_in_tiles(m) ? m->head_dim * (units / 2 + units + TILE / 2 + SPAN * BLOCK / 2) : 0;
 }
 
-/* Units' queries to [units / TILE][dim / STEP][STEP / 2][TILE], of pairs. */
+/* Arranges the units' queries as [units / TILE][dim / STEP][STEP / 2][TILE] pairs. */
 static void gather_queries(const Seen *a, float *to) {
     const int64_t units = a->rows * a->heads;
     for (int64_t first = 0; first < units; first += TILE)
@@ -40,7 +40,7 @@ static void gather_queries(const Seen *a, float *to) {
         }
 }
 
-/* Scores of units [first, end) for the keys in `slots` [from, to), of which `count` are seen. */
+/* Scores of units [first, end) for the keys in `slots` [from, to), of which the first `count` are seen. */
 static void score_tiles(const Seen *a, const float *queries, int64_t first, int64_t end, const int32_t *slots,
                         int64_t from, int64_t to, int64_t count, char *beside) {
     const int64_t size = 2 * a->dim;
@@ -48,7 +48,7 @@ static void score_tiles(const Seen *a, const float *queries, int64_t first, int6
     if (to > count) to = count;
     for (int64_t s = from; s < to; s += TILE) {
         const char *keys = a->keys + slots[s] * size;
-        if (s + TILE > count || slots[s + TILE - 1] - slots[s] != TILE - 1) { /* they do not lie side by side */
+        if (s + TILE > count || slots[s + TILE - 1] - slots[s] != TILE - 1) { /* the slots are not consecutive */
             for (int64_t k = 0; k < TILE; k++)
                 memcpy(beside + k * size, a->keys + slots[s + k < count ? s + k : count - 1] * size, size);
             keys = beside;
@@ -77,7 +77,7 @@ static void score_tiles(const Seen *a, const float *queries, int64_t first, int6
     }
 }
 
-/* `width` tiles of some units' sums, [dim] each, get `blocks` blocks of values by their shares. */
+/* Adds `blocks` blocks of values times their weights to `width` tiles of some units' sums, [dim] each. */
 INLINE void mix_blocks(const float *shares, int64_t stride, const char *values, int64_t blocks, int64_t dim,
                        float *sums, const int width) {
     _tile_loadd(0, sums, 4 * dim);
@@ -106,7 +106,8 @@ INLINE void mix_blocks(const float *shares, int64_t stride, const char *values, 
     }
 }
 
-/* Sums of units [first, end), [dim] each, get the values in `slots` [from, to), of which `count` are seen. */
+/* Adds the values in `slots` [from, to), of which the first `count` are seen, to the sums [dim] of units [first,
+ * end). */
 static void mix_tiles(const Seen *a, float *sums, int64_t first, int64_t end, const int32_t *slots, int64_t from,
                       int64_t to, int64_t count, char *beside) {
     const int64_t dim = a->dim, size = 2 * dim;
@@ -140,7 +141,7 @@ static void mix_tiles(const Seen *a, float *sums, int64_t first, int64_t end, co
     }
 }
 
-/* Whether values of slots are all numbers, so that what weighs 0 adds 0. */
+/* Whether all values in the slots are finite, so that a weight of 0 adds 0. */
 static int all_finite(const Seen *a, const int32_t *slots, int64_t from, int64_t to) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     __mmask32 odd = 0;
@@ -152,8 +153,9 @@ static int all_finite(const Seen *a, const int32_t *slots, int64_t from, int64_t
     return !odd;
 }
 
-/* Rows attend by tiles; `rest` is room_for_tiles. What all of them see, they see at once, block by block, and then each
- * the rest of its own path. Those of a chain see the same all along, where the last ones weigh 0 for the first rows. */
+/* Attention of rows by tiles; `rest` has room_for_tiles floats. Blocks that all rows see are done for all rows at
+ * once, then the rest of each row's path by itself. In a chain, all rows share all blocks: later keys have weight 0
+ * for earlier rows. */
 static void attend_tiles(const Seen *a, float *rest) {
     const int64_t dim = a->dim, units = a->rows * a->heads, tiles = (units + TILE - 1) / TILE;
     float *queries = rest, *sums = queries + tiles * TILE * dim / 2;

@@ -1,13 +1,12 @@
-/* Products of blocks with rows in bytes: `activations="int8"`.
+/* Products of quantised blocks with rows rounded to bytes: `activations="int8"`.
  *
- * A row is rounded to integers from -127 to 127, CHUNK inputs at a time by a scale of their own, the largest one's size
- * over 127 in float32. Codes are bytes without a sign, so what a group of codes adds to a row's sum is an exact integer,
- * whatever instructions add it; it is multiplied by the row's scale and by the group's in float32, and added, group after
- * group. */
+ * A row is rounded to integers from -127 to 127; CHUNK inputs share a scale, which is their largest magnitude over
+ * 127, in float32. Codes are unsigned bytes, so a group's sum is an exact integer with any instructions. In float32
+ * it is multiplied by the row's scale and by the group's, and added to the row's sum, group after group. */
 
-enum { FOURS = CHUNK / 4, BYTE_CHUNK = FOURS + 3 }; /* words of a row's chunk */
+enum { FOURS = CHUNK / 4, BYTE_CHUNK = FOURS + 3 }; /* words of one chunk of a row */
 
-/* The integers nearest, ties to even. */
+/* The nearest integers, ties to even. */
 INLINE ints nearest(floats x) {
 #if LANES == 16
     return (ints)_mm512_cvtps_epi32((__m512)x);
@@ -18,8 +17,8 @@ INLINE ints nearest(floats x) {
 #endif
 }
 
-/* A row's chunk is CHUNK bytes in the order of a panel's, then what one of them stands for, as a float, and the sums of
- * both halves. */
+/* A chunk of a row is CHUNK bytes in the order of a panel's inputs, then their scale as a float, and the sums of both
+ * halves. */
 static void round_row_to_bytes(float *row, int64_t inputs) {
     for (int64_t n = 0; n < inputs / CHUNK; n++) {
         floats own[CHUNK / LANES], most = {0};
@@ -28,14 +27,14 @@ static void round_row_to_bytes(float *row, int64_t inputs) {
         for (int v = 0; v < CHUNK / LANES; v++) {
             own[v] = load(row, n * CHUNK + v * LANES, 0);
             const floats size = (floats)((words)own[v] & 0x7fffffff);
-            const ints more = (ints)size > (ints)most; /* of what is no number, too */
+            const ints more = (ints)size > (ints)most; /* NaN counts as larger, too */
             most = (floats)(((ints)size & more) | ((ints)most & ~more));
         }
         uint32_t bits = 0;
         for (int i = 0; i < LANES; i++) bits = ((words)most)[i] > bits ? ((words)most)[i] : bits;
         float largest, by = 0, back = 0;
         memcpy(&largest, &bits, sizeof largest);
-        if (bits >= 0x7f800000) back = NAN; /* and so is all that is made of it */
+        if (bits >= 0x7f800000) back = NAN; /* so every result of it is NaN */
         else if (largest >= 0x1p-112f) by = 127 / largest, back = largest / 127;
         for (int v = 0; v < CHUNK / LANES; v++) {
             const ints whole = nearest(own[v] * by);
@@ -49,12 +48,12 @@ static void round_row_to_bytes(float *row, int64_t inputs) {
         }
         memcpy(out + FOURS, &back, sizeof back);
         memcpy(out + FOURS + 1, sums, sizeof sums);
-        memcpy(row + n * BYTE_CHUNK, out, sizeof out); /* behind what is still to be read */
+        memcpy(row + n * BYTE_CHUNK, out, sizeof out); /* what is still to be read lies further on */
     }
 }
 
-/* sum + the products of four bytes of each lane: without a sign, and with one. Where a sum of two products may have more
- * than 16 bits, as those of `whole` bytes, their highest bits are multiplied by themselves. */
+/* sum + the products of four bytes in each lane, unsigned times signed. A sum of two products can exceed 16 bits where
+ * codes use `whole` bytes; then the codes' highest bits are multiplied separately. */
 INLINE ints add_fours(ints sum, words weights, int32_t row, const int whole) {
 #if LANES == 16 && defined(__AVX512VNNI__)
     (void)whole;

@@ -1,10 +1,10 @@
-/* Products of blocks whose codes are taken out of their words where they are multiplied: of rows in bytes, and of few rows in
- * 16-bit integers. */
+/* Products of blocks that extract codes from their words right where they multiply: for rows in bytes, and for few rows
+ * in 16-bit integers. */
 
-enum { FEW_CODED = 4 }; /* rows in registers */
+enum { FEW_CODED = 4 }; /* rows whose sums stay in registers */
 
-/* Chunks that are multiplied: codes of the first, and so many bytes from one to the next, of which so many in a block; and
- * how far ahead of them is asked for, if at all. */
+/* Chunks to multiply: the codes of the first chunk; the bytes from a chunk to the next, and the chunks of a block;
+ * and how many bytes ahead to prefetch, or 0. */
 typedef struct {
     const uint8_t *codes;
     int64_t count, bytes, each, head, ahead;
@@ -12,10 +12,10 @@ typedef struct {
     int offset, subtracts;
 } Chunks;
 
-/* Sums [rows, PANEL] += rows, each `apart` words from the last, times chunks, of vectors [from, from + wide). */
+/* Sums [rows, PANEL] += rows, `apart` words from row to row, times chunks, for vectors [from, from + wide). */
 INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, float *sums, int64_t from, const int rows,
                             const int wide, const int bits, const int listed, const int bytes) {
-    enum { PARTS = 2 }; /* sums of a lone row that need not wait for each other: integers are the same in any order */
+    enum { PARTS = 2 }; /* independent sums of a single row; integers give one total */
     const int parts = rows == 1 ? PARTS : 1, groups = bits == 2 || bits == 3 || bits == 6 ? 2 : 1;
     const int all = bytes ? FOURS : CHUNK / 2, steps = all / groups; /* words of a row's chunk, and of a group */
     const uint8_t *codes = c->codes;
@@ -82,7 +82,7 @@ INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, fl
         for (int v = 0; v < wide; v++) *(floats *)(sums + r * PANEL + (from + v) * LANES) = total[r][v];
 }
 
-/* Of so many rows; few registers hold few sums beside each other. */
+/* Calls the version for a number of rows; a machine with few registers takes half of the vectors at a time. */
 #define CODED_ROWS(n)                                                                          \
     case n: {                                                                                  \
         enum { WIDE = LANES == 16 || n == 1 ? PANEL / LANES : n < 4 ? PANEL / LANES / 2 : 1 }; \
@@ -109,7 +109,7 @@ INLINE void multiply_format(const WeightFormat *f, const Chunks *c, const int32_
     }
 }
 
-/* The sums [rows, PANEL] of up to PASS rows times a panel, whose codes are taken out of their words for each few of them. */
+/* The sums [rows, PANEL] of up to PASS rows times a panel, with codes extracted anew for each few rows. */
 static void multiply_coded(const WeightFormat *f, const uint8_t *panel, int64_t inputs, const float *x, int64_t apart,
                            float *sums, int64_t rows, int bytes) {
     float scales[STRETCHED / GROUP * PANEL], minima[STRETCHED / GROUP * PANEL];

@@ -1,11 +1,12 @@
-/* Panels of blocks: as products read them.
+/* Panels of quantised blocks, the layout that products read.
  *
- * The blocks of PANEL outputs that are of the same inputs lie together: d of each output, m of each where there are
- * minima, and then of every CHUNK inputs the groups' numbers of each output and the codes. A code's bits lie in words of 32,
- * one word of each output after the other. Of eight inputs, byte 0 of a word has the bits of inputs 0 and 2, byte 1 those
- * of 4 and 6, byte 2 of 1 and 3, byte 3 of 5 and 7. So one shift and one mask give, of each output, two inputs as 16-bit
- * numbers side by side (0 and 1, 2 and 3, ...), or four as bytes (0, 4, 1, 5 and 2, 6, 3, 7). Bits beyond four, or two,
- * have words of their own. That is as many bytes as in the file, or up to four in a hundred more. */
+ * A panel interleaves the blocks of PANEL outputs for the same inputs: d of each output; m of each, where the
+ * format has minima; then for every CHUNK inputs the group numbers of each output, and the codes. The bits of codes
+ * lie in 32-bit words, one word of each output after another. For eight inputs, byte 0 of a word has the bits of
+ * inputs 0 and 2, byte 1 of inputs 4 and 6, byte 2 of 1 and 3, byte 3 of 5 and 7. So one shift and one mask give,
+ * for each output, two inputs as adjacent 16-bit numbers (0 and 1, 2 and 3, ...), or four as bytes (0, 4, 1, 5 and
+ * 2, 6, 3, 7). Bits above the lowest four, or two, have words of their own. A panel takes the bytes of its blocks
+ * in the file, or up to 4% more. */
 
 INLINE int64_t head_bytes(const WeightFormat *f) { return 2 * PANEL * (f->minima ? 2 : 1); }
 INLINE int64_t groups_in(const WeightFormat *f) { return CHUNK / f->group; } /* of a chunk */
@@ -17,13 +18,13 @@ INLINE int64_t number_bytes(const WeightFormat *f) { /* of a chunk's groups */
 INLINE int64_t chunk_bytes(const WeightFormat *f) { return number_bytes(f) + 4 * PANEL * f->bits; }
 INLINE int64_t block_bytes(const WeightFormat *f) { return head_bytes(f) + f->values / CHUNK * chunk_bytes(f); }
 
-/* Bytes of a weight's panels. */
+/* Bytes of all panels of a weight. */
 int64_t specdec_panel_bytes(int format, int64_t outputs, int64_t inputs) {
     const WeightFormat *f = formats + format;
     return (outputs + PANEL - 1) / PANEL * (inputs / f->values) * block_bytes(f);
 }
 
-/* The bits of `from` that `mask` says, side by side. */
+/* The bits of `from` at the set bits of `mask`, moved together. */
 INLINE uint32_t gather_bits(uint64_t from, uint64_t mask) {
 #ifdef __BMI2__
     return (uint32_t)_pext_u64(from, mask);
@@ -34,7 +35,7 @@ INLINE uint32_t gather_bits(uint64_t from, uint64_t mask) {
 #endif
 }
 
-/* Bits [first, first + wide) of CHUNK codes go to words, PANEL words apart. */
+/* Writes bits [first, first + wide) of CHUNK codes to words, PANEL words apart. */
 INLINE void put_bits(const uint8_t *codes, uint32_t *to, const int first, const int wide) {
     if (wide == 8) {
         for (int four = 0; four < CHUNK / 4; four++, to += PANEL) {
@@ -76,7 +77,7 @@ INLINE void put_any_codes(const uint8_t *codes, uint32_t *to, int bits) {
     }
 }
 
-/* One output's block goes to its place in a panel's. */
+/* Writes one output's block to its place in the panel's block. */
 static void put_block(const WeightFormat *f, const Block256 *block, uint8_t *to, int64_t own) {
     const int64_t groups = groups_in(f);
     ((uint16_t *)to)[own] = block->d;
@@ -116,7 +117,7 @@ typedef uint16_t doubled __attribute__((vector_size(4 * LANES), aligned(4), may_
 
 INLINE words shifted(words bits, const int right) { return right < 0 ? bits << -right : bits >> right; }
 
-/* What four bits stand for where they number levels, of LANES outputs: 16-bit numbers side by side. */
+/* Levels of four-bit codes, for LANES outputs: two adjacent 16-bit numbers each. */
 INLINE words levels_of(words numbers) {
 #if LANES == 16 && defined(__AVX512BW__)
     return (words)_mm512_permutexvar_epi16((__m512i)numbers, _mm512_loadu_si512(levels));
@@ -128,7 +129,7 @@ INLINE words levels_of(words numbers) {
 #endif
 }
 
-/* The same in bytes, and 128 more. */
+/* The same as bytes, plus 128. */
 INLINE words byte_levels_of(words numbers) {
     uint8_t table[16];
     for (int n = 0; n < 16; n++) table[n] = (uint8_t)(levels[n] + 128);
@@ -148,11 +149,12 @@ INLINE words byte_levels_of(words numbers) {
 
 #define WORDS(from, n) (*(const words *)((from) + (n) * PANEL))
 
-/* What two inputs' codes stand for, of LANES outputs: 16-bit numbers side by side. `k`: which two of CHUNK. */
+/* Values of two inputs' codes, for LANES outputs: two adjacent 16-bit numbers each. `k` is the pair's index in
+ * CHUNK. */
 INLINE words pair_of(const uint32_t *codes, const int k, const int bits, const int listed) {
-    const uint32_t *more = codes + 4 * PANEL; /* of bits beyond four; two of them have half as many words */
+    const uint32_t *more = codes + 4 * PANEL; /* bits above four; two such bits take half as many words */
     const int eight = k / 4, side = k % 2, byte = k % 4 / 2 * 8;
-    const int one = 2 * eight + side + byte, two = 4 * (eight % 2) + 2 * side + byte; /* where one bit is, and two are */
+    const int one = 2 * eight + side + byte, two = 4 * (eight % 2) + 2 * side + byte; /* shifts of one and two bits */
     if (bits == 8) {
         const doubled both = (doubled)WORDS(codes, 2 * eight + side);
         if (byte) return (words)(both >> 8);
@@ -170,7 +172,7 @@ INLINE words pair_of(const uint32_t *codes, const int k, const int bits, const i
     return low;
 }
 
-/* What four inputs' codes stand for, and 128 more where they number levels: bytes. `j`: which four of CHUNK. */
+/* Values of four inputs' codes as bytes, plus 128 where they are levels. `j` is the index of the four in CHUNK. */
 INLINE words four_of(const uint32_t *codes, const int j, const int bits, const int listed) {
     const uint32_t *more = codes + 4 * PANEL;
     if (bits == 8) return WORDS(codes, j);
@@ -192,7 +194,7 @@ INLINE void decode_chunk(const uint32_t *codes, uint32_t *to, const int bits, co
         for (int k = 0; k < CHUNK / 2; k++) *(words *)(to + k * PANEL + first) = pair_of(codes + first, k, bits, listed);
 }
 
-/* LANES floats of as many float16 numbers. */
+/* LANES float16 numbers as floats. */
 INLINE floats widen_halves(const uint16_t *from) {
 #if LANES == 16
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
@@ -205,7 +207,7 @@ INLINE floats widen_halves(const uint16_t *from) {
 #endif
 }
 
-/* LANES 32-bit numbers of as many bytes, with a sign or without; of vectors gcc converts one after the other. */
+/* LANES bytes, signed or unsigned, as 32-bit numbers; gcc would convert vectors one lane after another. */
 INLINE ints widen_bytes(const uint8_t *from, const int with_sign) {
 #if LANES == 16
     const __m128i own = _mm_loadu_si128((const __m128i *)from);
@@ -220,7 +222,7 @@ INLINE ints widen_bytes(const uint8_t *from, const int with_sign) {
 #endif
 }
 
-/* A chunk's scales [groups, PANEL], and minima. */
+/* The scales [groups, PANEL] of a chunk, and its minima. */
 INLINE void read_scales(const WeightFormat *f, const uint8_t *head, const uint8_t *chunk, float *scales, float *minima) {
     const int64_t groups = groups_in(f);
     for (int64_t g = 0; g < groups; g++)
@@ -242,13 +244,13 @@ INLINE void read_scales(const WeightFormat *f, const uint8_t *head, const uint8_
         }
 }
 
-/* Decoded chunks: pairs of codes as 16-bit numbers, of which the format's offset is still to be taken, and scales. */
+/* Decoded chunks: pairs of codes as 16-bit numbers, without the format's offset subtracted, and scales. */
 typedef struct {
     uint32_t pairs[MOST / 2 * PANEL] __attribute__((aligned(64)));
     float scales[MOST / GROUP * PANEL], minima[MOST / GROUP * PANEL];
 } Decoded;
 
-/* Chunks [first, last) of a panel, from its first block on, while what lies `ahead` bytes on is asked for. */
+/* Decodes chunks [first, last) of a panel, counted from its first block; prefetches `ahead` bytes further on. */
 static void decode_blocks(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, int64_t ahead,
                           Decoded *to) {
     const int64_t each = f->values / CHUNK, groups = groups_in(f), bytes = chunk_bytes(f);

@@ -1,9 +1,9 @@
-/* A product of blocks as a whole, whose parts have their own formats, and the look-up of a row. */
+/* A whole product with quantised blocks, whose parts each have a format, and the look-up of a row. */
 
-/* Panels of a product in blocks, whose parts have their own formats. */
+/* Panels of a product in blocks, whose parts each have a format. */
 INLINE int64_t panels_of(const Part *part) { return (part->outputs + PANEL - 1) / PANEL; }
 
-/* As product. */
+/* The product, as `product` does it for other kinds. */
 static void product_in_blocks(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int onto,
                               void *out, int half, const Team *team) {
     int64_t all = 0, before = 0, at = 0;
@@ -34,7 +34,7 @@ static void product_in_blocks(const Product *p, const float *x, float *y, int64_
     meet(team);
 }
 
-/* y [inputs], in bfloat16 or float32, gets a row of a weight in blocks. */
+/* Writes a row of a weight in blocks to y [inputs], in bfloat16 or float32. */
 static void look_up_blocks(const Product *p, int64_t number, void *y, int half) {
     const Part *part = p->parts;
     while (number >= part->outputs) number -= part++->outputs;

@@ -1,14 +1,14 @@
-/* Products of blocks: a panel's codes, decoded a stretch at a time, times rows.
+/* Products of quantised blocks: a panel's codes are decoded a stretch at a time and multiplied with rows.
  *
- * In a bfloat16 model a row is rounded to 16-bit integers, CHUNK inputs at a time by a power of two of their own, the
- * smallest with which they fit. Codes are integers, too, so what a group of codes adds to a row's sum is an exact integer;
- * it is multiplied by the row's power of two and by the group's scale in float32, and added, group after group. In a
- * float32 model rows are not rounded, and each weight is the float32 number that its block stands for. */
+ * In a bfloat16 model, a row is rounded to 16-bit integers; CHUNK inputs share a power of two as their scale, the
+ * smallest with which they fit. Codes are integers as well, so a group's sum is an exact integer. In float32 it is
+ * multiplied by the row's power of two and by the group's scale, and added to the row's sum, group after group. In
+ * a float32 model, rows are not rounded, and each weight is the float32 number that its block stands for. */
 
 enum { ROW_CHUNK = CHUNK / 2 + 3, STRETCHED = MOST, PASS = 96, AHEAD = 4096 };
-/* Words of a row's chunk; inputs, and rows, at a time; bytes that a panel is asked for ahead of its reading. */
+/* Words of a row's chunk; inputs, and rows, of one pass; bytes by which a panel is prefetched. */
 
-/* A row's chunk is CHUNK 16-bit integers, then what one of them stands for, as a float, and the sums of both halves. */
+/* A chunk of a row is CHUNK 16-bit integers, then their scale as a float, and the sums of both halves. */
 static void round_row(float *row, int64_t inputs) {
     for (int64_t n = 0; n < inputs / CHUNK; n++) {
         floats own[CHUNK / LANES], most = {0};
@@ -19,19 +19,19 @@ static void round_row(float *row, int64_t inputs) {
         for (int v = 0; v < CHUNK / LANES; v++) {
             own[v] = load(row, n * CHUNK + v * LANES, 0);
             const floats size = (floats)((words)own[v] & 0x7fffffff);
-            const ints more = (ints)size > (ints)most; /* of what is no number, too */
+            const ints more = (ints)size > (ints)most; /* NaN counts as larger, too */
             most = (floats)(((ints)size & more) | ((ints)most & ~more));
         }
         uint32_t largest = 0;
         for (int i = 0; i < LANES; i++) largest = ((words)most)[i] > largest ? ((words)most)[i] : largest;
         largest >>= 23;
-        if (largest == 255) back = NAN; /* and so is all that is made of it */
-        else if (largest >= 15) {       /* what is smaller than 2^-112 counts as zero */
+        if (largest == 255) back = NAN; /* so every result of it is NaN */
+        else if (largest >= 15) {       /* smaller numbers than 2^-112 count as zero */
             bits = (268 - largest) << 23, memcpy(&by, &bits, sizeof by);
             bits = (largest - 14) << 23, memcpy(&back, &bits, sizeof back);
         }
         for (int v = 0; v < CHUNK / LANES; v++) {
-            const floats magic = spread(12582912.f); /* 1.5 * 2^23: the integer nearest lands in the low bits */
+            const floats magic = spread(12582912.f); /* 1.5 * 2^23: the nearest integer lands in the low bits */
             ints whole = (ints)(own[v] * by + magic) - (ints)magic;
             const ints over = whole > 32767;
             whole = (whole & ~over) | (32767 & over);
@@ -43,11 +43,11 @@ static void round_row(float *row, int64_t inputs) {
             out[i] = (int32_t)((uint32_t)(uint16_t)rounded[2 * i] | (uint32_t)(uint16_t)rounded[2 * i + 1] << 16);
         memcpy(out + CHUNK / 2, &back, sizeof back);
         memcpy(out + CHUNK / 2 + 1, sums, sizeof sums);
-        memcpy(row + n * ROW_CHUNK, out, sizeof out); /* behind what is still to be read */
+        memcpy(row + n * ROW_CHUNK, out, sizeof out); /* what is still to be read lies further on */
     }
 }
 
-/* sum + the products of two 16-bit integers of each lane. */
+/* sum + the products of two 16-bit integers in each lane. */
 INLINE ints add_pairs(ints sum, words weights, int32_t row) {
 #if LANES == 16 && defined(__AVX512VNNI__)
     return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(row));
@@ -61,15 +61,15 @@ INLINE ints add_pairs(ints sum, words weights, int32_t row) {
 #endif
 }
 
-/* A row's sum and what a group adds to it: in every product of blocks by these operations, in this order. */
+/* A row's sum plus a group's: every product of blocks uses these operations in this order. */
 INLINE floats add_group(floats sum, ints group, float back, floats scale) {
     return sum + __builtin_convertvector(group, floats) * back * scale;
 }
 
-/* Sums [rows, PANEL] += rows, each `apart` words from the last, times decoded chunks, of vectors [from, from + wide). */
+/* Sums [rows, PANEL] += rows, `apart` words from row to row, times decoded chunks, for vectors [from, from + wide). */
 INLINE void multiply_whole(const Decoded *d, const int32_t *x, int64_t apart, float *sums, int64_t chunks, int offset,
                            int minima, int64_t from, const int rows, const int wide, const int groups) {
-    enum { PARTS = 2 }; /* sums of a lone row that need not wait for each other: integers are the same in any order */
+    enum { PARTS = 2 }; /* independent sums of a single row; integers give one total */
     const int parts = rows == 1 ? PARTS : 1, pairs = CHUNK / 2 / groups;
     for (int64_t n = 0; n < chunks; n++)
         for (int g = 0; g < groups; g++) {
@@ -115,7 +115,7 @@ INLINE void multiply_whole(const Decoded *d, const int32_t *x, int64_t apart, fl
         }
 }
 
-/* The same of rows in float32, [rows, apart]. */
+/* The same for rows [rows, apart] in float32. */
 INLINE void multiply_exact(const Decoded *d, const float *x, int64_t apart, float *sums, int64_t chunks, int offset,
                            int minima, int64_t from, const int rows, const int wide, const int groups) {
     const int pairs = CHUNK / 2 / groups;
@@ -144,7 +144,7 @@ INLINE void multiply_exact(const Decoded *d, const float *x, int64_t apart, floa
         }
 }
 
-/* Of so many rows; few registers hold few sums beside each other. */
+/* Calls the version for a number of rows; a machine with few registers takes half of the vectors at a time. */
 #define BLOCK_ROWS(n)                                                                                            \
     case n: {                                                                                                    \
         enum { WIDE = LANES == 16 || n == 1 ? PANEL / LANES : n < 4 ? PANEL / LANES / 2 : 1 };                   \

@@ -23,12 +23,12 @@ typedef struct {
 
 INLINE uint16_t two_bytes(const uint8_t *from) { return (uint16_t)(from[0] | from[1] << 8); }
 
-/* Values [0, half) from the low four bits of as many bytes, and [half, 2 half) from the high ones. */
+/* Values [0, half) are the low four bits of `half` bytes, and values [half, 2 half) the high ones. */
 INLINE void split_nibbles(const uint8_t *restrict from, uint8_t *restrict codes, const int half) {
     for (int i = 0; i < half; i++) codes[i] = from[i] & 15, codes[half + i] = from[i] >> 4;
 }
 
-/* One more bit of 32 codes. */
+/* Adds one more bit to each of 32 codes. */
 INLINE void add_bits(const uint8_t *restrict from, uint8_t *restrict codes, const int place) {
     for (int i = 0; i < CHUNK / 8; i++) {
         uint64_t some, bits;
@@ -68,17 +68,17 @@ static void read_q5_1(const uint8_t *restrict block, Block256 *restrict to) {
 
 static void read_q8_0(const uint8_t *restrict block, Block256 *restrict to) {
     to->d = two_bytes(block);
-    for (int i = 0; i < 32; i++) to->codes[i] = block[2 + i] ^ 128; /* signed in the file */
+    for (int i = 0; i < 32; i++) to->codes[i] = block[2 + i] ^ 128; /* the file's codes are signed */
 }
 
-/* Two bits of each of 256 codes: of 32 bytes those of four times 32 of them. */
+/* Two bits of each of 256 codes; 32 bytes have those of four runs of 32 codes. */
 INLINE void add_pairs_of_bits(const uint8_t *restrict from, uint8_t *restrict codes, const int place) {
     for (int part = 0; part < 2; part++)
         for (int turn = 0; turn < 4; turn++)
             for (int i = 0; i < 32; i++) codes[part * 128 + turn * 32 + i] |= (from[part * 32 + i] >> 2 * turn & 3) << place;
 }
 
-/* One bit of each of 256 codes: bit n of 32 bytes is of the n-th 32 of them. */
+/* One bit of each of 256 codes; bit n of 32 bytes belongs to the n-th run of 32 codes. */
 INLINE void add_bits_across(const uint8_t *restrict from, uint8_t *restrict codes, const int place) {
     for (int turn = 0; turn < 8; turn++)
         for (int i = 0; i < 32; i++) codes[turn * 32 + i] |= (from[i] >> turn & 1) << place;
@@ -101,7 +101,7 @@ static void read_q3_k(const uint8_t *restrict block, Block256 *restrict to) {
     add_bits_across(block, to->codes, 2);
 }
 
-/* Eight scales and eight minima of six bits each, in twelve bytes. */
+/* Eight scales and eight minima of six bits each, from twelve bytes. */
 INLINE void read_six_bits(const uint8_t *from, Block256 *to) {
     for (int g = 0; g < 4; g++) {
         to->scales[g] = from[g] & 63, to->minima[g] = from[4 + g] & 63;
@@ -169,14 +169,14 @@ static const WeightFormat formats[] = {
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
-/* What four bits stand for where they number levels. */
+/* The list of values that four-bit codes index. */
 static const int16_t levels[32] = {-127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113,
                                    -127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113};
 
-/* Format number n, or NULL where there are no more. */
+/* Format number n, or NULL where there is none. */
 const WeightFormat *specdec_format(int n) { return n >= 0 && n < FORMATS ? formats + n : NULL; }
 
-INLINE float float_of(uint16_t half) { /* a float16's value */
+INLINE float float_of(uint16_t half) { /* the value of a float16 */
 #ifdef __F16C__
     return _cvtsh_ss(half);
 #else
@@ -190,7 +190,7 @@ INLINE float float_of(uint16_t half) { /* a float16's value */
 #endif
 }
 
-/* The scale, or the minimum, of a group of a block. */
+/* The scale, or the minimum, of a group in a block. */
 INLINE float scale_of(const WeightFormat *f, const Block256 *block, int group) {
     const float d = float_of(block->d);
     return f->scales == PLAIN || f->scales == ZEROS ? d : d * (float)block->scales[group];
@@ -222,7 +222,7 @@ INLINE void dequantise_group(const WeightFormat *f, const Block256 *block, int f
         for (int i = 0; i < group; i++) y[first + i] = scale * values[i];
 }
 
-/* y [count, values of a block] gets the weights of blocks as they lie in a file. */
+/* Writes the weights of `count` blocks, stored as in a file, to y [count, values of a block]. */
 void specdec_dequantise(int format, const uint8_t *blocks, int64_t count, float *y, int threads) {
     const WeightFormat *f = formats + format;
     AS_TEAM {

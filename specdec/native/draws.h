@@ -1,28 +1,28 @@
-/* Draws: tokens by scores and noise. */
+/* Draws: tokens drawn by scores and Gumbel noise. */
 
-/* Whether one of a strip of values is above `least`, or no number. */
+/* Whether a strip of values has one above `least`, or a NaN. */
 INLINE int reaches(const void *values, int64_t at, float least, const int half) {
     ints above = {0};
     for (int v = 0; v < VECTORS; v++) above |= ~(load(values, at + v * LANES, half) <= least);
     return total((floats)((ints)spread(1.f) & above)) > 0;
 }
 
-/* SplitMix64's hash, in [0, 2^53), and the Gumbel number that it is; both as in specdec/sampling/sampler.py. */
+/* SplitMix64's hash, in [0, 2^53), and its Gumbel number; both as in specdec/sampling/sampler.py. */
 #define HASH(x) \
     (x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9, x = (x ^ x >> 27) * 0x94D049BB133111EB, (x ^ x >> 31) >> 11)
 static const uint64_t golden = 0x9E3779B97F4A7C15;
-enum { HASHES = LANES / 2 }; /* a register's: of longer vectors gcc makes single numbers */
+enum { HASHES = LANES / 2 }; /* hashes of a register; gcc would split longer vectors into single numbers */
 typedef uint64_t hashes __attribute__((vector_size(8 * HASHES)));
-typedef int64_t signed_hashes __attribute__((vector_size(8 * HASHES))); /* which are compared by one instruction */
+typedef int64_t signed_hashes __attribute__((vector_size(8 * HASHES))); /* signed: one instruction compares them */
 typedef double doubles __attribute__((vector_size(8 * HASHES)));
 
-/* No less than a finite Gumbel number: with u = (hash + .5) / 2^53 that is -log(-log u) < -log(1 - u), which the bits of
+/* An upper bound of a finite Gumbel number: with u = (hash + .5) / 2^53, -log(-log u) < -log(1 - u), which the bits of
  * 2^53 - hash bound. */
 INLINE double most_gumbel(uint64_t hash) { return (__builtin_clzll((1ull << 53) - hash) - 9) * 0.6931471805599454; }
 
 INLINE double gumbel(uint64_t hash) { return -log(-log(((double)hash + .5) * 0x1p-53)); }
 
-/* specdec_draw, where the token with the largest score is known. */
+/* As specdec_draw, with the token of the largest score known. */
 static int draw(const void *scores, int64_t count, int half, float by, uint64_t key, int64_t likeliest) {
     if (likeliest < 0) return -1;
     uint64_t x = key + (likeliest + 1) * golden;
@@ -32,15 +32,15 @@ static int draw(const void *scores, int64_t count, int half, float by, uint64_t 
     for (int i = 0; i < HASHES; i++) states[i] = key + (i + 1) * golden;
     for (int64_t i = 0, end; i < count; i = end) {
         signed_hashes most = {0};
-        for (int v = 0; v < STRIP / HASHES; v++, states += HASHES * golden) { /* at the end for tokens that there are not */
+        for (int v = 0; v < STRIP / HASHES; v++, states += HASHES * golden) { /* may pass the last token */
             hashes many = states;
             signed_hashes own = (signed_hashes)HASH(many), larger = own > most;
             most = (own & larger) | (most & ~larger);
         }
         int64_t largest = 0;
         for (int n = 0; n < HASHES; n++) largest = most[n] > largest ? most[n] : largest;
-        /* Below this a score does not reach the best sum so far, with the largest number of the strip; and some more,
-         * for rounding. */
+        /* A score below this cannot reach the best sum, even with the strip's largest noise; a margin allows for
+         * rounding. */
         double missing = bar - most_gumbel(largest);
         float least = by * (missing - .01 - 1e-6 * fabs(missing));
         end = i + STRIP < count ? i + STRIP : count;
@@ -50,7 +50,7 @@ static int draw(const void *scores, int64_t count, int half, float by, uint64_t 
             if (!(score > least)) continue;
             x = key + (n + 1) * golden;
             uint64_t hash = HASH(x);
-            if (most_gumbel(hash) + score / by < bar - .01) continue; /* most, for which logarithms are dear */
+            if (most_gumbel(hash) + score / by < bar - .01) continue; /* spares most logarithms */
             double sum = gumbel(hash) + score / by;
             second = sum > best ? best : sum > second ? sum : second;
             if (sum > best) best = sum, winner = n;
@@ -60,17 +60,18 @@ static int draw(const void *scores, int64_t count, int half, float by, uint64_t 
     return best - second > 1e-9 && isfinite(best) ? (int)winner : -1;
 }
 
-/* The token with the largest sum of its score, divided `by` a number, and its Gumbel number under a key. -1 where the
- * caller has to find it: the scores are no distribution, or two sums are nearer than what logarithms may be apart
- * elsewhere. */
+/* The token with the largest sum of score `by` temperature and Gumbel number under a key. Returns -1 where the
+ * caller must find it: the scores are not a distribution, or two sums are closer than logarithms of two libraries
+ * can differ. */
 int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t key) {
     return draw(scores, count, half, by, key, peak(scores, count, half));
 }
 
-/* Of the mean of some distributions the `count` tokens with the largest sums of the logarithm of their share and their
- * Gumbel number under a key, the largest first, of equal ones the first, to `best`, and the sums to `sums`; both have
- * room for all the tokens. Returns how many there are. A distribution is sizes[n] distinct tokens, whose scores, largest
- * first, divided `by` a number are logarithms of shares; they lie one behind the other. */
+/* Ranks the tokens of several distributions' mean. Writes the `count` tokens with the largest sums of
+ * log-probability and Gumbel number under a key to `best`, largest first, of equal sums the first token first, and
+ * the sums to `sums`; both have room for all tokens. Returns the number written. Distribution n has sizes[n]
+ * distinct tokens, largest score first; scores divided `by` the temperature are log-probabilities. The
+ * distributions are stored one behind another. */
 int64_t specdec_rank(const int64_t *tokens, const float *scores, const int64_t *sizes, int64_t number, double by,
                      uint64_t key, int64_t count, int64_t *best, double *sums) {
     int64_t size = 0, known = 0;
@@ -84,7 +85,7 @@ int64_t specdec_rank(const int64_t *tokens, const float *scores, const int64_t *
             sums[at] += exp(((double)scores[i] - scores[0]) / by) / (whole * number);
         }
     }
-    for (int64_t i = 0; i < size; i++) { /* in the same room: no more are kept than were looked at */
+    for (int64_t i = 0; i < size; i++) { /* in place: fewer are kept than were read */
         if (!(sums[i] > 0)) continue;
         uint64_t x = key + (best[i] + 1) * golden;
         int64_t token = best[i];
@@ -109,9 +110,9 @@ INLINE doubles logarithm(doubles x) { /* of a positive number; to 2e-12 */
     return (p * square + 2) * t + __builtin_convertvector(power, doubles) * 0.6931471805599453;
 }
 
-/* Of each row's `size` logits the `count` largest, the largest first, and their shares of a softmax over all of them. A
- * logit is a score times `scale` and, where there are keys, the Gumbel number that the row's key gives to its token times
- * `noise`. The tokens, ascending, are 0, 1, 2, ... where they are NULL. Returns as specdec_run_layers. */
+/* Writes the `count` largest of each row's `size` logits, largest first, and their probabilities under a softmax
+ * over all of them. A logit is a score times `scale` plus, where there are keys, `noise` times the token's Gumbel
+ * number under the row's key. `tokens`, ascending, are 0, 1, 2, ... where NULL. Returns as specdec_run_layers does. */
 int specdec_chances(const void *scores, int64_t rows, int64_t size, int half, float scale, float noise,
                     const uint64_t *keys, const int64_t *tokens, int64_t count, int64_t *best, float *chances) {
     float *logits = take_scratch(size);
@@ -119,7 +120,7 @@ int specdec_chances(const void *scores, int64_t rows, int64_t size, int half, fl
     for (int64_t r = 0; r < rows; r++, best += count, chances += count) {
         const void *row = row_of(scores, r, size, half);
         widen_all(row, logits, size, half);
-        const float base = highest(logits, 0, size, 0); /* taken off, so that noise is not rounded to a large number */
+        const float base = highest(logits, 0, size, 0); /* subtracted, or the sum would round the noise */
         for (int64_t i = 0; i < size; i++) logits[i] = (logits[i] - base) * scale;
         for (int64_t i = 0; keys && i < size; i += HASHES) {
             const int64_t there = i + HASHES < size ? HASHES : size - i;

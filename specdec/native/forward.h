@@ -1,7 +1,7 @@
-/* A forward: embedding, layers, head. */
+/* A forward pass: embedding, layers, head. */
 
-/* The stream [rows, width] gets x [rows, inputs] times the weight, normed first where there is a weight for that;
- * `apart` has the stream's size. Of the stream a thread knows its share of the rows. */
+/* Adds x [rows, inputs] times the weight to the stream [rows, width]; with a weight for a norm, the product is
+ * normed before it is added, and `apart` holds it. A thread reads and writes only its share of the stream's rows. */
 static void add_product(const Product *p, const Product *next, const float *x, float *grouped, const float *weight,
                         float epsilon, float *stream, float *apart, int64_t width, int64_t rows, const Team *team) {
     if (!weight) {
@@ -15,12 +15,12 @@ static void add_product(const Product *p, const Product *next, const float *x, f
     }
 }
 
-/* Where among the bytes of two inputs an output's low byte of the first one lies; its code as well. */
-INLINE int64_t place_of(int64_t output) { /* as decode takes a panel's two vectors from the halves of every 16 bytes */
+/* The position of an output's low byte, and of its code, within the bytes of two inputs. */
+INLINE int64_t place_of(int64_t output) { /* decode takes a panel's two vectors from the halves of every 16 bytes */
     return output % 16 / 4 * 16 + output / 16 * 8 + output % 4 * 2;
 }
 
-/* y [inputs] gets a row of a weight, of which the values that have no code are zeros. */
+/* Writes a coded weight's row to y [inputs]; values without a code become zeros. */
 INLINE void copy_row(const Product *p, int64_t number, void *y, const int kind, const int half) {
     const int64_t own = number % PANEL, place = place_of(own), steps = kind < PAIRS ? p->inputs : p->inputs / 2;
     const char *panel = (const char *)p->weight + number / PANEL * steps * bytes_of(kind);
@@ -42,7 +42,7 @@ INLINE void copy_row(const Product *p, int64_t number, void *y, const int kind, 
     }
 }
 
-/* y [inputs], in bfloat16 or float32, gets a row of a weight. */
+/* Writes a weight's row to y [inputs], in bfloat16 or float32. */
 static void look_up_row(const Product *p, int64_t number, void *y, int half) {
     const int64_t panel = number / PANEL;
     if (in_blocks(p)) {
@@ -62,9 +62,10 @@ static void look_up_row(const Product *p, int64_t number, void *y, int half) {
     }
 }
 
-/* `hidden` [rows, m->hidden], or where it is NULL what the rows' tokens are embedded as, through layers [first, last), to
- * `out`, all in the model's dtype. Where there are `taps`, taps[n], unless it is NULL, gets what goes into layer n. Unless
- * `head` is NULL, read_head comes next. Returns 0, or 1 where there is no memory left, or 2 where there is no such token. */
+/* Runs `hidden` [rows, m->hidden], or where it is NULL the embeddings of the rows' tokens, through layers [first,
+ * last), and writes the result to `out`; all in the model's dtype. taps[n], unless it or `taps` is NULL, receives
+ * the input of layer n. Unless `head` is NULL, read_head follows. Returns 0, or 1 without memory, or 2 for a token
+ * without an embedding. */
 int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, const void *hidden, void *out,
                        void *const *taps, int64_t first, int64_t last, const Head *head, void *final,
                        const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
@@ -131,8 +132,8 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     return 0;
 }
 
-/* y [rows, outputs] = onto, or 0 where it is NULL, plus x [rows, inputs] times one weight; in bfloat16 or float32.
- * Returns 0, or 1 where there is no memory left. */
+/* y [rows, outputs] = x [rows, inputs] times one weight, plus `onto` unless it is NULL; in bfloat16 or float32.
+ * Returns 0, or 1 without memory. */
 int specdec_product(const Product *p, const void *x, const void *onto, void *y, int64_t rows, int half, int threads) {
     const int64_t width = padded(p->outputs), seen = apart_by(p->inputs);
     float *scratch = take_scratch(rows * (seen + gathered(p->inputs) + width));

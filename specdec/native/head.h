@@ -1,19 +1,19 @@
-/* The head: the last norm, logits, largest values. */
+/* The head: the last norm, logits and largest scores. */
 
-/* Floats that a row of `count` inputs takes as tiles are filled. */
+/* Floats that a row of `count` inputs takes in the layout of tiles. */
 INLINE int64_t gathered(int64_t count) { return HAS_TILES ? count + (count + 1) / 2 : 0; }
 
-/* Scratch of so many floats, to be given back. One is kept for the next call, up to a size: else the system would take back
- * its pages after every forward of many rows, and clear new ones for the next. */
+/* Scratch of so many floats, to be given back. One buffer is kept for the next call, up to a size: otherwise the
+ * system takes its pages back after every forward of many rows, and has to clear new ones for the next. */
 static float *kept;
-#ifdef __SANITIZE_ADDRESS__ /* what is kept may be longer than what was asked for, and hide a look past its end */
+#ifdef __SANITIZE_ADDRESS__ /* a kept buffer may be longer than requested, and so hide reads past the end */
 enum { KEPT = 0 };
 #else
 enum { KEPT = 32 << 20 };
 #endif
 
 static float *take_scratch(int64_t count) {
-    const size_t size = (size_t)(count / 16 + 2) * 64; /* and a cache line before it says this */
+    const size_t size = (size_t)(count / 16 + 2) * 64; /* one cache line before it stores the size */
     float *found = __atomic_exchange_n(&kept, NULL, __ATOMIC_ACQUIRE);
     if (found && *(size_t *)found < size) free(found), found = NULL;
     if (!found && !(found = aligned_alloc(64, size))) return NULL;
@@ -39,7 +39,7 @@ INLINE const void *row_of(const void *rows, int64_t row, int64_t size, int half)
     return (const char *)rows + row * size * (half ? 2 : 4);
 }
 
-/* The largest of values [first, end), or NaN where one of them is that. */
+/* The largest of values [first, end), or NaN where one of them is NaN. */
 INLINE float highest(const void *values, int64_t first, int64_t end, const int half) {
     floats most[VECTORS], odd = {0};
     for (int v = 0; v < VECTORS; v++) most[v] = spread(-INFINITY);
@@ -47,7 +47,7 @@ INLINE float highest(const void *values, int64_t first, int64_t end, const int h
         for (int v = 0; v < VECTORS; v++) {
             floats own = load(values, first + v * LANES, half);
             most[v] = larger(own, most[v]);
-            odd = (floats)((ints)odd | (own != own)); /* all bits set are NaN, too */
+            odd = (floats)((ints)odd | (own != own)); /* a number with all bits set is NaN, too */
         }
     for (int v = 1; v < VECTORS; v++) most[0] = larger(most[v], most[0]);
     float best = largest(most[0])[0], sum = total(odd);
@@ -59,11 +59,12 @@ INLINE float highest(const void *values, int64_t first, int64_t end, const int h
     return sum != sum ? sum : best;
 }
 
-/* Whether a comes before b where the largest come first; NaN is larger than every number. */
+/* Whether a precedes b in descending order; NaN precedes every number. */
 INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
 
-/* Puts the places of values [first, end) in among `known` ones of the `count` largest, the largest first, of equal ones
- * the first; none that comes after a value of `least`. Returns how many are known. */
+/* Inserts the indices of values [first, end) into the `known` entries of the `count` largest, which are in
+ * descending order, of equal values the first one first. Values behind `least` in that order are skipped. Returns
+ * the number known. */
 INLINE int64_t rise(const void *values, int64_t first, int64_t end, float least, int64_t known, int64_t count,
                     int64_t *best, const int half) {
     if (known == count) least = value_of(values, best[count - 1], half);
@@ -78,8 +79,8 @@ INLINE int64_t rise(const void *values, int64_t first, int64_t end, float least,
     return known;
 }
 
-/* specdec_top of one row. As many blocks as there are places to find hold a value that is no less than the least of the
- * largest blocks' own largest ones: no block below that, and no value, is looked at again. */
+/* specdec_top of one row. It takes `count` blocks with the largest maxima; the smallest of these maxima is a lower
+ * bound of the result, so blocks and values below it are skipped. */
 INLINE void top(const void *row, int64_t size, int64_t count, int64_t *best, const int half) {
     const int64_t width = (size / BLOCKS / STRIP + 1) * STRIP, blocks = (size + width - 1) / width;
     float most[BLOCKS], least = -INFINITY;
@@ -95,9 +96,9 @@ INLINE void top(const void *row, int64_t size, int64_t count, int64_t *best, con
                          half);
 }
 
-/* The places of the `count` largest of each row's `size` values, the largest first, of equal ones the first, to `best`
- * [rows, count], and these values to `found`, if that is not NULL. The rows are those `wanted` of `values`; where it is
- * NULL, the first ones. */
+/* Writes the indices of each row's `count` largest of `size` values to `best` [rows, count], in descending order,
+ * of equal values the first one first, and the values to `found`, unless NULL. The rows are `values` at the indices
+ * `wanted`, or the first ones where that is NULL. */
 void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_t size, int half, int64_t count,
                  int64_t *best, float *found) {
     for (int64_t r = 0; r < rows; r++, best += count) {
@@ -108,7 +109,7 @@ void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_
     }
 }
 
-/* The first of the largest values; -1 where that is no finite number, or one of them is none. */
+/* The index of the first largest value; -1 where it is not finite, or a value is NaN. */
 static int64_t peak(const void *values, int64_t count, int half) {
     float best = -INFINITY;
     int64_t first = 0;
@@ -125,11 +126,11 @@ static int64_t peak(const void *values, int64_t count, int half) {
 
 static int draw(const void *scores, int64_t count, int half, float by, uint64_t key, int64_t likeliest);
 
-/* Rows `wanted` (all `count`, where it is NULL) of `hidden` through the last norm, and on to `logits` [count, outputs]
- * and each one's `best` token, or -1 where they are no distribution. `normed`, unless it is NULL, gets all `rows`
- * after the norm. All in the model's dtype. The places of the `tops` largest logits of each row, and these, go to `most`
- * and `found` [count, tops], as of specdec_top, while they are still at hand; so does the draw of each row for which `by`
- * is more than 0, as of specdec_draw, to `drawn`, unless it is NULL. */
+/* Takes rows `wanted` (NULL: the first `count`) of `hidden` through the last norm and writes their `logits` [count,
+ * outputs], and each row's `best` token, or -1 where a row is not a distribution. `normed`, unless NULL, receives
+ * all `rows` after the norm. All are in the model's dtype. While logits are in the cache, each row's `tops` largest
+ * go to `most` and `found` [count, tops], as in specdec_top; and for rows with `by` above 0, a draw as in
+ * specdec_draw goes to `drawn`, unless NULL. */
 static void read_head(const Shape *m, const Head *head, const void *hidden, int64_t rows, void *normed,
                       const int64_t *wanted, int64_t count, void *logits, int64_t *best, int64_t tops, int64_t *most,
                       float *found, const float *by, const uint64_t *keys, int64_t *drawn, float *scratch, const Team *team) {
@@ -162,7 +163,7 @@ static void read_head(const Shape *m, const Head *head, const void *hidden, int6
     }
 }
 
-/* Floats that it needs. */
+/* Floats of scratch that it needs. */
 static int64_t room_for_head(const Shape *m, int64_t rows, const void *normed, int64_t count, int threads) {
     return (normed ? rows : 0) * m->hidden + count * (apart_by(m->hidden) + gathered(m->hidden) + threads * STRIP);
 }

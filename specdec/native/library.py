@@ -276,7 +276,7 @@ def _build(compiler: str, folder: Path, note: str | None = None) -> Path:
         subprocess.SubprocessError: the compiler fails.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as made:
-        built, environment = Path(made) / "layers.so", {**os.environ, "TMPDIR": made}  # the compiler's temporary files too
+        built, environment = Path(made) / "layers.so", {**os.environ, "TMPDIR": made}  # for its files, too
         for threads in (["-fopenmp"], []):  # without OpenMP, the library runs on one thread
             command = [compiler, *_FLAGS, *threads, str(_SOURCE), "-o", str(built), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)

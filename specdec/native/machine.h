@@ -1,14 +1,14 @@
-/* Machine: instruction sets, sizes that follow from them, and the team of threads that runs a forward. */
+/* Machine: instruction sets, the sizes that follow from them, and the team of threads that runs a forward pass. */
 
-/* Decoder layers like Llama's, and Gemma's, on a CPU: a step's rows through any run of layers in one call.
+/* Decoder layers like those of Llama and Gemma on a CPU: one call runs a step's rows through any range of layers.
  *
- * Weights lie in panels of PANEL outputs, input by input, so that a product is one stream through memory whatever its
- * rows: a stretch of it is read from memory once for all of them. A weight is float32, or bfloat16 where that holds it
- * exactly, and of bfloat16 twelve bits lie in memory where that is enough: they are coded.
+ * Weights are stored in panels of PANEL outputs, input by input, so that a product reads memory in one stream, and
+ * reads each stretch once for all rows. A weight is float32, or bfloat16 where that holds it exactly. A bfloat16
+ * weight is coded in twelve bits where these are enough.
  *
- * What a row computes does not depend on the rows beside it, its own sequence's or another's: every sum runs in one
- * order, over inputs and over the row's own path of keys. So a tree's accepted rows are, bit for bit, those of plain
- * decoding, and a sequence's those that it has by itself.
+ * The result of a row does not depend on the rows beside it, whether they are its own sequence's or another's:
+ * every sum runs in one order, over inputs and over the keys of the row's own path. So the accepted rows of a tree
+ * equal plain decoding's rows bit for bit, and a sequence's rows in a batch equal those that it has alone.
  */
 #include <float.h>
 #include <math.h>
@@ -38,31 +38,32 @@
 #define HAS_TILES 0
 #endif
 
-#ifdef __AVX512F__ /* registers hold 24 sums of 16 values beside the weights that they share: 6 rows of 4 vectors */
+#ifdef __AVX512F__ /* 24 sums of 16 values in registers, beside the weights: 6 rows of 4 vectors */
 #define LANES 16
 enum { FEW = 6, SHARES = 1 };
-#else /* 12 sums of 8 values: 3 rows of 4 vectors, or 6 of two and then of the other two, for which less is read */
+#else /* 12 sums of 8 values: 3 rows of 4 vectors, or 6 rows of two vectors and then two more, which reads less */
 #define LANES 8
 enum { FEW = 6, SHARES = 4 };
 #endif
-enum { MANY = 12 }; /* groups of rows; for as many, decoding weights again and again is more work than keeping them */
-/* A strip is what rows in registers are multiplied with: one panel or two, side by side. */
+enum { MANY = 12 }; /* groups of rows; from so many on, keeping decoded weights costs less than decoding them again */
+/* A strip is one panel or two, side by side, that are multiplied with the rows in registers. */
 enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };
-/* Values of which the largest is found at once: a peak's; and how many such blocks there are of a row, at most. */
+/* Values of a block whose maximum is computed at once, and the most such blocks of a row. */
 enum { PEAK = 256, BLOCKS = 1024 };
-/* Heads of rows that attend at once, so that what they see is read once, and vectors of each that are
- * mixed at once. */
+/* Heads of rows that attend at once, so that their keys are read once, and vectors of each head's values that are added
+ * at once. */
 enum { UNITS = 3, WIDE = LANES / 4 };
-enum { PATIENCE = 4096 }; /* looks for who is late before a thread lets others have its processor */
+enum { PATIENCE = 4096 }; /* spins at a barrier before a thread yields its processor */
 
-/* float32; bfloat16; bfloat16 by two inputs, for rows in bfloat16; both of these coded, by two inputs; and quantised blocks,
- * for rows that are rounded to 16-bit integers, for rows as they are, or for rows that are rounded to bytes. */
+/* Kinds of weights: float32; bfloat16; bfloat16 in pairs of inputs, for rows in bfloat16; the latter two coded, in
+ * pairs of inputs; quantised blocks for rows rounded to 16-bit integers, for unrounded rows, and for rows rounded
+ * to bytes. */
 #define KINDS(kind) kind(FULL) kind(HALF) kind(PAIRS) kind(CODED) kind(CODED_PAIRS) kind(QUANTISED) kind(EXACT_QUANTISED) \
     kind(INT8_QUANTISED)
 #define KIND_ITSELF(kind) kind,
 enum Kind { KINDS(KIND_ITSELF) };
-/* A bfloat16's high byte, its sign and all but one bit of its exponent, is one of few in nearly all of a weight: its
- * code tells which of these. Of two inputs a panel has the low bytes, and then the codes, two in a byte. */
+/* A bfloat16's high byte is its sign and all but one bit of its exponent; nearly all weights share a few of them,
+ * and a code is an index of these. For two inputs, a panel has the low bytes, and then the codes, two in a byte. */
 enum { CODES = 16, LOWS = 2 * PANEL, CODE_BYTES = LOWS + LOWS / 2 };
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -70,8 +71,8 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 #define INLINE static inline __attribute__((always_inline))
-/* A forward is run by one team of threads, which share each loop and meet behind it. OpenMP's own barrier calls the system
- * each time, which takes longer than the waiting; it is left to those who are more than there are processors. */
+/* One team of threads runs a forward pass: the threads share each loop and meet behind it. OpenMP's barrier calls
+ * the system each time, which takes longer than the wait itself; it serves only where threads outnumber processors. */
 typedef struct {
     int arrived __attribute__((aligned(64))), round __attribute__((aligned(64)));
 } Meeting;
@@ -86,16 +87,16 @@ typedef struct {
 #else
 #define TEAM_OF(meeting) {(meeting), 0, 1, 1}
 #endif
-/* A block that `threads` run, each with a `team` of its own place in it. */
+/* Begins a block that `threads` threads run; each has a `team` with its own index. */
 #define AS_TEAM                                                         \
     Meeting meeting = {0};                                              \
     _Pragma("omp parallel num_threads(threads) if (threads > 1)")       \
         for (Team own_ = TEAM_OF(&meeting), *team = &own_; team; team = NULL)
-/* This thread's share of so many. */
+/* A loop over this thread's share of `all` items. */
 #define SHARED(i, all) \
     for (int64_t i = (all) * team->me / team->count, i##_end = (all) * (team->me + 1) / team->count; i < i##_end; i++)
 
-/* Wait for the others. */
+/* Waits for all threads of the team. */
 static void meet(const Team *team) {
     Meeting *m = team->meeting;
     if (team->count == 1) return;
@@ -111,5 +112,5 @@ static void meet(const Team *team) {
     }
     for (int tries = 0; __atomic_load_n(&m->round, __ATOMIC_ACQUIRE) == round; tries += tries < PATIENCE)
         if (tries < PATIENCE) PAUSE();
-        else sched_yield(); /* somebody has no processor, perhaps */
+        else sched_yield(); /* another thread may lack a processor */
 }

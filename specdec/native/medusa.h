@@ -1,24 +1,24 @@
-/* Medusa's heads in one call. */
+/* Medusa's heads, computed in one call. */
 
-/* Medusa's heads. Each head's state is what was brought, and gets SiLU(block's product) after every block. */
+/* Medusa's heads. A head's state starts as its row's input; every block adds SiLU(the block's product) to it. */
 typedef struct {
-    const Product *blocks; /* the first one's, of all heads at once, and then every further one's, head by head */
-    const Product *ends;   /* to the logits: one for all heads, or each head's own; or NULL, where these are the states */
+    const Product *blocks; /* the first block of all heads together, then each further block, head by head */
+    const Product *ends;   /* to logits: one for all heads, or one for each; NULL: the states are the result */
     int64_t layers, heads, size, own;
 } Heads;
 
-/* A row brings its `hidden` state [size] and, where the first block reads more than that, what is `embedded` [rows, size]
- * of its root, which is scaled to a mean square of 1. Of each row `found` gets [heads, outputs] logits or [heads, size]
- * states; all in bfloat16 or float32. Returns as specdec_product. */
+/* A row's input is its `hidden` state [size] and, where the first block reads more, the embedding of its root from
+ * `embedded` [rows, size], scaled to a mean square of 1. For each row `found` receives [heads, outputs] logits or
+ * [heads, size] states; all in bfloat16 or float32. Returns as specdec_product does. */
 int specdec_guess(const Heads *h, const void *const *hidden, const void *embedded, int64_t rows, void *const *found,
                   int half, int threads) {
     const int64_t size = h->size, heads = h->heads, all = rows * heads, seen = h->blocks->inputs;
-    const int64_t line = apart_by(size), first = apart_by(seen); /* of rows that are multiplied */
+    const int64_t line = apart_by(size), first = apart_by(seen); /* strides of rows that products read */
     const int64_t wide = padded(heads * size), width = h->ends ? padded(h->ends->outputs) : 0;
     const int64_t most = rows * gathered(seen) > all * gathered(size) ? rows * gathered(seen) : all * gathered(size);
     float *scratch = take_scratch(rows * (first + line + wide) + all * (line + width) + most);
     if (!scratch) return 1;
-    float *brought = scratch, *states = brought + rows * first; /* [heads, rows, line], as a head's own products read it */
+    float *brought = scratch, *states = brought + rows * first; /* [heads, rows, line], as products read it */
     float *read = states + all * line, *more = read + rows * line, *logits = more + rows * wide;
     float *grouped = logits + all * width;
     AS_TEAM {
@@ -40,7 +40,7 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
                 const Product *p = n ? h->blocks + 1 + (n - 1) * heads + k : h->blocks;
                 float *own = states + k * rows * line, *from = n ? read : brought;
                 const int64_t stride = n ? padded(size) : wide;
-                if (n) { /* pairs round it, which the state is not */
+                if (n) { /* a product in pairs rounds its input; the state stays unrounded */
                     SHARED(r, rows) {
                         memcpy(from + r * line, own + r * line, line * sizeof *own);
                         ready(p, from + r * line);

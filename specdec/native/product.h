@@ -1,6 +1,6 @@
-/* A whole product by a team, norms and rotations. */
+/* A whole product run by a team; norms and rotations. */
 
-/* A row that a product reads, once it is there: in bfloat16, of pairs, or in integers. */
+/* Converts a row, once it is complete, to the form that a product reads: floats, bfloat16 pairs or integers. */
 INLINE int reads_pairs(const Product *p) { return paired(p->kind) && !(HAS_TILES && p->tiles); }
 INLINE int reads_rounded(const Product *p) { return reads_pairs(p) || p->kind == QUANTISED || p->kind == INT8_QUANTISED; }
 INLINE void ready(const Product *p, float *x) {
@@ -9,9 +9,10 @@ INLINE void ready(const Product *p, float *x) {
     if (p->kind == INT8_QUANTISED) round_row_to_bytes(x, p->inputs);
 }
 
-/* y [rows, y_stride] = x [rows, apart_by(inputs)], each `ready`, times the weight, plus the bias; `onto` y, or else in its
- * place. `grouped` has room for it as tiles are filled. `next`, unless it is NULL, is multiplied by next.
- * Unless `out` is NULL, y goes there [rows, outputs], in bfloat16 if `half`, and is itself [threads, rows, STRIP] only. */
+/* y [rows, y_stride] = x [rows, apart_by(inputs)], each row `ready`, times the weight, plus the bias; with `onto`,
+ * it is added to y. `grouped` has room for x in the layout of tiles. `next`, unless NULL, is the product that
+ * follows, for prefetching. Unless `out` is NULL, the result goes there, [rows, outputs], in bfloat16 if `half`; y
+ * is then scratch [threads, rows, STRIP]. */
 static void product(const Product *p, const Product *next, const float *x, float *grouped, float *y, int64_t y_stride,
                     int64_t rows, int onto, void *out, int half, const Team *team) {
     if (in_blocks(p)) {
@@ -21,10 +22,10 @@ static void product(const Product *p, const Product *next, const float *x, float
     const int tiles = HAS_TILES && p->tiles;
     const int64_t most = tiles ? TILE / parts_of(p) : FEW;
     const int64_t groups = (rows + most - 1) / most, me = team->me, count = team->count;
-    /* What threads share: groups of rows of a strip, or of a single group its panels, as a weight may have few strips. */
+    /* Threads share a strip's groups of rows; a single group is shared by panels, as a weight may have few strips. */
     const int64_t panels = tiles || out || groups > 1 ? 1 : STRIP / PANEL, each = groups * panels;
     const int64_t all = padded(p->outputs) / STRIP * each;
-    if (tiles) { /* what is multiplied at once lies side by side */
+    if (tiles) { /* rows of one product of tiles are stored side by side */
         SHARED(g, groups) gather_tiles(p, x, (char *)grouped, rows * g / groups, rows * (g + 1) / groups - rows * g / groups);
         meet(team);
     }
@@ -37,7 +38,7 @@ static void product(const Product *p, const Product *next, const float *x, float
         float *own = out ? y + me * rows * STRIP : y + strip * STRIP;
         if (tiles) multiply_tiles(p, (const char *)grouped, own, stride, rows, strip, begin, end, onto, &shaped);
         else {
-            Strip then = {0}; /* where this thread goes on */
+            Strip then = {0}; /* the strip that this thread does next */
             if (at + end - begin < last) then = strip_of(p, strip + 1, 0);
             else if (next && !in_blocks(next)) {
                 const int64_t there = padded(next->outputs) / STRIP * each * me / count;

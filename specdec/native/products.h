@@ -1,11 +1,11 @@
-/* Products: panels of weights times rows in registers. */
+/* Products: panels of weights times rows whose sums are in registers. */
 
-/* Whether rows are in bfloat16, too; whether weights are in codes. */
+/* Whether rows are in bfloat16 as well; whether weights are coded. */
 INLINE int paired(const int kind) { return kind == PAIRS || kind == CODED_PAIRS; }
 INLINE int coded(const int kind) { return kind == CODED || kind == CODED_PAIRS; }
 INLINE int in_blocks(const Product *p) { return p->kind >= QUANTISED; }
 
-/* sum + a * b; of pairs, each holds two bfloat16 in a float's place, and both products are added. */
+/* sum + a * b; with pairs, each float's place holds two bfloat16, and both products are added. */
 INLINE floats add_times(floats sum, floats a, floats b, const int kind) {
 #ifdef __AVX512BF16__
     if (paired(kind)) return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -14,7 +14,7 @@ INLINE floats add_times(floats sum, floats a, floats b, const int kind) {
     return sum + a * b;
 }
 
-/* The same with one float, or a pair, for all lanes. */
+/* The same with one float, or one pair, for all lanes. */
 INLINE floats accumulate(floats sum, floats weight, const float *x, const int kind) {
     if (!paired(kind)) return add_times(sum, weight, spread(*x), kind);
     int32_t two;
@@ -22,20 +22,20 @@ INLINE floats accumulate(floats sum, floats weight, const float *x, const int ki
     return add_times(sum, weight, (floats)(two - (ints){0}), kind);
 }
 
-/* Bytes of a panel that a step of a product reads. */
+/* Bytes of a panel that one step of a product reads. */
 INLINE int bytes_of(const int kind) {
     return coded(kind) ? CODE_BYTES : kind == HALF ? 2 * PANEL : 4 * PANEL;
 }
 
 #if LANES == 16 && defined(__AVX512BW__)
 #define READS_CODES 1
-/* A panel's weights of two inputs, an output's side by side. */
+/* Decodes a panel's weights of two inputs, side by side for each output. */
 INLINE void decode(const char *from, __m512i highs, floats weight[2]) {
     const __m512i low = _mm512_loadu_si512(from), sides = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
     __m512i high = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(from + LOWS)));
     high = _mm512_srlv_epi64(high, sides);
 #ifdef __AVX512VBMI__
-    high = _mm512_permutexvar_epi8(high, highs); /* by six bits, of which two do not matter */
+    high = _mm512_permutexvar_epi8(high, highs); /* six index bits, of which two do not matter */
 #else
     high = _mm512_shuffle_epi8(highs, _mm512_and_si512(high, _mm512_set1_epi8(CODES - 1)));
 #endif
@@ -46,30 +46,30 @@ INLINE void decode(const char *from, __m512i highs, floats weight[2]) {
 #define READS_CODES 0
 #endif
 
-/* What to multiply: `steps` inputs, or pairs of them, of a strip of outputs. */
+/* A product of `steps` inputs, or pairs of inputs, with a strip of outputs. */
 typedef struct {
-    const float *x;     /* [rows, x_stride], of which inputs, or pairs of them */
+    const float *x;     /* [rows, x_stride] inputs, or pairs of them */
     float *y;
     const uint8_t *highs;
-    const char *weight; /* the first panel's; the next one's is `apart` bytes on */
-    const char *soon;   /* what is needed next of one panel, or of both, `soon_apart` bytes apart; or NULL */
-    int64_t soon_step;  /* bytes of it that are asked for at a step */
-    float *wide;        /* [panels][STRETCH][PANEL] gets the weights in float32, or in pairs; or NULL */
+    const char *weight; /* the first panel; the next one is `apart` bytes further */
+    const char *soon;   /* to prefetch for one panel, or for both, `soon_apart` bytes apart; or NULL */
+    int64_t soon_step;  /* bytes to prefetch at a step */
+    float *wide;        /* [panels][STRETCH][PANEL] receives decoded weights, as float32 or pairs; or NULL */
     int64_t x_stride, y_stride, apart, soon_apart, steps;
-    int64_t onto; /* y is added to */
-    int64_t lead; /* steps before it is read that a weight is asked for; `steps` where all that is asked for is `soon` */
+    int64_t onto; /* whether y is added to */
+    int64_t lead; /* steps by which weights are prefetched ahead; `steps` where only `soon` is prefetched */
 } Task;
 
-/* How near weights are brought, and how many bytes ahead of a panel's reading, at most. Into the second cache, a stretch
- * ahead, as the first has no room for as much. AMD's processors are told that weights are needed once, and little ahead:
- * then they are read faster, and more of other things stays in the caches meanwhile. */
-#if LANES == 16 && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__)) /* as compilers call them */
+/* The cache level to prefetch into, and the most bytes to prefetch ahead of a panel's reading: the second level, a
+ * stretch ahead, as the first is too small. On AMD's processors, weights are marked as needed once and prefetched
+ * little ahead: that reads them faster and leaves more of the caches to other data. */
+#if LANES == 16 && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__)) /* macros of gcc and clang */
 enum { LOCALITY = 0, LEAD = 5120 };
 #else
 enum { LOCALITY = 2, LEAD = 4 * STRETCH * PANEL };
 #endif
 
-/* Ask for what is needed soon. */
+/* Prefetches. */
 INLINE void ask(const char *soon, int64_t apart, const int lines) {
 #pragma GCC unroll 2
     for (int at = 0; at < 64 * lines; at += 64) {
@@ -78,9 +78,9 @@ INLINE void ask(const char *soon, int64_t apart, const int lines) {
     }
 }
 
-/* Sums += x, from row to row, times vectors [from, to) of the weight's steps [begin, end). Meanwhile `step` bytes a step are
- * asked for from `soon` on, and `apart` bytes behind that, of as many panels as `asks` says; if it is less than 0, of the
- * first unless `soon` is NULL, and of the second unless `apart` is 0. */
+/* Sums += x, row by row, times vectors [from, to) of the weight's steps [begin, end). Each step prefetches `step`
+ * bytes from `soon` on, and as many `apart` bytes further, for `asks` panels. If `asks` is below 0, that is the
+ * first panel unless `soon` is NULL, and the second unless `apart` is 0. */
 INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums[FEW][VECTORS], int64_t begin, int64_t end,
                            const char *soon, int64_t step, int64_t apart, const int rows, const int from, const int to,
                            const int kind, const int asks) {
@@ -93,8 +93,8 @@ INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums
                                        : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)t->highs));
 #endif
     for (int64_t i = begin; i < end; i++) {
-        /* A compiler reads nothing past this, so that with registers enough the weights are read before it, and kept;
-         * otherwise after it, and read anew for every row. */
+        /* A compiler moves no read across this. With enough registers the weights are read before it and kept;
+         * otherwise they are read behind it, once for every row. */
         if ((asks < 0 ? soon != NULL : asks) && !enough) ask(soon + (i - begin) * step, asks == 1 ? 0 : apart, lines);
         floats weight[2][VECTORS]; /* of one step's inputs */
 #if READS_CODES
@@ -109,7 +109,7 @@ INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums
                 weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
                 weight[0][v] = (floats)((words)weight[0][v] << 16);
             }
-#if LANES == 8 && defined(__AVX2__) /* or gcc reads them anew for each row */
+#if LANES == 8 && defined(__AVX2__) /* or gcc reads them again for each row */
             if (enough) __asm__("" : "+x"(weight[0][v]));
 #endif
             if ((kind == HALF || coded(kind)) && wide)
@@ -129,7 +129,7 @@ INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums
     }
 }
 
-/* Vectors [from, to) of y [rows, STRIP] = x [rows, steps] times the weight, or += that. */
+/* Vectors [from, to) of y [rows, STRIP] = x [rows, steps] times the weight; or += it. */
 INLINE void multiply(const Task *t, const int rows, const int from, const int to, const int kind) {
     const float *x[FEW];
     floats sums[FEW][VECTORS];
@@ -139,12 +139,12 @@ INLINE void multiply(const Task *t, const int rows, const int from, const int to
 #pragma GCC unroll 4
         for (int v = from; v < to; v++) sums[r][v] = (floats){0};
     }
-    for (int next = 0; next < 2; next++) { /* what is asked for is the rest of these panels, and then what comes next */
+    for (int next = 0; next < 2; next++) { /* prefetches the rest of these panels, then what comes next */
         const int64_t begin = next ? t->steps - t->lead : 0, end = next ? t->steps : t->steps - t->lead;
         const int64_t step = next ? t->soon_step : bytes_of(kind), apart = next ? t->soon_apart : t->apart;
         const char *soon = next ? t->soon : t->weight + t->lead * step;
         if (next && soon && from) soon += t->steps * step;
-/* Of float32, the loop is so short that a test in it is felt; of the others, gcc then runs out of registers. */
+/* With float32, the loop is so short that a test in it costs time; with other kinds, gcc would run out of registers. */
 #define STEPS(asks) multiply_steps(t, x, sums, begin, end, soon, step, apart, rows, from, to, kind, asks)
         if (kind != FULL) STEPS(-1);
         else if (!soon) STEPS(0);
@@ -161,7 +161,7 @@ INLINE void multiply(const Task *t, const int rows, const int from, const int to
         }
 }
 
-/* How often rows in registers pass over a strip's weights; bfloat16 needs registers to be widened in. */
+/* How often a group of rows passes over a strip's weights; widening bfloat16 needs registers of its own. */
 INLINE int passes_of(const int64_t rows, const int kind) {
     return LANES == 8 && rows > (kind == HALF ? 2 : 3) ? 2 : 1;
 }
@@ -173,23 +173,23 @@ INLINE int passes_of(const int64_t rows, const int kind) {
         if (passes_of(n, kind) > 1) multiply(t, n, VECTORS / 2, VECTORS, kind); \
         return;
 
-/* Of a strip so many panels. */
+/* Calls the version for a number of rows; a strip has one panel or two. */
 INLINE void multiply_any(const Task *t, int64_t rows, const int panels, const int kind) {
     switch (rows) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
     }
 }
 
-/* Floats from row to row of what is multiplied: an odd number of cache lines, or rows of 4096 inputs, say, would all lie
- * in the same place of a cache. */
+/* Floats from row to row of x. It is an odd number of cache lines: with rows of 4096 inputs, say, all rows would
+ * otherwise fall into one set of the cache. */
 INLINE int64_t apart_by(int64_t inputs) { return ((inputs + 15) / 16 | 1) * 16; }
 
-/* Floats of a row that is multiplied: inputs, or pairs of them. */
+/* Floats of a row of x: inputs, or pairs of inputs. */
 INLINE int64_t units_of(const Product *p) {
     return paired(p->kind) ? p->inputs / 2 : p->inputs;
 }
 
-/* Where the odd weights of a panel begin. */
+/* Where a panel's odd weights, those without a code, begin. */
 INLINE int64_t odd_from(const Product *p, int64_t panel) { return p->odd && panel ? p->odd_end[panel - 1] : 0; }
 
 /* A strip's y [rows, y_stride] += a group's rows times the odd weights of panels [first, last). */
@@ -199,7 +199,7 @@ static void add_odd(const Product *p, int64_t first, int64_t last, const float *
     const int pairs = paired(p->kind);
     for (int64_t at = odd_from(p, first); at < odd_from(p, last); at++) {
         const Odd *o = p->odd + at;
-        const float *input = x + (o->input >> pairs); /* or a pair of them */
+        const float *input = x + (o->input >> pairs); /* the input, or its pair */
         const uint32_t mask = pairs ? 0xffff0000 : ~0u;
         const int shift = pairs && o->input % 2 == 0 ? 16 : 0;
         for (int64_t r = 0; r < rows; r++) {
@@ -213,13 +213,13 @@ static void add_odd(const Product *p, int64_t first, int64_t last, const float *
     }
 }
 
-/* Outputs of a strip; the last ones may have fewer than others, or none. */
+/* The outputs of a strip; the last strips may have fewer, or none. */
 INLINE int64_t outputs_of(const Product *p, int64_t strip) {
     const int64_t left = p->outputs - strip * STRIP;
     return left < 0 ? 0 : left < STRIP ? left : STRIP;
 }
 
-/* Rows [begin, end) of a strip's y get the bias of outputs [first, last). */
+/* Adds the bias of outputs [first, last) to rows [begin, end) of a strip's y. */
 static void add_bias(const Product *p, float *y, int64_t y_stride, int64_t begin, int64_t end, int64_t first,
                      int64_t last) {
     if (last > p->outputs) last = p->outputs;
@@ -227,7 +227,7 @@ static void add_bias(const Product *p, float *y, int64_t y_stride, int64_t begin
         for (int64_t o = first; o < last; o++) y[r * y_stride + o % STRIP] += p->bias[o];
 }
 
-/* The weights of a strip from one of its panels on, and so many bytes from panel to panel. */
+/* A strip's weights from one of its panels on, and the bytes from panel to panel. */
 typedef struct {
     const char *weight;
     int64_t apart;
@@ -238,12 +238,12 @@ INLINE Strip strip_of(const Product *p, int64_t strip, int64_t first) {
     return (Strip){(const char *)p->weight + (strip * (STRIP / PANEL) + first) * apart, apart};
 }
 
-/* A strip's y [rows, y_stride] += groups [begin, end) of all rows times the weights of its `panels`, from the `first` on,
- * a stretch of inputs at a time, while the first ones of strip `then` are asked for, unless it is none. */
+/* A strip's y [rows, y_stride] += row groups [begin, end) times the weights of `panels` panels, from panel `first`
+ * on, a stretch of inputs at a time. Meanwhile the beginning of strip `then` is prefetched, unless it is empty. */
 INLINE void multiply_panels(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
                             int64_t first, const int panels, int64_t begin, int64_t end, int onto, Strip then) {
     const int64_t groups = (rows + FEW - 1) / FEW, size = bytes_of(p->kind), panel = strip * (STRIP / PANEL) + first;
-    const int64_t taken = p->kind == CODED ? 2 : 1; /* floats of x at a step */
+    const int64_t taken = p->kind == CODED ? 2 : 1; /* floats of x per step */
     const int64_t steps = units_of(p) / taken, stretches = (steps * taken + STRETCH - 1) / STRETCH;
     const int64_t x_stride = apart_by(p->inputs);
     Strip own = strip_of(p, strip, first);
@@ -252,7 +252,7 @@ INLINE void multiply_panels(const Product *p, const float *x, float *y, int64_t 
     float wide[STRIP * STRETCH] __attribute__((aligned(64)));
     int64_t passes = 0;
     for (int64_t g = begin; g < end; g++) passes += passes_of(rows * (g + 1) / groups - rows * g / groups, p->kind);
-    const int64_t shares = passes < SHARES ? passes : SHARES; /* passes that ask, so that memory never waits for one */
+    const int64_t shares = passes < SHARES ? passes : SHARES; /* passes that share the prefetches, so that none waits */
     for (int64_t s = 0; s < stretches; s++) {
         int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches, pass = 0;
         const Strip soon = s + 1 < stretches ? (Strip){own.weight + to * size, own.apart} : then;
@@ -294,7 +294,7 @@ static void multiply_strip(const Product *p, const float *x, float *y, int64_t y
     multiply_panels(p, x, y, y_stride, rows, strip, 0, STRIP / PANEL, begin, end, onto, then);
 }
 
-/* One panel of a strip, times a group that is all rows. */
+/* One panel of a strip, times a group that has all rows. */
 static void multiply_panel(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
                            int64_t panel, int onto, Strip then) {
     multiply_panels(p, x, y, y_stride, rows, strip, panel, 1, 0, 1, onto, then);

@@ -1,15 +1,16 @@
-/* Tiles: the same on a processor that multiplies matrices (AMX). */
+/* Tiles: products on a processor with matrix instructions (AMX). */
 
 #if HAS_TILES
-/* Tiles are registers of 16 rows of 64 bytes, by which 16 rows of 32 inputs, in bfloat16, are multiplied with 16 outputs
- * at once: 16 rows in less time than memory needs for the weights. A row's sums run in one order whatever rows it is with.
- * A row in float32 goes in as three, of eight bits of each number, whose sum it is: no product is rounded. (What is below
- * 1.2e-38 counts as zero.) A process may use tiles once specdec_tiles has said so, and is killed for it before. */
+/* Tiles are registers of 16 rows of 64 bytes. One instruction multiplies 16 rows of 32 bfloat16 inputs with 16
+ * outputs, so 16 rows take less time than memory needs for the weights. The order of a row's sums does not depend
+ * on the other rows. A float32 row is the exact sum of three bfloat16 rows of eight bits each, so no product is
+ * rounded. (Numbers below 1.2e-38 count as zero.) A process may use tiles only after specdec_tiles has returned
+ * true; before, it is killed. */
 enum { TILE = 16, STEP = 32, STEP_BYTES = 2 * STEP * PANEL };
-/* Bytes that are asked for ahead of what is read; and groups of rows whose sums are kept, while the weights that they share
- * are in the cache. */
+/* Bytes to prefetch ahead; and groups of rows whose sums are kept at once, while the weights that they share are in the
+ * cache. */
 enum { AHEAD = 4096, CROWD = 16 };
-#define FENCE __asm__ volatile("" ::: "memory") /* a compiler does not know what tiles read and write */
+#define FENCE __asm__ volatile("" ::: "memory") /* the compiler does not see what tiles read and write */
 #define EACH_SUM(act, sum)                 \
     do {                                   \
         act(0, sum, 4 * STRIP);            \
@@ -18,7 +19,7 @@ enum { AHEAD = 4096, CROWD = 16 };
         act(3, sum + 3 * TILE, 4 * STRIP); \
     } while (0)
 
-typedef struct { /* as the processor wants to be told */
+typedef struct { /* the processor's format */
     uint8_t palette, start, none[14];
     uint16_t bytes[TILE];
     uint8_t rows[TILE];
@@ -26,7 +27,7 @@ typedef struct { /* as the processor wants to be told */
 
 INLINE int parts_of(const Product *p) { return p->kind == CODED ? 3 : 1; }
 
-/* Tiles 0 to 3 have so many rows' sums, 4 rows, 5 to 7 weights. */
+/* Tiles 0 to 3 hold sums of so many rows, tile 4 rows, tiles 5 to 7 weights. */
 static void shape_tiles(int64_t rows) {
     Shapes shapes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
@@ -36,7 +37,7 @@ static void shape_tiles(int64_t rows) {
     _tile_loadconfig(&shapes);
 }
 
-/* Sums += rows, [rows][STEP], times a step's weights of a strip, `apart` bytes from panel to panel, of which each is
+/* Sums += rows, [rows][STEP], times a step's weights of a strip, `apart` bytes from panel to panel, each
  * [STEP / 2][PANEL][2]. */
 INLINE void multiply_step(const char *x, const char *weight, int64_t apart) {
     _tile_loadd(4, x, 2 * STEP);
@@ -50,13 +51,13 @@ INLINE void multiply_step(const char *x, const char *weight, int64_t apart) {
     _tile_dpbf16ps(3, 4, 5);
 }
 
-/* A panel in codes, as far as it is read: its bytes from the first step on, and the next ones of its odd weights. */
+/* A position in a coded panel: the bytes from the next step on, and the next odd weights. */
 typedef struct {
     const char *from;
     const Odd *odd, *last;
 } Panel;
 
-/* A step's weights, [STEP / 2][PANEL][2]. */
+/* Decodes a step's weights to [STEP / 2][PANEL][2]. */
 INLINE void decode_step(Panel *panel, int64_t step, __m512i highs, char *to) {
     const char *from = panel->from + step * STEP / 2 * CODE_BYTES;
 #pragma GCC unroll 16
@@ -73,16 +74,17 @@ INLINE void decode_step(Panel *panel, int64_t step, __m512i highs, char *to) {
     }
 }
 
-/* As multiply_strip, of up to CROWD groups; `x` is what gather_tiles made of the rows, and tiles are shaped for *shaped. */
+/* As multiply_strip, for up to CROWD groups. gather_tiles made `x` from the rows; tiles have been shaped for
+ * *shaped rows. */
 static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
                            int64_t begin, int64_t end, int onto, int64_t *shaped) {
     enum { PANELS = STRIP / PANEL };
     const int codes = coded(p->kind), parts = parts_of(p), several = end - begin > 1;
     const int64_t most = TILE / parts, groups = (rows + most - 1) / most, steps = p->inputs / STEP;
     const int64_t stretches = several ? (p->inputs + STRETCH - 1) / STRETCH : 1;
-    const int64_t kept = several ? STRETCH / STEP : 1; /* steps that are decoded for more than one group */
+    const int64_t kept = several ? STRETCH / STEP : 1; /* steps decoded at a time, if several groups share them */
     const char *weight = (const char *)p->weight + strip * PANELS * steps * (codes ? STEP / 2 * CODE_BYTES : STEP_BYTES);
-    const int64_t apart = codes ? STEP_BYTES : steps * STEP_BYTES; /* of panels that are multiplied */
+    const int64_t apart = codes ? STEP_BYTES : steps * STEP_BYTES; /* bytes from panel to panel */
     __m512i highs = _mm512_setzero_si512();
     Panel panel[PANELS];
     char wide[STRETCH / STEP * PANELS * STEP_BYTES] __attribute__((aligned(64)));
@@ -131,7 +133,7 @@ static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_
     add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, strip * STRIP, (strip + 1) * STRIP);
 }
 
-/* `count` rows of x, from `row` on, go to their place as [inputs / STEP][count][parts][STEP] in bfloat16. */
+/* Writes `count` rows of x, from `row` on, in the layout [inputs / STEP][count][parts][STEP] of bfloat16. */
 static void gather_tiles(const Product *p, const float *x, char *grouped, int64_t row, int64_t count) {
     const int parts = parts_of(p);
     char *to = grouped + row * p->inputs * parts * 2;
@@ -141,7 +143,7 @@ static void gather_tiles(const Product *p, const float *x, char *grouped, int64_
             floats low = load(x, at, 0), high = load(x, at + LANES, 0);
             for (int part = 0; part < parts; part++) {
                 floats first = low, second = high;
-                if (parts > 1) { /* infinity has no rest */
+                if (parts > 1) { /* infinity has no remainder */
                     first = (floats)((words)low & 0xffff0000), second = (floats)((words)high & 0xffff0000);
                     low = (floats)((ints)(low - first) & (low != first));
                     high = (floats)((ints)(high - second) & (high != second));

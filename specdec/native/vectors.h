@@ -1,4 +1,4 @@
-/* Vectors: loads, rounding, and sums and maxima over lanes. */
+/* Vectors: loads, rounding, sums and maxima over lanes. */
 
 INLINE int64_t padded(int64_t n) { return (n + PAIR - 1) / PAIR * PAIR; }
 INLINE floats spread(float x) { return x - (floats){0}; }
@@ -6,7 +6,7 @@ INLINE floats spread(float x) { return x - (floats){0}; }
 INLINE floats load(const void *from, int64_t at, int half) {
     if (!half) return *(const floats *)((const float *)from + at);
     const uint16_t *first = (const uint16_t *)from + at;
-#if LANES == 16 /* one instruction, where gcc makes five of the last line */
+#if LANES == 16 /* one instruction; gcc makes five of the other version */
     return (floats)((ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)first)) << 16);
 #elif defined(__AVX2__)
     return (floats)((ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)first)) << 16);
@@ -29,7 +29,7 @@ INLINE uint16_t narrow(float value) { /* to the nearest bfloat16, ties to even *
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-/* `to` may be `from`: what is written lies before what is still to be read. */
+/* `to` may equal `from`: each write lies before what is still to be read. */
 static void narrow_all(const float *from, void *to, int64_t count) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
@@ -49,7 +49,7 @@ static void store(void *to, int64_t at, const float *from, int64_t count, int ha
     else narrow_all(from, (uint16_t *)to + at, count);
 }
 
-/* Lanes of a, and where one bit of their number is set of b; CROSS turns that bit of the number of the lane it takes. */
+/* Takes lanes of b where one bit of the lane's number is set, else of a; CROSS flips that bit in the number taken. */
 #define PICK(n, x) ((n) & x ? LANES + (n) : (n))
 #if LANES == 16
 #define BLEND(a, b, x) \
@@ -93,7 +93,7 @@ INLINE floats largest(floats v) { /* in all lanes */
 INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 below -87 */
     ints live = x > spread(-87.f);
     x = -larger(-larger(x, spread(-87.f)), spread(-88.f));
-    floats n = x * 1.44269504f + spread(12582912.f); /* 1.5 * 2^23: the integer nearest lands in the low bits */
+    floats n = x * 1.44269504f + spread(12582912.f); /* 1.5 * 2^23: the nearest integer lands in the low bits */
     ints power = (ints)n - (ints)spread(12582912.f);
     n -= spread(12582912.f);
     floats r = x - n * 0.693359375f + n * 2.12194440e-4f;

@@ -1,18 +1,18 @@
-/* Weights and slots: coding, look-ups, moves. */
+/* Weights and slots: coding, look-ups and moves. */
 
 /* How often each high byte occurs among `count` bfloat16 values. */
 void specdec_count_highs(const uint16_t *values, int64_t count, int64_t *found) {
-    int64_t some[4][256] = {0}; /* so that one count need not wait for another of the same byte */
+    int64_t some[4][256] = {0}; /* so that counts of one byte need not wait for each other */
     for (int64_t i = 0; i < count; i++) some[i % 4][values[i] >> 8]++;
     for (int i = 0; i < 256; i++) found[i] = some[0][i] + some[1][i] + some[2][i] + some[3][i];
 }
 
-/* Codes a bfloat16 weight [outputs, inputs] by the high bytes of `p`, whose other fields are set but for what is
- * written: the weight, the odd ones and their ends, for which there is room. */
+/* Codes a bfloat16 weight [outputs, inputs] with the high bytes of `p`. It writes the weight, the odd weights and
+ * their ends, for which there is room; the caller has set the other fields of `p`. */
 void specdec_code(const Product *p, const uint16_t *values, uint8_t *weight, Odd *odd, int64_t *odd_end) {
     const int64_t panels = padded(p->outputs) / PANEL;
     uint8_t codes[256], places[PANEL];
-    memset(codes, CODES, sizeof codes); /* which is none */
+    memset(codes, CODES, sizeof codes); /* stands for "no code" */
     for (int i = CODES - 1; i > 0; i--) codes[p->highs[i]] = i;
     codes[0] = 0;
     for (int o = 0; o < PANEL; o++) places[o] = place_of(o);
@@ -33,7 +33,7 @@ void specdec_code(const Product *p, const uint16_t *values, uint8_t *weight, Odd
                 any |= even | uneven;
             }
             if (any & CODES)
-                for (int n = 0; n < 2 * rows; n++) { /* of either input all outputs */
+                for (int n = 0; n < 2 * rows; n++) { /* of both inputs, all outputs */
                     const int o = n % rows, place = places[o] + n / rows;
                     if (high[place] != CODES) continue;
                     const int64_t at = i + n / rows;
@@ -45,8 +45,8 @@ void specdec_code(const Product *p, const uint16_t *values, uint8_t *weight, Odd
     }
 }
 
-/* y [count, inputs], in bfloat16 or float32, gets the weight's rows by their numbers. Returns 0, or 1 where there is no
- * such row. */
+/* Writes the weight's rows with these indices to y [count, inputs], in bfloat16 or float32. Returns 0, or 1 where
+ * such a row does not exist. */
 int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, void *y, int half) {
     for (int64_t r = 0; r < count; r++) {
         if (numbers[r] < 0 || numbers[r] >= p->outputs) return 1;
@@ -55,8 +55,8 @@ int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, voi
     return 0;
 }
 
-/* In each of `lists` of `size` slots the slots `from`, ascending, go to those from `first` on, which is no later: each is
- * read before it is written. Positions beyond the last slot begin anew at the first. */
+/* In each of `lists` of `size` slots, moves the slots `from`, ascending, to the slots from `first` on, each of
+ * which is at or before its source, so it is read before it is overwritten. Positions wrap around at the last slot. */
 void specdec_move(char *slots, int64_t lists, int64_t size, int64_t bytes, const int64_t *from, int64_t first,
                   int64_t count) {
     for (int64_t l = 0; l < lists; l++, slots += size * bytes)
