@@ -1,5 +1,5 @@
-"""Heads: trained drafters over a target's hidden states, as others publish them: EAGLE, DFlash, DSpark.
+"""Heads: drafters with trained heads on the target's hidden states, in published formats: EAGLE, DFlash, DSpark, MTP.
 
-``formats`` are the published layouts, each a table of names, and ``layout`` reads them; ``weights`` are the modules
-that they fill, ``layers`` and the ``_step`` files run them; ``eagle`` and ``dflash`` draft with them.
+``formats`` has a table of names for each published layout, and ``layout`` reads them. ``weights`` has the modules that
+hold the tensors; ``layers`` and the ``_step`` files run them; ``eagle``, ``dflash`` and ``mtp`` are the drafters.
 """

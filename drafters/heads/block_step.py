@@ -1,7 +1,7 @@
-"""A DFlash head at work: blocks of masks behind the texts of one sequence or of several.
+"""Running a DFlash head: blocks of masks behind the texts of one or several sequences.
 
-The context has no queries: each layer's keys and values of it come straight from the target's hidden states. Rows of a
-block see all of it and each other, later ones too.
+The text has no queries: each layer's keys and values of it are computed from the target's hidden states. The rows of a
+block attend to the whole text and to each other, to later rows as well.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["Blank", "BlockStep", "Sequel"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blank:
-    """What a sequence brings.
+    """A sequence's input to a pass of the head.
 
     Attributes:
-        block: T rows of text that the head has not seen, and behind them those of a block; none of its tokens are read.
-        features: [T, taps x D] hidden states of the target, for the text.
-        root: the last token, which the block begins with.
+        block: T rows of text that the head lacks, then the rows of a block; their tokens are not read.
+        features: [T, taps x D] hidden states of the target for the rows of text.
+        root: the last token, with which the block begins.
     """
 
     block: Block
@@ -42,20 +42,20 @@ class Blank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequel:
-    """The answer: of each token of a block the ``hidden`` state [B, W] after the last norm, and ``logits`` [B, d]."""
+    """A pass's result, for each token of a block: ``hidden`` [B, W] behind the last norm, and ``logits`` [B, d]."""
 
     hidden: torch.Tensor
     logits: torch.Tensor
 
 
 class BlockStep:
-    """The weights of a head, laid out for drafting.
+    """A head's weights in the layout that drafting uses.
 
     Args:
-        head: as it was read; it is not needed any more.
-        target_head: the target's head, over the draft vocabulary if there is one; used unless the head has its own.
-        target: whose embedding is used, unless the head has its own.
-        drafted: tokens of a block that are wanted; the others' rows are run, as they were in training.
+        head: the head's modules; not needed afterwards.
+        target_head: the target's head, over the draft vocabulary if there is one; unused if the head has its own.
+        target: the target, whose embedding is used unless the head has its own.
+        drafted: number of tokens to draft from a block; the block's other rows are run too, as in training.
     """
 
     def __init__(self, head: BlockWeights, target_head: Linear, target: Target, drafted: int) -> None:
@@ -85,12 +85,12 @@ class BlockStep:
         self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
 
     def _context(self, features: torch.Tensor) -> torch.Tensor:
-        """[T, W] what keys and values of the text follow from."""
+        """[T, W] states from which keys and values of the text are computed."""
         return normed(self._fc(features.to(self.device, self.dtype)), self._hidden_norm, self.config.norm_eps)
 
     @torch.no_grad()
     def absorb(self, block: Block, features: torch.Tensor) -> None:
-        """Store keys and values of a text's next rows."""
+        """Store keys and values of the next rows of text."""
         context = self._context(features)
         cos, _, signed_sin = self._rotary.look_up(block, context)
         for place, layer in enumerate(self._layers):
@@ -98,7 +98,7 @@ class BlockStep:
 
     @torch.no_grad()
     def run(self, brought: Sequence[Blank]) -> list[Sequel]:
-        """What each sequence's block holds; keys and values of all rows are stored."""
+        """Run the blocks of several sequences; keys and values of all rows are stored."""
         config, rows = self.config, rows_of([one.block for one in brought])
         sizes = [len(one.features) for one in brought]
         context = torch.split(self._context(torch.cat([one.features for one in brought])), sizes)
@@ -125,7 +125,7 @@ class BlockStep:
         return [Sequel(*pair) for pair in pairs]
 
     def _attended(self, queries: torch.Tensor, rows: Rows, place: int) -> torch.Tensor:
-        """[1, Hq, N, d] what the rows of blocks find with their queries, as many."""
+        """[1, Hq, N, d] the attention outputs of the blocks' rows, for as many queries."""
         found = []
         for own, (block, _, _) in zip(torch.split(queries, self.config.block_size, 2), rows.parts, strict=True):
             end = block.length + block.rows
@@ -140,7 +140,7 @@ class BlockStep:
         return torch.cat(found, 2)
 
     def _mask(self, end: int, window: int) -> torch.Tensor:
-        """[B, end] bool: what a block's rows, the last of ``end`` positions, see through a window."""
+        """[B, end] bool, the attention mask of a block's rows, the last of ``end`` positions, with a window."""
         size = self.config.block_size
         places = torch.arange(end, device=self.device)
         own, first = places[end - size :, None], end - size
@@ -153,7 +153,7 @@ class BlockStep:
 
 
 class _Plain:
-    """What goes in and comes out of a layer's part, as it is."""
+    """A layer part without convolutions: its inputs and outputs are unchanged."""
 
     def prepared(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return inputs, inputs
@@ -163,19 +163,19 @@ class _Plain:
 
 
 class _Convolution(_Plain):
-    """A convolution over a block's rows, each of which sees those before it, with kernels that follow from the row."""
+    """Causal convolutions over a block's rows, whose kernels depend on the row."""
 
     def __init__(self, weights: Any, config: BlockConfig) -> None:
         self._base, self._projection = weights.base_kernel.detach(), product(weights.kernel_projection)
         self._taps, self._group, self._rows = config.conv_kernel, config.conv_group, config.block_size
 
     def prepared(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes into a layer's part, [N, W], and the kernels [N, taps, groups] of what comes out."""
+        """[N, W] convolved inputs of a layer's part, and kernels [N, taps, groups] for its outputs."""
         kernels = self._projection(inputs).view(len(inputs), 2, self._taps, -1)
         return self._convolved(inputs, kernels[:, 0], self._base[0]), kernels[:, 1]
 
     def finished(self, outputs: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-        """[N, W] of what came out."""
+        """[N, W] the convolved outputs of a layer's part."""
         return self._convolved(outputs, kernels, self._base[1])
 
     def _convolved(self, rows: torch.Tensor, kernels: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""An EAGLE head at work: rows of an embedding and the hidden state before it, of one sequence or of several."""
+"""Running an EAGLE head: each row joins a token's embedding with the hidden state before it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["ChainStep", "Guess", "Nodes"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nodes:
-    """What a sequence brings: the next rows of its text, or of the tree behind it.
+    """A sequence's input to a pass of the head: the next rows of its text, or of the tree behind it.
 
     Attributes:
-        block: T tokens in the head's own cache, each of which goes with the hidden state of the position before it.
-        features: [T', taps x D] hidden states of the target, for the first T' rows.
-        states: [T - T', W] what the head itself gave, for the others.
-        asked: the last rows, which want an answer.
+        block: T tokens in the head's own cache; each is paired with the hidden state of the position before it.
+        features: [T', taps x D] hidden states of the target for the first T' rows.
+        states: [T - T', W] hidden states of the head itself for the other rows.
+        asked: number of last rows whose logits are computed.
     """
 
     block: Block
@@ -39,24 +39,24 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guess:
-    """The answer: ``logits`` [N, d] of what is behind the rows that were asked, and the ``states`` [N, W] to go on."""
+    """A pass's result: ``logits`` [N, d] behind the asked rows, and their ``states`` [N, W] for the next level."""
 
     logits: torch.Tensor
     states: torch.Tensor
 
 
 class ChainStep:
-    """The weights of a head, laid out for drafting.
+    """A head's weights in the layout that drafting uses.
 
     Args:
-        head: as it was read; it is not needed any more.
-        target_head: the target's head, over the draft vocabulary if there is one; used unless the head has its own.
-        target: whose embedding is used, unless the head has its own.
+        head: the head's modules; not needed afterwards.
+        target_head: the target's head, over the draft vocabulary if there is one; unused if the head has its own.
+        target: the target, whose embedding is used unless the head has its own.
 
     Attributes:
-        config: the head's.
-        mask_state: [1, W] what stands for a hidden state behind the first depth, of heads that draft all at once.
-        weights: how many a pass reads.
+        config: the head's config.
+        mask_state: [1, W] the hidden state for all depths behind the first, in heads that draft all depths at once.
+        weights: number of weights that a pass reads.
     """
 
     def __init__(self, head: Chain, target_head: Linear, target: Target) -> None:
@@ -89,7 +89,7 @@ class ChainStep:
         self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
 
     def fused(self, features: torch.Tensor) -> torch.Tensor:
-        """[T, W] of the target's hidden states [T, taps x D], side by side."""
+        """[T, W] the combination of the target's hidden states [T, taps x D]."""
         features = features.to(self.device, self.dtype)
         if self._input_norms:
             parts = features.chunk(len(self._input_norms), -1)
@@ -98,12 +98,12 @@ class ChainStep:
         return features if self.config.kind == "eagle" or self._fc is None else self._fc(features)
 
     def embedded(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[N, W] of tokens."""
+        """[N, W] the embeddings of tokens."""
         return self._embed(tokens).to(self.device, self.dtype)
 
     @torch.no_grad()
     def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
-        """What follows the last rows that each sequence brought; keys and values of all rows are stored."""
+        """Run each sequence's rows; keys and values of all rows are stored."""
         features = [one.features for one in brought if one.features is not None]
         fused = iter(torch.split(self.fused(torch.cat(features)), [*map(len, features)]) if features else ())
         parts = list[torch.Tensor]()
@@ -121,7 +121,7 @@ class ChainStep:
         return [Guess(*part) for part in zip(torch.split(logits, sizes), torch.split(onward, sizes), strict=True)]
 
     def _run(self, rows: Rows, embedded: torch.Tensor, states: torch.Tensor, asked: Sequence[int]) -> torch.Tensor:
-        """[N, W] of the rows that are asked, the last ones of each part, before the last norm."""
+        """[N, W] states of the asked rows, the last ones of each part, before the last norm."""
         eps, (cos, _, signed_sin) = self.config.norm_eps, self._rotary.look_up(rows, embedded)
         angles, ends = (cos, signed_sin), accumulate(part.rows for part, _, _ in rows.parts)
         wanted = [row for end, count in zip(ends, asked, strict=True) for row in range(end - count, end)]
@@ -156,7 +156,7 @@ class ChainStep:
         angles: tuple[torch.Tensor, torch.Tensor],
         asked: Sequence[int],
     ) -> torch.Tensor:
-        """[1, Hq, N, d] what the asked rows find in the last layer, which no other row has to pass."""
+        """[1, Hq, N, d] attention outputs of the asked rows in the last layer; other rows need no queries there."""
         found = []
         for (block, first, last), count in zip(rows.parts, asked, strict=True):
             sees_all = count == 1 and block.parents is None and self.config.window(place) is None

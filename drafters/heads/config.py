@@ -1,4 +1,4 @@
-"""What a head is: sizes and switches, read off its tensors and its ``config.json``, kept with converted weights."""
+"""Configs of heads: sizes and switches, from their tensors and ``config.json``, and kept with converted weights."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ __all__ = ["BlockConfig", "ChainConfig", "HeadConfig", "aux_layers"]
 
 AtLeast0 = Annotated[int, Ge(0), "an integer >= 0"]
 Layers = Annotated[int, Ge(1), Lt(257), "an integer from 1 to 256"]
-_MOST = 1024  # tokens of a block
+_MOST = 1024  # most tokens of a block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig(WeightsConfig):
-    """What all heads have.
+    """The fields that all heads have.
 
     Attributes:
         hidden_size, vocab_size, target: see :class:`drafters.shared.weights.WeightsConfig`.
-        width: of the head's own hidden states.
-        layers: decoder layers.
-        heads, key_heads, head_dim: of their attention.
-        intermediate_size: inner width of their MLPs.
-        taps: hidden layers of the target that are read, by the layers before them: 0 is the embedding's output, and
-            ``FINAL`` (-1) the last norm's. Empty: :func:`aux_layers` of the target.
-        norm_eps: of the RMS norms.
-        activation: of the MLPs, by its name in transformers.
+        width: W, the width of the head's own hidden states.
+        layers: number of decoder layers.
+        heads, key_heads, head_dim: sizes of the layers' attention.
+        intermediate_size: inner width of the layers' MLPs.
+        taps: the target's hidden states that the head reads, each as a number of layers: 0 is the embedding's output,
+            and ``FINAL`` (-1) the last norm's output. Empty: :func:`aux_layers` of the target.
+        norm_eps: epsilon of the RMS norms.
+        activation: transformers' name of the MLPs' activation.
         rope: ``rope_parameters`` as transformers 5 writes them.
-        positions: ``max_position_embeddings``, which some kinds of rotary positions ask for.
-        windows: of each layer's attention; 0 is none. Empty: no layer has one.
-        draft_vocab: d, tokens that it proposes among; 0 is all of them.
+        positions: ``max_position_embeddings``, which some kinds of rotary positions need.
+        windows: attention window of each layer; 0 for none. Empty: no layer has a window.
+        draft_vocab: d, size of the draft vocabulary; 0 for all tokens.
         attention_bias, output_bias, mlp_bias, fc_bias: whether these linears have biases.
-        qk_norm: RMS norms of queries and keys, head by head.
-        own_embedding, own_head: it has its own, else the target's are used.
-        depth: tokens that it was published to draft; 0 is not known.
-        target_layers: layers of the model that it was trained for; 0 is not known.
-        target_name: that model's name, for the record.
+        qk_norm: whether each head's queries and keys pass an RMS norm.
+        own_embedding, own_head: whether the head has its own; otherwise the target's are used.
+        depth: number of tokens that the head was published to draft; 0 if unknown.
+        target_layers: number of layers of the target that it was trained for; 0 if unknown.
+        target_name: name of that target, for information.
     """
 
     width: AtLeast1
@@ -96,28 +96,28 @@ class HeadConfig(WeightsConfig):
 
     @property
     def wide(self) -> bool:
-        """Whether the first layer's queries, keys and values read embedding and hidden state side by side."""
+        """Whether the first layer's queries, keys and values read the embedding and the hidden state side by side."""
         return False
 
     def window(self, layer: int) -> int | None:
-        """Of a layer's attention; None where it sees everything."""
+        """The attention window of a layer; None where it sees everything."""
         return (self.windows[layer] or None) if self.windows else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainConfig(HeadConfig):
-    """EAGLE: layers that run once for each token they draft, on an embedding and the hidden state before it.
+    """EAGLE: layers that run once for each drafted token, on an embedding and the hidden state before it.
 
     Attributes:
-        kind: ``eagle`` (EAGLE-1 and 2: the target's last hidden state, after its norm, and its head); ``eagle3`` (some
-            hidden states of the target, a norm and mostly a head of its own); ``peagle`` (as that, all depths in one
-            pass).
-        fused: hidden states pass ``fc``; else the one that is tapped is read as it is.
-        norm_inputs: what is normed before ``fc``: ``none``; ``whole``, all hidden states side by side (``input_norm``);
-            ``each``, one by one (``fc_norm``).
-        norm_before_residual: the residual stream starts with the normed hidden state.
-        norm_output: the next token reads the hidden state after the last norm, not before it.
-        mask_token: of ``peagle``, embedded where no token is known.
+        kind: ``eagle`` (EAGLE-1 and 2) reads the target's last hidden state behind its norm, and uses its head;
+            ``eagle3`` reads several hidden states of the target, and mostly has its own head; ``peagle`` is an
+            ``eagle3`` that drafts all depths in one pass.
+        fused: whether hidden states pass ``fc``; otherwise the single tapped one is used unchanged.
+        norm_inputs: the norm before ``fc``: ``none``; ``whole`` for all hidden states side by side (``input_norm``);
+            ``each`` for every one alone (``fc_norm``).
+        norm_before_residual: whether the residual stream starts with the normed hidden state.
+        norm_output: whether the next token reads the hidden state behind the last norm; otherwise before it.
+        mask_token: token that ``peagle`` embeds where the token is unknown.
     """
 
     kind: Literal["eagle", "eagle3", "peagle"]
@@ -134,23 +134,24 @@ class ChainConfig(HeadConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig(HeadConfig):
-    """DFlash: layers that run once for a block of masks behind the last token, which see each other and the context.
+    """DFlash: layers that run once for a block of masks behind the last token; its rows attend to the text and block.
 
     Attributes:
         kind: ``dflash``; ``dflash2``, with convolutions around each layer's parts and a selector among candidates;
-            ``dspark``, with a bias by the token before, and a head that tells the chance of acceptance.
-        block_size: B, rows of a block, the last token among them.
-        mask_token: embedded in the others.
-        from_anchor: a row proposes the token behind it, the last token's row too, which makes B tokens; else each mask
-            proposes its own token, B - 1 of them.
-        window_causal: a layer with a window sees no later rows of the block.
-        window_from_anchor: all rows see as far back as the last token does, else each as far as its own place allows.
-        final_normed: the hidden state after all layers is the one that passed the last norm.
-        markov: how the bias by the token before is made.
-        markov_rank: its rank; 0 without one.
-        confidence: what the head of acceptance reads: ``hidden`` states, or the embedding of the bias too (``markov``).
-        conv_kernel, conv_group: taps of the convolutions, and channels that share a kernel; 0 without.
-        selector_rank, selector_top: of the selector, and candidates that it reorders; 0 without.
+            ``dspark``, with a bias that depends on the token before, and a head that estimates acceptance.
+        block_size: B, rows of a block, the last token's included.
+        mask_token: token that all other rows embed.
+        from_anchor: whether each row proposes the token behind it, the last token's row included, B tokens in all;
+            otherwise each mask proposes its own token, B - 1 in all.
+        window_causal: whether rows of a layer with a window see no later rows of the block.
+        window_from_anchor: whether all rows see as far back as the last token does; otherwise each has its own window.
+        final_normed: whether the hidden state behind all layers is taken after the last norm.
+        markov: how the bias that depends on the token before is computed.
+        markov_rank: rank of that bias; 0 without one.
+        confidence: input of the head that estimates acceptance: ``hidden`` states, or also the bias's embedding
+            (``markov``).
+        conv_kernel, conv_group: taps of the convolutions, and channels that share a kernel; 0 without convolutions.
+        selector_rank, selector_top: rank of the selector, and number of candidates that it scores; 0 without one.
     """
 
     kind: Literal["dflash", "dflash2", "dspark"]
@@ -195,10 +196,10 @@ class BlockConfig(HeadConfig):
 
     @property
     def drafted(self) -> int:
-        """Tokens of a block."""
+        """The number of tokens that a block proposes."""
         return self.block_size - (not self.from_anchor)
 
 
 def aux_layers(layers: int) -> list[int]:
-    """The hidden layers that EAGLE-3 reads of a target with this number of layers, by default."""
+    """The hidden states that EAGLE-3 reads by default, for a target with this number of layers."""
     return sorted({2, layers // 2, max(layers - 3, 0)})

@@ -1,13 +1,13 @@
 """DFlash (arXiv 2602.06036), DFlash2 and DSpark: one pass over a block of masks drafts all its tokens.
 
-A block is the last token and masks behind it. Its rows see the whole text, by keys and values that follow from hidden
-states of the target, and each other. So all tokens come of one pass, each as likely behind any of those before it;
-DSpark's bias and DFlash2's selector say it anew behind each, and DSpark's confidence, how likely it is to be accepted.
-Of what they say a tree grows, as far as its rows pay. Nothing of a block is kept: what became text is seen by the
-target's hidden states.
+A block is the last token with masks behind it. Its rows attend to the whole text, through keys and values computed from
+the target's hidden states, and to each other. So one pass gives all tokens, and each one's distribution is the same
+whatever tokens precede it. DSpark's bias and DFlash2's selector correct it for the token before, and DSpark's
+confidence estimates acceptance. These chances grow a tree, as far as its rows pay. No row of a block is kept: accepted
+tokens are seen through the target's hidden states.
 
-When sampling, tokens are ranked with the noise with which the target will draw; under ``reject`` a chain is drawn, and
-carries its q.
+When sampling, tokens are ranked with the same noise that the target will draw with. Under ``reject``, a chain is drawn
+and carries its q.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class DFlashConfig:
     """Options.
 
     Attributes:
-        head: folder of a trained head, DFlash, DFlash2 or DSpark, in any format that `specdec drafters --check` knows;
-            None is the one in this package that was trained for the model.
-        tokens: depth of a draft, at most; None is the block's.
-        rows: rows of a draft below the root, at most; None leaves it to what pays.
-        branch: children of a row, at most; 1 makes a chain. Under ``reject`` it is 1.
-        min_chance: verify whatever is reached with this chance, by the head, as far as ``rows`` and ``tokens`` go; None
-            takes what pays by measured costs.
-        check_target: refuse a model that is not the one the head was trained for.
+        head: folder of a trained DFlash, DFlash2 or DSpark head, in any format that `specdec drafters --check` knows;
+            None takes the one in this package that was trained for the model.
+        tokens: most depth of a draft; None for the block's.
+        rows: most rows of a draft below the root; None for as many as pay.
+        branch: most children of a row; 1 makes a chain. Under ``reject`` it is 1.
+        min_chance: verify all rows that the head expects to be reached with at least this chance, within ``rows`` and
+            ``tokens``; None verifies as many as pay by measured costs.
+        check_target: whether to refuse a head that was trained for another model.
     """
 
     head: str | None = None
@@ -61,7 +61,7 @@ class DFlashConfig:
 
 
 class DFlash(HeadDrafter):
-    """A trained DFlash, DFlash2 or DSpark head: a block of tokens in one pass."""
+    """A trained DFlash, DFlash2 or DSpark head, which drafts a block of tokens in one pass."""
 
     name = "dflash"
     at_once = True
@@ -79,7 +79,7 @@ class DFlash(HeadDrafter):
         return DFlashSession(self, context)
 
     def run(self, brought: Sequence[Blank]) -> list[Sequel]:
-        """The block of each sequence."""
+        """Run the block of each sequence."""
         return self.step.run(brought)
 
 
@@ -89,7 +89,7 @@ class DFlashSession(HeadSession):
         super().__init__(context, drafter, step.specs, step.weights, 2 * step.config.block_size)
         self._drafter, self._step = drafter, step
         self._sequel: Sequel | None = None
-        self._states = dict[int, torch.Tensor]()  # of a recurrent bias, after a node
+        self._states = dict[int, torch.Tensor]()  # states of a recurrent bias, by node
 
     def _absorb(self, features: torch.Tensor) -> None:
         block = self._own.text_block(range(len(features)))

@@ -1,16 +1,16 @@
-"""EAGLE (Li et al. 2024, arXiv 2401.15077 and 2406.16858; 2025, arXiv 2503.01840): a layer that drafts token by token.
+"""EAGLE (Li et al. 2024, arXiv 2401.15077 and 2406.16858; 2025, arXiv 2503.01840): a layer drafts token by token.
 
-Row i of the head reads the target's hidden state of position i, in EAGLE-3 those of some layers, and the embedding of
-token i + 1, and says what comes behind that token. Where the target has not been yet, the head's own hidden state
-stands for the target's. So a step begins with the rows of what was committed since the last one, whose last row is the
-root's, and goes on with rows of the tokens that are guessed, level by level: of all guesses those are extended whose
-chance to be reached is worth a pass, and those are verified that are worth their rows (EAGLE-2's tree, by measured
-costs). What the head computed from its own states is thrown away, as the target's are there by the next step.
+Row i of the head reads the target's hidden state of position i (in EAGLE-3, those of several layers) and the embedding
+of token i + 1, and predicts the token behind that one. Where the target has not run yet, the head's own hidden state
+stands in for the target's. A step begins with the rows of the tokens committed since the last step; the last of these
+is the root's row. It goes on with rows of guessed tokens, level by level. A guess is extended if the chance that it is
+reached pays for a pass, and verified if that pays for its row (EAGLE-2's tree, by measured costs). What the head
+computed from its own states is discarded, as the target's states are there by the next step.
 
-P-EAGLE (arXiv 2602.01469) asks for all depths at once, with masks where nothing is known.
+P-EAGLE (arXiv 2602.01469) drafts all depths at once, with masks in place of unknown tokens.
 
-When sampling, tokens are ranked with the noise with which the target will draw, see
-:func:`drafters.shared.vocabulary.coupled`; under ``reject`` a chain is drawn, and carries its q.
+When sampling, tokens are ranked with the same noise that the target will draw with, see
+:func:`drafters.shared.vocabulary.coupled`. Under ``reject``, a chain is drawn and carries its q.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from specdec.target import Target
 
 __all__ = ["Eagle", "EagleConfig"]
 
-_DEPTH = 6  # tokens below the root, where nothing is said
-_BRANCH = 8  # children of a row that are looked at
+_DEPTH = 6  # tokens below the root, by default
+_BRANCH = 8  # children of a row that are considered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +41,15 @@ class EagleConfig:
     """Options.
 
     Attributes:
-        head: folder of a trained head, EAGLE-1 to 3.1 or P-EAGLE, in any format that `specdec drafters --check` knows;
-            None is the one in this package that was trained for the model.
-        tokens: depth of a draft, at most; each level costs a pass of the head. None is 6, or what a P-EAGLE head was
-            published to draft.
-        rows: rows of a draft below the root, at most; None leaves it to what pays.
-        branch: children of a row, at most; 1 makes a chain. Under ``reject`` it is 1.
-        min_chance: verify and extend whatever is reached with this chance, by the head, as far as ``rows`` and
-            ``tokens`` go, as the papers do with fixed sizes; None takes what pays by measured costs.
-        check_target: refuse a model that is not the one the head was trained for.
+        head: folder of a trained EAGLE-1 to 3.1 or P-EAGLE head, in any format that `specdec drafters --check` knows;
+            None takes the one in this package that was trained for the model.
+        tokens: most depth of a draft; each level costs a pass of the head. None is 6, or the depth that a P-EAGLE head
+            was published with.
+        rows: most rows of a draft below the root; None for as many as pay.
+        branch: most children of a row; 1 makes a chain. Under ``reject`` it is 1.
+        min_chance: extend and verify all rows that the head expects to be reached with at least this chance, within
+            ``rows`` and ``tokens``, as the papers do with fixed sizes; None takes as many as pay by measured costs.
+        check_target: whether to refuse a head that was trained for another model.
     """
 
     head: str | None = None
@@ -65,7 +65,7 @@ class EagleConfig:
 
 
 class Eagle(HeadDrafter):
-    """A trained EAGLE head, chain or tree."""
+    """A trained EAGLE head, which drafts a chain or a tree."""
 
     name = "eagle"
     Config = EagleConfig
@@ -82,7 +82,7 @@ class Eagle(HeadDrafter):
         return EagleSession(self, context)
 
     def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
-        """What follows the rows that each sequence brought."""
+        """Run the head for the rows of each sequence."""
         return self.step.guess(brought)
 
 
@@ -92,7 +92,7 @@ class EagleSession(HeadSession):
         rows = WIDTH * drafter.depth + 1
         super().__init__(context, drafter, step.specs, step.weights, rows)
         self._drafter, self._step, self._config = drafter, step, config
-        self._guess: Guess | None = None  # of the latest level
+        self._guess: Guess | None = None  # the latest level's result
         self._level: Sequence[int] = []
 
     def _absorb(self, features: torch.Tensor) -> None:
@@ -101,19 +101,19 @@ class EagleSession(HeadSession):
         self._own.read_text(block, root=False)
 
     def _tokens_of(self, features: torch.Tensor) -> list[int]:
-        """The tokens that go with the next hidden states: each one stands a place behind its own."""
+        """The tokens that belong to the next hidden states; each stands one position behind its state."""
         first = self._own.cache.length + 1
         return self._context.tokens[first : first + len(features)]
 
     def _begin(self, deepest: int) -> Passes[None]:
         features, drafter = self._own.catch_up(), self._drafter
         tokens = self._tokens_of(features)
-        if not drafter.at_once:  # the head sees what was committed, up to and with the root's row
+        if not drafter.at_once:  # the head reads the committed rows, the root's included
             block = self._own.text_block(tokens)
             self._guess = yield Pass(drafter.guess, Nodes(block, features))
             self._own.read_text(block)
             return
-        masks, state = deepest - 1, self._step.mask_state  # behind the root's row, and nothing of them is kept
+        masks, state = deepest - 1, self._step.mask_state  # behind the root's row; their keys and values are not kept
         assert state is not None
         block = self._own.text_block([*tokens, *[drafter.mask_token] * masks])
         self._guess = yield Pass(drafter.guess, Nodes(block, features, state.expand(masks, -1), asked=masks + 1))
@@ -122,7 +122,7 @@ class EagleSession(HeadSession):
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
         depth = grown.depths[level[0]]
         assert self._guess is not None
-        if self._drafter.at_once:  # a token is as likely behind any of those above it
+        if self._drafter.at_once:  # the distribution does not depend on the tokens above it
             return Behind(self._guess.logits[depth][None])
         if depth:
             states = self._guess.states[[self._level.index(grown.parents[node]) for node in level]]

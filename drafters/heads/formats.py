@@ -1,6 +1,6 @@
-"""Published formats of heads: each a table of the names that it has for ours, and of what its config says where.
+"""Published formats of heads: a table of tensor names and config fields for each.
 
-:mod:`drafters.heads.layout` reads a folder by them.
+:mod:`drafters.heads.layout` reads a folder by these tables.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Format:
     """A published layout.
 
     Attributes:
-        name: what it is called.
-        kind: the head that it holds.
-        renames: patterns of its names, and ours, tried in this order; a name that none fits is ours.
-        ignored: names that say nothing that is not known otherwise.
-        values: our field -> places in its config, the first that is there counts; a dot leads into a section.
-        layer_shift: added to the layers that it names, to have how many layers come before what is tapped.
-        inner: the section with the sizes of the layers; "" is the config itself.
-        defaults: of our fields, where its config says nothing.
+        name: name of the format.
+        kind: kind of head that it holds.
+        renames: patterns of its names -> our names, tried in this order; a name that fits none is ours already.
+        ignored: patterns of tensors that carry no further information.
+        values: our field -> fields of its config, of which the first present one counts; a dot leads into a section.
+        layer_shift: difference from its numbers of tapped layers to ours, which count the layers before the tap.
+        inner: the config's section with the sizes of the layers; "" is the config itself.
+        defaults: our field -> its value where the config has none.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Format:
 
     @property
     def drafter(self) -> str:
-        """Who drafts with it."""
+        """Name of the drafter that uses this format."""
         return "dflash" if self.kind in ("dflash", "dflash2", "dspark") else "eagle"
 
 
-SAVED = (r"(?:module\.|model\.|draft_model\.)+(.+)", r"\1")  # what training loops put before every name
+SAVED = (r"(?:module\.|model\.|draft_model\.)+(.+)", r"\1")  # prefixes that training loops add
 _CONSTANT = (r".*rotary_emb\.inv_freq", r"verifier_(lm_head|norm)\.weight")
 _MIDLAYER = (r"midlayer\.(.+)", r"layers.0.\1")
 _SPECULATORS_CHAIN = {
@@ -95,7 +95,7 @@ FORMATS: Mapping[str, Format] = {
                 "fused": ("eagle_config.use_aux_hidden_state",),
                 "target_layers": ("num_target_layers",),
             },
-            layer_shift=1,  # it names layers, whose outputs are meant
+            layer_shift=1,  # it counts layers from 0 and taps their outputs
         ),
         Format(
             name="peagle",
@@ -116,7 +116,7 @@ FORMATS: Mapping[str, Format] = {
             kind="dflash",
             renames=(
                 SAVED,
-                (r"encoder\.fc\.(.+)", r"fc.\1"),  # transformers' own
+                (r"encoder\.fc\.(.+)", r"fc.\1"),  # the names that transformers uses
                 (r"encoder\.output_norm_enc\.(.+)", r"hidden_norm.\1"),
             ),
             ignored=_CONSTANT,
@@ -140,7 +140,7 @@ FORMATS: Mapping[str, Format] = {
         ),
     )
 }
-"""Layouts that name no format: told apart by their tensors, see :func:`find`."""
+"""Layouts whose config names no format; tensors tell them apart, see :func:`find`."""
 
 SPECULATORS: Mapping[str, Format] = {
     own.kind: own
@@ -160,4 +160,4 @@ SPECULATORS: Mapping[str, Format] = {
         ),
     )
 }
-"""``speculators_model_type`` -> its layout. The layers that these name come after what is tapped."""
+"""``speculators_model_type`` -> its layout. Its layer numbers count the layers before the tap."""

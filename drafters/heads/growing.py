@@ -1,4 +1,4 @@
-"""Guesses as a tree or a chain: grown level by level as far as it pays, ranked or drawn, and the record of them."""
+"""Growing drafts from a head's guesses, level by level as far as that pays, with a record of their accuracy."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from specdec.step.tree import Draft, Hints
 __all__ = ["WIDTH", "Behind", "GrowingSession", "check_chance"]
 
 WIDTH = 8
-"""Rows of a level that are extended, at most."""
+"""Most rows of a level that are extended."""
 
-_MOST, _FAINT = 63, 0.01  # rows below the root; one of a smaller chance is not looked at, even where rows are free
-_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # guesses that are right for one that is promised, and those it counts as
-_ACCEPTED = 0.6  # share of guesses with a right one among them, before any was made
+_MOST, _FAINT = 63, 0.01  # most rows below the root; rows of a smaller chance are skipped even where rows are free
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # prior: the share of promised guesses that are right, and its weight in guesses
+_ACCEPTED = 0.6  # prior: the share of nodes with an accepted child
 
 
 def check_chance(where: str, chance: float | None) -> None:
-    """Raises ConfigError where ``min_chance`` is none."""
+    """Raises ConfigError where ``min_chance`` is not a probability."""
     if chance is not None and not 0 <= chance <= 1:
         raise ConfigError(f"{where}min_chance is {shown(chance)}; it is a probability, in [0, 1]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Behind:
-    """What a head guesses behind some nodes.
+    """A head's guesses behind some nodes.
 
     Attributes:
-        logits: [N, d], or [1, d] where all of them are followed by the same.
-        accepted: of each node, the chance that its likeliest child is the target's choice, where the head says so.
+        logits: [N, d], or [1, d] where they are the same behind all nodes.
+        accepted: [N] chance that each node's likeliest child is accepted, where the head estimates it; else None.
     """
 
     logits: torch.Tensor
@@ -48,15 +48,15 @@ class Behind:
 
 
 class GrowingSession(BatchedSession):
-    """One sequence's guesses: subclasses say what follows the nodes of a level.
+    """One sequence's guesses. Subclasses run the head behind the nodes of a level.
 
     Args:
-        context: the sequence's.
-        vocabulary: among which tokens are guessed.
-        options: ``rows``, ``branch`` and ``min_chance``.
-        depth: tokens of a path, at most.
-        weights: how many a pass reads, for its price.
-        at_once: all depths come of one pass.
+        context: the sequence's context.
+        vocabulary: the draft vocabulary.
+        options: the drafter's options; ``rows``, ``branch`` and ``min_chance`` are read.
+        depth: most tokens of a path.
+        weights: number of weights that a pass reads, for its price.
+        at_once: whether one pass gives all depths.
     """
 
     _width = WIDTH
@@ -72,18 +72,18 @@ class GrowingSession(BatchedSession):
         at_once: bool = False,
     ) -> None:
         self._context, self._vocabulary = context, vocabulary
-        # Of a row that is verified and extended, whatever it costs; None: where it pays.
+        # Chance from which a row is verified and extended at any cost; None: where it pays.
         self._least: float | None = options.min_chance
         self._branch, self._rows = options.branch, options.rows or _MOST
         self._deepest, self._at_once = depth, at_once
         self._grown: Growth | None = None
-        self._promises = dict[int, float]()  # of an extended node, what the head promised of its likeliest child
+        self._promises = dict[int, float]()  # extended node -> chance that the head gave its likeliest child
         self._passes = 0
         params = context.sampling
         self._temperature, self._processors = params.temperature, params.processors()
         self._reads_prefix = params.repetition_penalty != 1
         sampled = params.temperature > 0 and params.acceptance != "typical"
-        self._draws = sampled and params.acceptance == "reject"  # from q, or else with the target's own noise
+        self._draws = sampled and params.acceptance == "reject"  # from q, not by the target's noise
         self._noise = vocabulary.noise(context.noise) if sampled and not self._draws else None
         costs, length = context.costs, context.prompt_length
         self._price = pass_price(weights, context.target, costs, length)
@@ -94,7 +94,7 @@ class GrowingSession(BatchedSession):
         self._accepted, self._guesses = _ACCEPTED * _PRIOR_WEIGHT, _PRIOR_WEIGHT
 
     def _ready(self) -> bool:
-        """Begin a round; whether there is anything to guess from."""
+        """Begin a round; returns whether the head has anything to guess from."""
         raise NotImplementedError
 
     def passes(self, row_budget: int) -> Passes[Draft]:
@@ -108,7 +108,7 @@ class GrowingSession(BatchedSession):
         return (yield from grow(self._grown, most, min(deepest, most)))
 
     def _tree(self, grown: Growth, most: int, deepest: int) -> Passes[Draft]:
-        """Level by level, as far as it pays; the rows that are verified, likeliest first."""
+        """Grow a tree level by level, as far as that pays; the draft has the likeliest rows."""
         level = [0]
         while True:
             depth, behind = grown.depths[level[0]], (yield from self._behind(grown, level))
@@ -134,7 +134,7 @@ class GrowingSession(BatchedSession):
         return Draft([grown.tokens[node] for node in nodes], parents, hints=Hints(chances=chances, cost=self._cost))
 
     def _drawn(self, grown: Growth, most: int, deepest: int) -> Passes[Draft]:
-        """A chain, each token drawn from the head's distribution, as far as it pays."""
+        """Draw a chain, each token from the head's distribution, as far as that pays."""
         q, reached = dict[int, torch.Tensor](), 1.0
         for row in range(deepest):
             behind = yield from self._behind(grown, [row])
@@ -143,7 +143,7 @@ class GrowingSession(BatchedSession):
                 break
             token, largest, q[row] = drawn
             grown.extend(row, [(token, 1.0)], 1.0)
-            # By q and by what became of other draws, never by the token itself.
+            # From q and the record of other draws, never from the drawn token itself, which would bias the draws.
             likely = largest if behind.accepted is None else behind.accepted[0]
             reached *= (likely + self._accepted / self._guesses) / 2
             if row + 1 == deepest or not self._drawing_pays(reached, row + 1):
@@ -156,7 +156,7 @@ class GrowingSession(BatchedSession):
         return self._passes * self._price
 
     def _learn(self, seen: Observation) -> None:
-        """Note what became of the latest guesses."""
+        """Record whether the latest guesses were right."""
         grown, self._grown = self._grown, None
         if grown is None or seen.draft is None:
             return
@@ -176,24 +176,24 @@ class GrowingSession(BatchedSession):
             node = right
 
     def _begin(self, deepest: int) -> Passes[None]:
-        """Have the head see what waits, and guess what follows the root, or all up to this depth."""
+        """Run the head for waiting rows; it then guesses what follows the root, or all depths up to ``deepest``."""
         raise NotImplementedError
 
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
-        """What follows nodes of one depth."""
+        """Guesses behind nodes of one depth."""
         raise NotImplementedError
 
     @property
     def _sure(self) -> float:
-        """Guesses that were right in this text, for one that the head promised."""
+        """The ratio of right guesses in this text to the chances that the head gave them."""
         return self._right / self._promised
 
     def _place(self, depth: int) -> int:
-        """Position of a token that is guessed behind a row of a depth."""
+        """The position of a token that is guessed behind a row of this depth."""
         return len(self._context.tokens) + depth
 
     def _scores(self, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> torch.Tensor:
-        """[N, d] guesses under the processors that the target's logits are under; ``paths``: tokens below the root."""
+        """[N, d] guesses after the processors of the target's logits; ``paths``: tokens below the root."""
         if not self._processors:
             return logits
         scores = logits.float()
@@ -203,12 +203,12 @@ class GrowingSession(BatchedSession):
         rows = []
         for own, path in zip(scores, paths, strict=True):
             ids = torch.tensor([[*self._context.tokens, *path]], device=device)
-            whole = self._vocabulary.spread(own, -torch.inf)[None]  # by the tokens' ids
+            whole = self._vocabulary.spread(own, -torch.inf)[None]  # indexed by token id
             rows.append(self._vocabulary.gather(processed(whole, ids, self._processors)[0]))
         return torch.stack(rows)
 
     def _ranked(self, scores: torch.Tensor, depth: int, count: int) -> list[Guesses]:
-        """Of each guess [N, d] behind rows of a depth the likeliest tokens; none where the head says NaN."""
+        """For each row of [N, d] guesses at a depth, the likeliest tokens; empty where the head gives NaN."""
         place, found = self._place(depth), list[Any]()
         for row in scores:
             one = top_k(row, count, self._noise, place, self._temperature)
@@ -228,12 +228,15 @@ class GrowingSession(BatchedSession):
         return [(self._vocabulary.token(int(number)), chance) for number, chance in pairs if chance > 0 and number >= 0]
 
     def _draw(self, scores: torch.Tensor, row: int) -> tuple[int, float, torch.Tensor] | None:
-        """A token drawn from one guess [d], the largest probability of any, and the distribution [V]; ``row``: of the
-        draft, that it follows. None where the guess is no distribution.
+        """Draw a token from one guess [d], behind row ``row`` of the draft.
+
+        Returns:
+            The token, the largest probability of any token, and the distribution [V]; None where the guess is not a
+            distribution.
         """
         q = torch.softmax(scores, -1, dtype=torch.float64)
         sums = q.cumsum(-1)
-        # The first sum that is not below a positive number ends a step up: its token has probability.
+        # searchsorted finds the first sum that reaches the drawn number, so its token has a positive probability.
         drawn = sums[-1:] * self._context.noise.uniform(len(self._context.tokens), Noise.DRAFT, row)
         number = torch.where(sums[-1] > 0, torch.searchsorted(sums, drawn)[0], -1)
         read = torch.stack((number.double(), q.max())).tolist()
@@ -242,13 +245,13 @@ class GrowingSession(BatchedSession):
         return self._vocabulary.token(int(read[0])), read[1], self._vocabulary.spread(q, 0.0)
 
     def _count(self, reach: Sequence[float]) -> int:
-        """How many rows are verified, of those with such chances, likeliest first."""
+        """The number of rows to verify, given the chances ``reach`` of all rows, the largest first."""
         if self._least is not None:
             return sum(chance >= self._least for chance in reach)
         return self._margin.size(reach)
 
     def _extending_pays(self, reach: Sequence[float]) -> bool:
-        """Whether to run the head for rows that are reached with such chances."""
+        """Whether a pass of the head pays for rows that are reached with these chances."""
         if self._least is not None:
             return bool(reach)
         return sum(reach) * self._accepted / self._guesses > self._level_price
@@ -258,14 +261,14 @@ class GrowingSession(BatchedSession):
         return 0.0 if self._at_once else self._price
 
     def _drawing_pays(self, reached: float, rows: int) -> bool:
-        """Whether one more drawn token is worth its row, and a level."""
+        """Whether one more drawn token pays for its row and its level."""
         if self._least is not None:
             return reached >= self._least
         return reached * self._accepted / self._guesses > self._level_price + self._steps[rows + 1] - self._steps[rows]
 
 
 def _by_acceptance(ranked: Guesses, accepted: float) -> Guesses:
-    """The same tokens, where the first one's chance is known from elsewhere: the others keep their share of it."""
+    """The same tokens with the first one's chance set to ``accepted``; the others are scaled with it."""
     if not ranked:
         return ranked
     scale = accepted / ranked[0][1]

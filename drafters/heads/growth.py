@@ -1,4 +1,4 @@
-"""Growth: the guesses of a step as a tree, and which of them are behind which."""
+"""Growth: the guesses of a step as a tree, with the children of each row."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Growth"]
 
 
 class Growth(ScoredTree):
-    """All that a head guessed in a step, verified or not.
+    """All guesses of a head in a step, verified or not.
 
     Attributes:
-        below: of a row that was guessed behind its children, likeliest first.
+        below: row -> its children, likeliest first, for rows with guesses behind them.
     """
 
     __slots__ = ("below",)
@@ -21,7 +21,7 @@ class Growth(ScoredTree):
         self.below = dict[int, list[int]]()
 
     def extend(self, row: int, guesses: Guesses, share: float) -> None:
-        """Put guesses behind a row; ``share``: of each chance that is believed."""
+        """Add guesses behind a row; their chances are multiplied by ``share``."""
         first = len(self)
         for token, chance in guesses:
             self.add(row, token, min(1.0, share * chance))
@@ -29,5 +29,5 @@ class Growth(ScoredTree):
             self.below[row] = [*range(first, len(self))]
 
     def best(self, most: int) -> list[int]:
-        """The likeliest rows below the root to be reached, parents before children."""
+        """At most ``most`` rows below the root, most likely to be reached first, so parents precede children."""
         return sorted(range(1, len(self)), key=self.reach.__getitem__, reverse=True)[:most]

@@ -1,6 +1,6 @@
-"""A head's layers at work: a few rows of each sequence, with keys and values kept in slots as a target's are.
+"""Running a head's layers for a few rows of each sequence; keys and values are cached in slots as a target's are.
 
-Weights lie as the fastest kernel of this machine reads them, see :mod:`specdec.runners.linear`; keys and values are one
+Weights have the layout of this machine's fastest kernel, see :mod:`specdec.runners.linear`. Keys and values are one
 product, and so are gate and up.
 """
 
@@ -29,14 +29,14 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 def product(*parts: nn.Linear) -> LinearKernel:
-    """One product for linears of one input."""
+    """One product for several linears with the same input."""
     biases = [part.bias for part in parts if part.bias is not None]
     bias = torch.cat([bias.detach() for bias in biases]) if biases else None
     return linear_kernel(torch.cat([part.weight.detach() for part in parts]), bias)
 
 
 def normed(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., D] states by their root mean square, in float32 where they are of half precision, as the authors do."""
+    """[..., D] RMS norm of states; half-precision states are normed in float32, as in the authors' code."""
     if hidden.dtype in (torch.bfloat16, torch.float16):
         return weight * F.rms_norm(hidden.float(), weight.shape, None, eps).to(hidden.dtype)
     return F.rms_norm(hidden, weight.shape, weight, eps)
@@ -46,8 +46,8 @@ class LayerStep:
     """One layer.
 
     Args:
-        layer: its weights, which are not needed any more.
-        config: the head's.
+        layer: its weights; not needed afterwards.
+        config: the head's config.
     """
 
     def __init__(self, layer: Layer, config: HeadConfig) -> None:
@@ -62,21 +62,21 @@ class LayerStep:
         self._activation = ACT2FN[config.activation]
 
     def queries(self, inputs: torch.Tensor, angles: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[1, Hq, T, d] of ``inputs`` [T, ...], turned to their positions; ``angles``: [T, d] cosines, signed sines."""
+        """[1, Hq, T, d] rotated queries of ``inputs`` [T, ...]; ``angles``: [T, d] cosines and signed sines."""
         heads = self._split(self._q(inputs))
         return rotate(self._head_normed(heads, 0), *angles)[None]
 
     def keys_values(self, inputs: torch.Tensor, angles: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, turned, and values, [1, Hk, T, d] each."""
+        """Rotated keys, and values, [1, Hk, T, d] each."""
         keys, values = self._split(self._kv(inputs)).chunk(2)
         return rotate(self._head_normed(keys, 1), *angles)[None], values[None]
 
     def attended(self, found: torch.Tensor) -> torch.Tensor:
-        """[T, D] of what the heads found, [1, Hq, T, d]."""
+        """[T, D] the output projection of attention outputs [1, Hq, T, d]."""
         return self._out(found[0].transpose(0, 1).flatten(1))
 
     def mlp(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[T, D] of normed states."""
+        """[T, D] the MLP's output for normed states."""
         gate, up = self._gate_up(inputs).chunk(2, -1)
         return self._down(self._activation(gate) * up)
 
@@ -94,7 +94,7 @@ def rotary_of(config: HeadConfig, device: torch.device) -> Rotary:
     """The rotary positions of a head.
 
     Raises:
-        CheckpointError: of a kind that transformers does not know.
+        CheckpointError: transformers does not know their kind.
     """
     try:
         like = LlamaConfig(
@@ -113,7 +113,7 @@ def rotary_of(config: HeadConfig, device: torch.device) -> Rotary:
 
 
 def specs_of(config: HeadConfig, device: torch.device, dtype: torch.dtype, *, windows: bool = True) -> list[LayerSpec]:
-    """What each layer caches; ``windows`` False: all of it, whatever a layer sees."""
+    """What each layer caches; with ``windows`` False all layers cache the whole text, whatever their window."""
     size = config.head_dim
     return [
         LayerSpec(config.key_heads, size, size, config.window(layer) if windows else None, device, dtype)
@@ -122,7 +122,7 @@ def specs_of(config: HeadConfig, device: torch.device, dtype: torch.dtype, *, wi
 
 
 def embedding_of(head: HeadWeights, target: Target) -> Callable[[Sequence[int]], torch.Tensor]:
-    """[N, D] of tokens [N]: the head's own embedding, else the target's."""
+    """The function from tokens [N] to embeddings [N, D]: the head's own embedding, or else the target's."""
     if not head.config.own_embedding:
         return target.embed
     weight = head.embed_tokens.weight.detach()

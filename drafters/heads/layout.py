@@ -1,7 +1,7 @@
-"""A folder as its tensors and its config say it: the format that it has, our names, sizes and switches.
+"""Reading a folder of a head: its format, its tensors under our names, and its sizes and switches.
 
-A config that counts layers or heads may be another model's, so names are first brought to ours, then sizes and switches
-follow from shapes, and what the config says of them has to agree.
+A config that counts layers or heads may describe another model. So names are translated first, sizes and switches then
+follow from the tensors' shapes, and the config must agree with them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from specdec.target import FINAL
 __all__ = ["Found", "find"]
 
 Names = Mapping[str, torch.Tensor]
-_TAPS = 3  # of EAGLE-3, where nothing else is said
+_TAPS = 3  # EAGLE-3's default
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder holds: the format, our config, and the tensors by our names."""
+    """The content of a folder: its format, our config, and the tensors by our names."""
 
     format: Format
     config: HeadConfig
@@ -38,7 +38,7 @@ class Found:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder; to be called while ``reading``."""
+    """All tensors of a folder; call this within ``reading``."""
     paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not paths:
         raise ConfigError("it holds neither *.safetensors nor pytorch_model.bin")
@@ -49,14 +49,14 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def find(folder: Path, *, vocab_size: int = 0) -> Found:
-    """Read a folder of whatever format; to be called while ``reading``.
+    """Read a folder in any known format; call this within ``reading``.
 
     Args:
-        folder: with ``config.json`` and the tensors.
-        vocab_size: the target's, for heads whose files do not say it; 0 is not known.
+        folder: folder with ``config.json`` and the tensors.
+        vocab_size: the target's vocabulary size, for heads whose files lack it; 0 if unknown.
 
     Raises:
-        ConfigError: no format that is known, a tensor or a value that is missing, or shapes that contradict each other.
+        ConfigError: the format is unknown, a tensor or a value is missing, or shapes contradict each other.
     """
     values, tensors = read_config(folder), read_tensors(folder)
     if values.get("format") == FORMAT:
@@ -77,7 +77,7 @@ def _converted(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Foun
 
 
 def _format_of(values: Mapping[str, Any], tensors: Names) -> Format:
-    """The layout, by what a speculators' config says, else by tensors that only one of them has."""
+    """The format, by a speculators config or else by tensors that only one format has."""
     if (told := values.get("speculators_model_type")) is not None:
         return SPECULATORS[check_choice("speculators_model_type", str(told), SPECULATORS)]
     names = {_plain(name) for name in tensors}
@@ -100,7 +100,7 @@ def _format_of(values: Mapping[str, Any], tensors: Names) -> Format:
 
 
 def _plain(name: str) -> str:
-    """A name without what training loops put before it."""
+    """A name without the prefixes that training loops add."""
     return re.sub(SAVED[0], SAVED[1], name) if re.fullmatch(SAVED[0], name) else name
 
 
@@ -120,7 +120,7 @@ def _renamed(tensors: Names, own: Format) -> dict[str, torch.Tensor]:
 
 
 class _Sizes:
-    """What tensors and config of one head say, each asked by our name for it."""
+    """Sizes of one head, read from its tensors and config under our names."""
 
     def __init__(
         self, values: Mapping[str, Any], tensors: dict[str, torch.Tensor], own: Format, target_vocab: int
@@ -132,7 +132,7 @@ class _Sizes:
         self._target_vocab = target_vocab
 
     def told(self, name: str, default: Any = None) -> Any:
-        """What the config says of one of our fields, under its own name for it."""
+        """The config's value of one of our fields, under the format's name for it."""
         for place in self.own.values.get(name, ()):
             found: Any = self._values
             for part in place.split("."):
@@ -142,12 +142,12 @@ class _Sizes:
         return self.own.defaults.get(name, default)
 
     def layer(self, name: str, default: Any = None) -> Any:
-        """What the config of the layers says."""
+        """A value from the config's section about layers."""
         found = self._inner.get(name)
         return default if found is None else found
 
     def shape(self, name: str, dims: int = 2) -> tuple[int, ...]:
-        """Of a tensor that has to be there."""
+        """The shape of a tensor that must be present."""
         if name not in self.tensors:
             raise ConfigError(f"tensor {name!r} is missing, which a head of format {self.own.name} has")
         shape = tuple(self.tensors[name].shape)
@@ -159,7 +159,7 @@ class _Sizes:
         return name in self.tensors
 
     def common(self) -> dict[str, Any]:
-        """The fields of every head."""
+        """The fields that all heads have."""
         width, query_in = self._width()
         layers = len({found[1] for name in self.tensors if (found := re.match(r"layers\.(\d+)\.", name))})
         vocabulary = self._vocabulary(width)
@@ -187,7 +187,7 @@ class _Sizes:
         }
 
     def _width(self) -> tuple[int, int]:
-        """Of the hidden states, and of what the first layer's queries read."""
+        """The width of the hidden states, and the input width of the first layer's queries."""
         width = self.shape("layers.0.self_attn.o_proj.weight")[0]
         inputs = self.shape("layers.0.self_attn.q_proj.weight")[1]
         wanted = 2 * width if self.own.kind in ("eagle3", "peagle") else width
@@ -199,7 +199,7 @@ class _Sizes:
         return width, inputs
 
     def _hidden_size(self, width: int) -> int:
-        """The target's width."""
+        """The target's hidden size."""
         if (told := self.told("hidden_size")) is not None:
             return int(told)
         if self.own.kind == "eagle" or not self.has("fc.weight"):
@@ -213,7 +213,7 @@ class _Sizes:
         return inputs // taps
 
     def _attention(self, inputs: int) -> dict[str, int]:
-        """Heads and their width; a config may leave the width out, and the tensors have to agree."""
+        """Numbers of heads and their width; a config may omit the width, and the tensors must agree."""
         q, k = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
         outputs, keys = self.shape(q)[0], self.shape(k)[0]
         if self.has("layers.0.self_attn.q_norm.weight"):
@@ -246,14 +246,14 @@ class _Sizes:
         return windows if any(windows) else []
 
     def _depth(self) -> int:
-        """Tokens that the head drafts by its config; 0 where the config does not say."""
+        """The number of tokens that the config lets the head draft; 0 where the config has none."""
         told = self.told("depth")
         methods = (self._values.get("speculators_config") or {}).get("proposal_methods") or [{}]
         found = told if told is not None else methods[0].get("speculative_tokens", 0)
         return found if type(found) is int and found > 0 else 0
 
     def _vocabulary(self, width: int) -> dict[str, Any]:
-        """Of target and draft; the tensors' rows are brought into the order of the tokens."""
+        """The sizes of the target's and the draft vocabulary; rows of tensors are sorted by token."""
         own_embedding, own_head = self.has("embed_tokens.weight"), self.has("lm_head.weight")
         sizes = {
             "embed_tokens.weight": self.shape("embed_tokens.weight")[0] if own_embedding else 0,
@@ -264,13 +264,13 @@ class _Sizes:
         if known and any(size != vocab for _, size in known):
             raise ConfigError(f"tensors {sizes} are of vocabularies of different sizes")
         draft = self._draft_vocabulary(vocab, own_head)
-        if self.own.kind == "eagle" and own_head:  # it has none by itself, and what lies there is the target's
+        if self.own.kind == "eagle" and own_head:  # EAGLE has no head of its own; the file has a copy of the target's
             del self.tensors["lm_head.weight"]
             own_head = False
         return {"vocab_size": vocab, "draft_vocab": draft, "own_embedding": own_embedding, "own_head": own_head}
 
     def _draft_vocabulary(self, vocab: int, own_head: bool) -> int:
-        """Read ``d2t``, an offset for each draft token, and ``t2d``, which tokens are drafted, where they are there."""
+        """Read ``d2t``, the offset of each draft token, and ``t2d``, a mask of the drafted tokens, where present."""
         offsets, drafted = self.tensors.pop("d2t", None), self.tensors.pop("t2d", None)
         rows = self.shape("lm_head.weight")[0] if own_head else 0
         if offsets is None:
@@ -290,7 +290,7 @@ class _Sizes:
                 f"{len(tokens)} distinct; they must be distinct, and in [0, {vocab})"
             )
         order = tokens.argsort()
-        if len(tokens) == vocab:  # all of them, so that the rows' order is all that it says
+        if len(tokens) == vocab:  # the draft vocabulary has every token, so only the rows' order matters
             vocabulary = 0
         else:
             self.tensors["draft_tokens"], vocabulary = tokens[order], len(tokens)
@@ -301,7 +301,7 @@ class _Sizes:
 
 
 def _tokens_of(offsets: torch.Tensor, drafted: torch.Tensor | None) -> torch.Tensor:
-    """[d] int64 the token of each row: its number plus its offset; where ``t2d`` says so, the entries are tokens."""
+    """[d] int64 the token of each row: its index plus its offset; or its entry, where only that agrees with ``t2d``."""
     if offsets.ndim != 1 or offsets.is_floating_point() or not len(offsets):
         raise ConfigError(f"tensor 'd2t' is {offsets.dtype} of shape {list(offsets.shape)}; it holds whole numbers")
     offsets = offsets.long()
@@ -324,10 +324,10 @@ def _activation(name: Any) -> str:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions as transformers 5 writes them, from those of 4 too."""
+    """The rotary positions as transformers 5 writes them; those of transformers 4 are converted."""
     found = values.get("rope_parameters")
     if isinstance(found, Mapping) and isinstance(found.get("sliding_attention"), Mapping):
-        found = found["sliding_attention"]  # one for all layers of a head
+        found = found["sliding_attention"]  # all layers of a head share these
     rope = dict(found if isinstance(found, Mapping) else values.get("rope_scaling") or {})
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
@@ -407,7 +407,7 @@ def _block(sizes: _Sizes) -> BlockConfig:
 
 
 def _conv_group(sizes: _Sizes, width: int, kernel: int) -> int:
-    """Channels that share a kernel, by how many kernels the projection makes."""
+    """The number of channels that share a kernel, by the number of kernels that the projection returns."""
     name = "layers.0.attention_conv.kernel_projection.weight"
     groups, left = divmod(sizes.shape(name)[0], 2 * kernel)
     if left or not groups or width % groups:

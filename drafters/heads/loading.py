@@ -1,4 +1,4 @@
-"""A folder as a head: of whatever format, held against its own config and against the target."""
+"""Loading a head from a folder in any format; it is checked against its config and the target."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _REMEDY = f"it takes {CONFIG} beside *.safetensors or pytorch_model.bin, as EAGL
 
 
 def load_head(folder: Path, drafter: str, target: Target, *, check_target: bool = True) -> HeadWeights:
-    """The head in a folder, for a target.
+    """Load the head in a folder for a target.
 
     Args:
-        folder: of any format that is known, see :mod:`drafters.heads.formats`.
+        folder: folder in a known format, see :mod:`drafters.heads.formats`.
         drafter: name of the drafter that loads it.
-        target: its model.
-        check_target: refuse one that is known to have been trained for another model of the same sizes.
+        target: the target.
+        check_target: whether to refuse a head that was trained for another model of the same sizes.
 
     Raises:
-        CheckpointError: no such head, a broken one, or one of another model.
-        ConfigError: the target gives no hidden states of all rows.
+        CheckpointError: the folder has no such head, or a broken one, or one of another model.
+        ConfigError: the target does not give the hidden states of all rows.
     """
     if getattr(target, "splits", False):
         raise ConfigError(
@@ -56,9 +56,9 @@ def _found(folder: Path, drafter: str, vocab_size: int) -> Found:
 
 
 def head_of(found: Found, folder: Path, taps: Sequence[int]) -> HeadWeights:
-    """The module with the weights of what was found, for these taps."""
+    """The head's module with the tensors of the folder, for these taps."""
     config = replace(found.config, taps=[*taps])
-    with reading("head", folder, _REMEDY), torch.device("meta"):  # a config may say any size
+    with reading("head", folder, _REMEDY), torch.device("meta"):  # a config can claim any size
         head = Block(config) if isinstance(config, BlockConfig) else Chain(_chain(config), len(taps))
     tensors = {name: _shaped(name, tensor) for name, tensor in found.tensors.items()}
     load_strictly(head, tensors, folder, f"a head of format {found.format.name}")
@@ -72,15 +72,15 @@ def _chain(config: HeadConfig) -> ChainConfig:
 
 
 def _shaped(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """P-EAGLE's state for what is not known is a row in three dimensions, as its training has it."""
+    """The tensor as our module has it: P-EAGLE's training stores its mask state in three dimensions."""
     return tensor.flatten() if name == "mask_hidden" else tensor
 
 
 def taps_of(found: Found, folder: Path, target: Target) -> list[int]:
-    """The hidden layers of a target that a head reads.
+    """The hidden states of the target that a head reads, as numbers of layers.
 
     Raises:
-        CheckpointError: it was trained for a model with other layers.
+        CheckpointError: the head was trained for a target with another number of layers.
     """
     config, layers = found.config, target.num_layers
     taps = config.taps or aux_layers(layers)
@@ -101,18 +101,18 @@ def taps_of(found: Found, folder: Path, target: Target) -> list[int]:
 
 
 def _count(found: Found) -> int:
-    """The hidden states that ``fc`` joins."""
+    """The number of hidden states that ``fc`` joins."""
     config = found.config
-    if "fc.weight" not in found.tensors or found.format.kind == "eagle":  # which joins one with the embedding
+    if "fc.weight" not in found.tensors or found.format.kind == "eagle":  # EAGLE's fc joins one with the embedding
         return 1
     return int(found.tensors["fc.weight"].shape[-1]) // config.hidden_size
 
 
 def describe(folder: Path, drafter: str) -> list[str]:
-    """What ``specdec drafters --check`` says of a folder: its format, for which target it is, and what it would do.
+    """The lines of ``specdec drafters --check`` about a folder: its format, its target and its sizes.
 
     Raises:
-        CheckpointError: it is no head of this drafter's, or a broken one.
+        CheckpointError: the folder has no head of this drafter, or a broken one.
     """
     found = _found(folder, drafter, 0)
     config, count = found.config, _count(found)
@@ -137,16 +137,16 @@ def describe(folder: Path, drafter: str) -> list[str]:
 
 
 def convert(folder: Path, out: Path, drafter: str, target: Target | None = None) -> HeadWeights:
-    """Read a folder of whatever format and write one clean folder.
+    """Read a folder in any format and write it in specdec's own format.
 
     Args:
-        folder: as others published it.
-        out: folder to write.
-        drafter: who drafts with it.
-        target: its model; if given, the head is checked against it and carries its fingerprint.
+        folder: the published folder.
+        out: the folder to write.
+        drafter: name of the drafter that uses the head.
+        target: its target; if given, the head is checked against it and stored with its fingerprint.
 
     Raises:
-        CheckpointError: as :func:`load_head`, or the folder could not be written.
+        CheckpointError: as in :func:`load_head`, or the folder could not be written.
     """
     found = _found(folder, drafter, 0 if target is None else target.vocab_size)
     taps = found.config.taps or [*range(_count(found))]

@@ -1,13 +1,13 @@
-"""MTP (DeepSeek-V3 report, arXiv 2412.19437, section 2.2): a model's own layers that predict more than one token.
+"""MTP (DeepSeek-V3 report, arXiv 2412.19437, section 2.2): a model's own layers that predict further tokens.
 
-Row i of the first layer reads the target's last hidden state of position i and the embedding of token i + 1, and says
-what comes behind that token. Row i of layer k reads what the layer before it gave at row i, and the embedding of token
-i + 1 + k, so that it says what comes k tokens further on. Below the root these tokens are guesses: a node of the tree
-is a row of each layer that is run for a node behind it. After the last layer its own states are read, one token further
-on each time: one layer drafts as many tokens as are asked for.
+Row i of the first layer reads the target's last hidden state of position i and the embedding of token i + 1, and
+predicts the token behind that one. Row i of layer k reads the output of the layer before it at row i and the embedding
+of token i + 1 + k, so it predicts k tokens further on. Below the root these tokens are guesses: a node of the tree is a
+row in every layer that runs for a node behind it. The last layer can run again on its own outputs, one token further on
+each time, so a single layer can draft any number of tokens.
 
-The layers are in most published checkpoints, behind the model's own, and transformers does not load them. They are read
-from where the model was loaded from, so there is nothing to download and nothing to train.
+Most published checkpoints hold these layers behind the model's own, and transformers does not load them. They are read
+from the model's own folder, so nothing needs a download or training.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from specdec.target import Target
 
 __all__ = ["Mtp", "MtpConfig", "convert_mtp", "own_layers"]
 
-_DEPTH = 3  # tokens below the root of one layer, where nothing is said
-_BRANCH = 8  # children of a row that are looked at
+_DEPTH = 3  # tokens below the root by default, for one layer
+_BRANCH = 8  # children of a row that are considered
 _REMEDY = (
     "it takes a model's folder whose checkpoint has such layers (DeepSeek-V3, GLM-4 MoE, Mellum, MiMo), or a head of "
     "speculators' kind mtp"
@@ -54,15 +54,16 @@ class MtpConfig:
     """Options.
 
     Attributes:
-        head: folder with the layers: a model's, or one that holds them alone, in any format that
-            `specdec drafters --check` knows; None takes those in the checkpoint that the model was loaded from.
-        tokens: depth of a draft, at most; each level costs a pass of a layer. None is what the layers were
-            published to draft, or 3, or their number where that is larger. Behind the last layer it is run again.
-        rows: rows of a draft below the root, at most; None leaves it to what pays.
-        branch: children of a row, at most; 1 makes a chain. Under ``reject`` it is 1.
-        min_chance: verify and extend whatever is reached with this chance, by the layers, as far as ``rows`` and
-            ``tokens`` go; None takes what pays by measured costs.
-        check_target: refuse a model that is not the one the layers were converted for.
+        head: folder with the layers: a model's, or one with these layers only, in any format that
+            `specdec drafters --check` knows; None takes the layers in the checkpoint that the model was loaded from.
+        tokens: most depth of a draft; each level costs a pass of a layer. None is the depth that the layers were
+            published with, or else 3 or the number of layers, whichever is larger. Behind the last layer, that layer
+            runs again.
+        rows: most rows of a draft below the root; None for as many as pay.
+        branch: most children of a row; 1 makes a chain. Under ``reject`` it is 1.
+        min_chance: extend and verify all rows that the layers expect to be reached with at least this chance, within
+            ``rows`` and ``tokens``; None takes as many as pay by measured costs.
+        check_target: whether to refuse layers that were converted for another model.
     """
 
     head: str | None = None
@@ -78,7 +79,7 @@ class MtpConfig:
 
 
 def own_layers(target: Target) -> Path | None:
-    """The folder that a target was loaded from, if multi-token-prediction layers are in it; nothing is downloaded."""
+    """The folder that the target was loaded from, if it has multi-token-prediction layers; this downloads nothing."""
     name = str(getattr(getattr(target, "model", None), "name_or_path", "") or "")
     if not name:
         return None
@@ -92,7 +93,7 @@ def own_layers(target: Target) -> Path | None:
 
 
 class Mtp(HeadDrafter):
-    """A model's own layers, a chain or a tree."""
+    """A model's own multi-token-prediction layers, which draft a chain or a tree."""
 
     name = "mtp"
     Config = MtpConfig
@@ -104,11 +105,11 @@ class Mtp(HeadDrafter):
 
     @classmethod
     def build(cls, config: MtpConfig, target: Target) -> Mtp:
-        """Load the layers for a target.
+        """Load the layers of a target.
 
         Raises:
-            CheckpointError: there are none, or they are broken, or another model's.
-            ConfigError: the target gives no hidden states of all rows.
+            CheckpointError: there are no such layers, or they are broken or of another model.
+            ConfigError: the target does not give the hidden states of all rows.
         """
         if getattr(target, "splits", False):
             raise ConfigError(
@@ -132,10 +133,10 @@ class Mtp(HeadDrafter):
 
     @classmethod
     def describe_weights(cls, folder: Path) -> list[str]:
-        """What a folder holds, for ``specdec drafters --check``.
+        """The lines of ``specdec drafters --check`` about a folder.
 
         Raises:
-            CheckpointError: no such layers.
+            CheckpointError: the folder has no such layers.
         """
         found = _found(folder)
         fit, plural = _fit(found, 0), "s" * (found.layers > 1)
@@ -158,7 +159,7 @@ def _found(folder: Path) -> MtpTensors:
 
 
 def _fit(found: MtpTensors, vocab_size: int) -> WeightsConfig:
-    """What the layers are for; a folder of the layers alone may not say the vocabulary, which is the target's then."""
+    """The model that the layers fit; a folder without a vocabulary size is taken to fit the target's."""
     with reading("multi-token-prediction layers", found.folder, _REMEDY):
         told = found.values.get("text_config") or found.values.get("transformer_layer_config") or found.values
         vocabulary = told.get("vocab_size") or vocab_size
@@ -167,15 +168,15 @@ def _fit(found: MtpTensors, vocab_size: int) -> WeightsConfig:
 
 
 def convert_mtp(folder: Path, out: Path, target: Target | None = None) -> MtpTensors:
-    """Read the layers of whatever format and write one clean folder, of these layers alone.
+    """Read the layers in any format and write a folder with these layers only.
 
     Args:
-        folder: a model's, or one of the layers alone.
-        out: folder to write.
-        target: its model; if given, the layers are checked against it and carry its fingerprint.
+        folder: a model's folder, or one with these layers only.
+        out: the folder to write.
+        target: their model; if given, the layers are checked against it and stored with its fingerprint.
 
     Raises:
-        CheckpointError: no such layers, they do not fit the target, or the folder could not be written.
+        CheckpointError: there are no such layers, they do not fit the target, or the folder could not be written.
     """
     found = _found(folder)
     fit = _fit(found, 0 if target is None else target.vocab_size)
@@ -188,7 +189,7 @@ def convert_mtp(folder: Path, out: Path, target: Target | None = None) -> MtpTen
 
 
 def _switches(found: MtpTensors) -> dict[str, Any]:
-    """What the names of a clean folder do not say."""
+    """The layout's properties that a clean folder's names do not show, as config values."""
     return {"hidden_first": found.hidden_first, "repeated": found.repeated, "depth": found.depth}
 
 
@@ -201,8 +202,8 @@ class MtpSession(HeadSession):
         text = context.prompt_length + context.remaining
         more = max(rows + (options.rows or 0), min(CHUNK, text)) + rows
         self._later = [_Later(KVCache([spec], capacity=text, rows=more)) for spec in step.specs[1:]]
-        self._logits: torch.Tensor | None = None  # behind the nodes of the latest level
-        self._states = dict[int, torch.Tensor]()  # of nodes that the latest layer was run for
+        self._logits: torch.Tensor | None = None  # behind the latest level's nodes
+        self._states = dict[int, torch.Tensor]()  # node -> output of the latest layer
         self._stage = 0
 
     def _absorb(self, features: torch.Tensor) -> None:
@@ -214,7 +215,7 @@ class MtpSession(HeadSession):
         self._absorb_later()
 
     def _absorb_later(self) -> None:
-        """Have the later layers see what they lack, but for the row behind which they will be asked."""
+        """Run the later layers for the rows of text that they lack, except the last row, behind which they guess."""
         for stage, own in enumerate(self._later, 1):
             while own.last - 1 > own.cache.length:
                 first = own.cache.length
@@ -229,17 +230,17 @@ class MtpSession(HeadSession):
         return Block(cache, tokens, device=self._device, **tree)
 
     def _tokens_of(self, features: torch.Tensor) -> list[int]:
-        """The tokens that go with the next hidden states: each one stands a place behind its own."""
+        """The tokens that belong to the next hidden states; each stands one position behind its state."""
         first = self._own.cache.length + 1
         return self._context.tokens[first : first + len(features)]
 
     def _hand_on(self, stage: int, first: int, states: torch.Tensor) -> None:
-        """Keep what a layer gave for rows of text from ``first`` on, for the layer behind it."""
+        """Keep a layer's outputs for rows of text from ``first`` on, as inputs of the next layer."""
         if stage < len(self._later):
             self._later[stage].put(first, states)
 
     def _text_of(self, stage: int, known: int) -> tuple[torch.Tensor, list[int]]:
-        """States and tokens of the rows of text that a later layer lacks, as far as states and tokens are known."""
+        """States and tokens of the rows of text that a later layer lacks and whose states and tokens are known."""
         own, tokens = self._later[stage - 1], self._context.tokens
         first, last = own.cache.length, min(known, len(tokens) - 1 - stage)
         if last <= first:
@@ -247,7 +248,7 @@ class MtpSession(HeadSession):
         return own.states(first, last), tokens[first + 1 + stage : last + 1 + stage]
 
     def _begin(self, deepest: int) -> Passes[None]:
-        if any(own.last - own.cache.length > CHUNK // 2 for own in self._later):  # drafts did not reach them for long
+        if any(own.last - own.cache.length > CHUNK // 2 for own in self._later):  # no draft has reached them for long
             self._absorb_later()
         features, first = self._own.catch_up(), self._own.cache.length
         block = self._own.text_block(self._tokens_of(features))
@@ -259,7 +260,7 @@ class MtpSession(HeadSession):
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
         depth, most = grown.depths[level[0]], len(self._context.tokens) - 2
         if depth:
-            # Each layer lacks a row more of the text, so the first ones of a text do not reach them all.
+            # Each layer starts one token later than the one before, so a short text does not reach all layers.
             stage = min(depth, len(self._later), most)
             if stage > self._stage:
                 yield from self._next_layer(grown, level, stage)
@@ -269,7 +270,7 @@ class MtpSession(HeadSession):
         return Behind(self._logits)
 
     def _same_layer(self, grown: Growth, level: Sequence[int]) -> Passes[None]:
-        """The level's nodes, behind those above them in the layer that was run for these."""
+        """Run the same layer for the level's nodes, behind their ancestors in that layer."""
         states = torch.cat([self._states[grown.parents[node]] for node in level])
         tokens = [grown.tokens[node] for node in level]
         if self._stage:
@@ -282,13 +283,13 @@ class MtpSession(HeadSession):
         yield from self._run(Nodes(block, states=states, asked=len(level)), level)
 
     def _next_layer(self, grown: Growth, level: Sequence[int], stage: int) -> Passes[None]:
-        """The next layer: the rows of text that it lacks, and the level's nodes with those above them."""
+        """Run the next layer for the rows of text that it lacks, and for the level's nodes and their ancestors."""
         self._stage, own = stage, self._later[stage - 1]
         limit = len(self._context.tokens) - 1 - stage
         text, tokens = self._text_of(stage, limit)
         above = {node for end in level for node in _above(grown, end)}
         nodes = [*sorted(above - {*level}), *level]
-        root = own.states(limit, limit + 1)  # what nodes right below the root read
+        root = own.states(limit, limit + 1)  # input of nodes right below the root
         given = [root if not grown.parents[node] else self._states[grown.parents[node]] for node in nodes]
         first, rows = own.cache.length, len(tokens)
         own.begin(rows)
@@ -298,12 +299,12 @@ class MtpSession(HeadSession):
         brought = Nodes(block, states=torch.cat([text, *given]), asked=len(level))
         guess = yield from self._run(brought, nodes, rows)
         self._hand_on(stage, first, guess.states[:rows])
-        # The last row of text stays the root of the rows behind it, and is run again in the next step.
+        # The last row of text is the root of the next rows, and runs again in the next step.
         own.cache.commit(range(rows - 1))
         own.rebase(rows - 1)
 
     def _run(self, nodes: Nodes, rows: Sequence[int], text: int = 0) -> Passes[Guess]:
-        """Run a layer for rows of text and then for nodes of the tree, ``rows``, and keep what it gives for these."""
+        """Run a layer for rows of text and then for the tree's nodes ``rows``, and keep its outputs for these nodes."""
         guess: Guess = yield Pass(self._step.stages[self._stage], nodes)
         self._logits = guess.logits
         self._states = {node: guess.states[text + place, None] for place, node in enumerate(rows)}
@@ -311,7 +312,7 @@ class MtpSession(HeadSession):
 
 
 def _above(grown: Growth, node: int) -> list[int]:
-    """A node, and those above it but for the root."""
+    """A node and its ancestors below the root."""
     found = list[int]()
     while node:
         found.append(node)
@@ -320,7 +321,7 @@ def _above(grown: Growth, node: int) -> list[int]:
 
 
 class _Later:
-    """A layer behind the first one: its cache, what the layer before it gave, and the rows of this step's tree."""
+    """A layer behind the first: its cache, its inputs from the layer before, and the rows of this step's tree."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -329,11 +330,11 @@ class _Later:
 
     @property
     def last(self) -> int:
-        """The row after the last one of text that the layer before it gave."""
+        """The end of the rows of text for which the layer before has given inputs."""
         return self._first + sum(map(len, self._given))
 
     def put(self, first: int, states: torch.Tensor) -> None:
-        """Keep states [T, D] of rows from ``first`` on, in the place of those that are known from there on."""
+        """Keep inputs [T, D] for rows from ``first`` on; they replace earlier ones from there on."""
         if self._given and first < self.last:
             self._given = [torch.cat(self._given)[: first - self._first]]
         if first == self.last or not self._given:
@@ -341,19 +342,19 @@ class _Later:
             self._given.append(states)
 
     def states(self, first: int, last: int) -> torch.Tensor:
-        """[last - first, D] those of rows [first, last); what is before these is not kept any longer."""
+        """[last - first, D] the inputs of rows [first, last); inputs of committed rows before them are dropped."""
         whole = self._given[0] if len(self._given) == 1 else torch.cat(self._given)
         keep = max(0, min(first, self.cache.length) - self._first)
         self._given, self._first = [whole[keep:]], self._first + keep
         return self._given[0][first - self._first : last - self._first]
 
     def begin(self, text: int) -> None:
-        """Begin a tree behind so many rows of text."""
+        """Begin a tree behind ``text`` rows of text."""
         self.parents, self.depths = [*range(-1, text - 1)], [*range(text)]
         self._places = {0: text - 1}
 
     def grow(self, grown: Growth, nodes: Sequence[int]) -> None:
-        """Put nodes behind those above them."""
+        """Add nodes below their parents."""
         for node in nodes:
             above = self._places[grown.parents[node]]
             self._places[node] = len(self.parents)
@@ -361,7 +362,7 @@ class _Later:
             self.depths.append(self.depths[above] + 1)
 
     def rebase(self, text: int) -> None:
-        """So many of the first rows are committed, which are no rows of the tree any more."""
+        """Drop the first ``text`` rows from the tree, as they are committed."""
         self.parents = [max(above - text, -1) for above in self.parents[text:]]
         self.depths = [depth - text for depth in self.depths[text:]]
         self._places = {node: place - text for node, place in self._places.items()}

@@ -1,7 +1,7 @@
-"""Multi-token-prediction layers as they are published: beside a model's own layers, or in a folder of their own.
+"""Published layouts of multi-token-prediction layers: in a model's checkpoint, or in a folder of their own.
 
-A layer is two norms, a product that joins a token's embedding with the hidden state before it, a decoder layer of the
-target's own class, and a last norm. The layouts differ in names; which one it is, the names of the product say.
+A layer has two norms, a product that joins a token's embedding with the hidden state before it, a decoder layer of the
+target's class, and a last norm. Layouts differ in names; the name of the product tells which layout it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.errors import ConfigError, shown
 __all__ = ["LAYOUTS", "MtpLayout", "MtpTensors", "find_mtp", "has_mtp", "mtp_names"]
 
 
-_DEEPEST = 64  # tokens of a draft
+_DEEPEST = 64  # most tokens of a draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class MtpLayout:
     """A published layout.
 
     Attributes:
-        name: what it is called.
-        joins: pattern of the product's name; its group, if it has one, is the layer's number.
-        renames: patterns of its names, and ours; the first that fits counts, and a name that none fits is no part of
-            the layers. ``*`` for a layer's number: it is every layer's.
-        ignored: names that say nothing that is not known otherwise, among those that fit.
-        hidden_first: the product reads the hidden state first, and then the embedding.
-        repeated: one layer was trained as one of each depth: at each, all rows of the text pass it anew.
+        name: name of the layout.
+        joins: pattern of the product's name; its group, if any, is the layer's index.
+        renames: patterns of its names -> our names, of which the first match counts; tensors without a match do not
+            belong to the layers. ``*`` as a layer's index stands for every layer.
+        ignored: patterns of matching tensors that carry no further information.
+        hidden_first: whether the product reads the hidden state first, then the embedding.
+        repeated: whether one layer was trained for every depth; all rows of the text then pass it once per depth.
     """
 
     name: str
@@ -97,21 +97,21 @@ LAYOUTS = (
         hidden_first=True,
     ),
 )
-"""Tried in this order."""
+"""All known layouts, tried in this order."""
 
 
 @dataclass(frozen=True)
 class MtpTensors:
-    """What a folder holds of such layers.
+    """The multi-token-prediction layers of a folder.
 
     Attributes:
-        layout: by which it was read.
-        layers: how many there are.
-        tensors: by our names, ``layers.0.{enorm, hnorm, eh_proj, post_norm, block}``.
+        layout: their layout.
+        layers: number of layers.
+        tensors: tensors by our names, ``layers.0.{enorm, hnorm, eh_proj, post_norm, block}``.
         hidden_first, repeated: see :class:`MtpLayout`.
-        depth: tokens that they were published to draft; 0 is not known.
-        values: what the folder's ``config.json`` says.
-        folder: it.
+        depth: number of tokens that they were published to draft; 0 if unknown.
+        values: content of the folder's ``config.json``.
+        folder: the folder.
     """
 
     layout: str
@@ -125,12 +125,12 @@ class MtpTensors:
 
     @property
     def width(self) -> int:
-        """D of the hidden states."""
+        """D, the width of the hidden states."""
         return int(self.tensors["layers.0.eh_proj.weight"].shape[0])
 
 
 def mtp_names(names: Iterable[str]) -> tuple[MtpLayout, dict[str, list[str]]] | None:
-    """The layout of a checkpoint's layers, and of their names ours; None where it has none."""
+    """The layout of a checkpoint's layers, and each tensor's names among ours; None where there are no such layers."""
     known = sorted(names)
     for layout in LAYOUTS:
         joined = [found for name in known if (found := re.fullmatch(layout.joins, name))]
@@ -142,7 +142,7 @@ def mtp_names(names: Iterable[str]) -> tuple[MtpLayout, dict[str, list[str]]] | 
 
 
 def _ours(layout: MtpLayout, names: list[str], numbers: list[int]) -> dict[str, list[str]]:
-    """Our names for those of the layers; ``numbers``: of the layers in the file, none where all share a product."""
+    """Our names of the layers' tensors; ``numbers``: the file's indices of layers, empty where all share a product."""
     renamed = dict[str, list[str]]()
     for name in names:
         pattern = next((pattern for pattern in layout.renames if re.fullmatch(pattern[0], name)), None)
@@ -162,12 +162,12 @@ def _ours(layout: MtpLayout, names: list[str], numbers: list[int]) -> dict[str, 
 
 
 def has_mtp(folder: Path) -> bool:
-    """Whether a folder's safetensors hold such layers; only names are read."""
+    """Whether a folder's safetensors have such layers; this reads only names."""
     return mtp_names(_places(folder)) is not None
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
+    """Tensor name -> the file that has it."""
     files = dict[str, Path]()
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as opened:
@@ -176,10 +176,10 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def find_mtp(folder: Path) -> MtpTensors:
-    """Read a folder's layers, a model's or one of their own; to be called while ``reading``.
+    """Read the layers in a folder, a model's or one of their own; call this within ``reading``.
 
     Raises:
-        ConfigError: it holds none, or other ones than are known.
+        ConfigError: the folder has no such layers, or only of unknown kinds.
     """
     if not folder.is_dir():
         raise ConfigError("there is no such folder")
@@ -206,9 +206,9 @@ def find_mtp(folder: Path) -> MtpTensors:
 
 
 def _read(folder: Path) -> tuple[MtpLayout, dict[str, torch.Tensor]]:
-    """The tensors of the layers alone: a model's other ones are not read."""
+    """Read the layers' tensors; a model's other tensors are skipped."""
     files = _places(folder)
-    if not files:  # a pickle is read as a whole
+    if not files:  # a pickle can only be read as a whole
         tensors: Mapping[str, torch.Tensor] = read_tensors(folder)
         layout, ours = _known(mtp_names(tensors), tensors)
         return layout, {own: tensors[name] for name, owns in ours.items() for own in owns}

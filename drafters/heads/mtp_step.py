@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers at work: a decoder layer of the target's own class between norms."""
+"""Running multi-token-prediction layers: decoder layers of the target's class, between norms."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsil
 
 
 class MtpLayer(nn.Module):
-    """One layer: the norms of both inputs, the product that joins them, the target's decoder layer, the last norm."""
+    """One layer: a norm for each input, the product that joins them, the target's decoder layer, and the last norm."""
 
     def __init__(self, config: Any, like: nn.Module, place: int, post_norm: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class MtpLayer(nn.Module):
 
 
 class MtpLayers(nn.Module):
-    """All layers of a model."""
+    """All multi-token-prediction layers of a model."""
 
     def __init__(self, config: Any, like: nn.Module, layers: int, post_norm: bool) -> None:
         super().__init__()
@@ -60,18 +60,18 @@ class MtpLayers(nn.Module):
 
 
 def mtp_module(found: MtpTensors, folder: Path, target: TransformersTarget) -> tuple[MtpLayers, Any]:
-    """The layers with their weights, and the config that they were made by.
+    """The layers with their weights, and the config that they were made with.
 
     Raises:
-        CheckpointError: a tensor is missing, left over, of another shape, or the target's layers are of no class that
-            can be made anew.
+        CheckpointError: a tensor is missing, left over or of another shape, or the class of the target's layers cannot
+            be made with another config.
     """
     config, like = _config_of(target.config, found.layers), target.layers[-1]
     post_norm = "layers.0.post_norm.weight" in found.tensors
     try:
         with torch.device("meta"):
             module = MtpLayers(config, like, found.layers, post_norm)
-    except Exception as error:  # classes of others, made in a way of ours: they may raise anything
+    except Exception as error:  # the model's own class, made in an unusual way, may raise anything
         raise CheckpointError(
             f"a {type(like).__name__} cannot be made anew for the multi-token-prediction layers in {str(folder)!r}: "
             f"{type(error).__name__}: {first_line(error)}; use another drafter"
@@ -80,18 +80,18 @@ def mtp_module(found: MtpTensors, folder: Path, target: TransformersTarget) -> t
     what = f"{found.layers} multi-token-prediction layers with a {type(like).__name__} of this {target.name}"
     tensors = _joined(found.tensors, wanted)
     load_strictly(module, tensors, folder, what)
-    if any(buffer.is_meta for buffer in module.buffers()):  # which no file holds: they are made with the module
+    if any(buffer.is_meta for buffer in module.buffers()):  # files do not hold buffers; they are made with the module
         module = MtpLayers(config, like, found.layers, post_norm)
         load_strictly(module, tensors, folder, what)
     module.requires_grad_(False).eval()
     for part in module.modules():
         if hasattr(part, "layer_idx"):
-            part.layer_idx = 0  # type: ignore[assignment]  # each has a cache for itself
+            part.layer_idx = 0  # type: ignore[assignment]  # each layer has a cache of its own
     return module, config
 
 
 def _config_of(config: Any, layers: int) -> Any:
-    """The target's config with these layers alone, as transformers makes it for its own."""
+    """The target's config for these layers only, in transformers' own form."""
     made = copy.deepcopy(config)
     for kinds, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
         if (of_target := getattr(config, kinds, None)) is not None:
@@ -100,12 +100,12 @@ def _config_of(config: Any, layers: int) -> Any:
             setattr(made, kinds, list(told) if told else [usual] * layers)
     made.num_hidden_layers = layers
     if hasattr(made, "first_k_dense_replace"):
-        made.first_k_dense_replace = 0  # they are of the later layers' kind
+        made.first_k_dense_replace = 0  # these layers are of the later layers' kind
     return made
 
 
 def _joined(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors with those of experts in one, as transformers 5 has them, where the module wants that."""
+    """Tensors with those of single experts stacked, as transformers 5 has them, where the module wants that."""
     found, experts = dict[str, torch.Tensor](), dict[str, dict[str, dict[int, torch.Tensor]]]()
     for name, tensor in tensors.items():
         expert = _EXPERT.fullmatch(name)
@@ -128,7 +128,7 @@ def _joined(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, Any]) -> d
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stage:
-    """One layer, laid out for drafting."""
+    """One layer in the layout that drafting uses."""
 
     norms: tuple[Any, Any]
     join: Any
@@ -137,18 +137,18 @@ class _Stage:
 
 
 class MtpStep:
-    """The layers, laid out for drafting.
+    """The layers in the layout that drafting uses.
 
     Args:
-        found: as they were read.
-        folder: where, for messages.
-        target: whose embedding, rotary positions and head they share.
-        depth: tokens below the root, of which a layer that is ``repeated`` is run as one layer for each.
+        found: the layers' tensors.
+        folder: their folder, for messages.
+        target: the target, whose embedding, rotary positions and head they share.
+        depth: tokens below the root; a ``repeated`` layer becomes one stage for each.
 
     Attributes:
-        specs: what each stage caches.
-        weights: how many a pass of one stage reads, the head among them.
-        stages: each is a layer with a cache for itself: what runs it for several sequences.
+        specs: the cache layout of each stage.
+        weights: number of weights that a pass of one stage reads, the head's included.
+        stages: functions that each run one layer, with a cache of its own, for several sequences.
     """
 
     def __init__(self, found: MtpTensors, folder: Path, target: TransformersTarget, depth: int) -> None:
@@ -159,7 +159,7 @@ class MtpStep:
         self._rotary = Rotary(target.decoder.rotary_emb, target.config)
         self._kinds = getattr(config, "layer_types", None) if self._rotary.by_kind else None
         if self._kinds and not {*self._kinds} <= {*target.config.layer_types}:
-            made: Any = type(target.decoder.rotary_emb)  # the target's has no positions for layers of such a kind
+            made: Any = type(target.decoder.rotary_emb)  # the target's own lacks this kind of layer
             self._rotary = Rotary(made(config).to(self.device), config)
         layers: list[Any] = [*module.layers]
         specs = [self._spec(layer.block, place) for place, layer in enumerate(layers)]
@@ -180,7 +180,7 @@ class MtpStep:
         self.stages = [runs[place] for place in places]
 
     def _block(self, layer: Any, place: int) -> Any:
-        """What runs a decoder layer: products of this machine where it is like Llama's, else its own module."""
+        """The runner of a decoder layer: this machine's products for a Llama-like one, else its own module."""
         if not self._rotary.by_kind:
             try:
                 known = KnownLayer.of(layer, 0)
@@ -196,7 +196,7 @@ class MtpStep:
         return kind(layer, None if self._kinds is None else self._kinds[place], cache, **own)
 
     def _spec(self, layer: Any, place: int) -> LayerSpec:
-        """What a layer caches, as an attention function sees it that only looks."""
+        """The cache layout of a layer, found by running it with an attention function that only records."""
         specs: list[LayerSpec] = []
         probe = self._module_layer(layer, place, ProbeLayer, use_cache=False, note=specs.append)
         rows = Block(KVCache([], capacity=1, rows=1), [0], device=self.device)
@@ -212,7 +212,7 @@ class MtpStep:
 
     @torch.no_grad()
     def _guess(self, place: int, brought: Sequence[Nodes]) -> list[Guess]:
-        """What follows the last rows that each sequence brought to a layer, and the states of all its rows."""
+        """Run a layer for each sequence's rows: logits behind the last rows, and the states of all rows."""
         stage, rows = self._stages[place], rows_of([one.block for one in brought])
         parts = [part for one in brought for part in (one.features, one.states) if part is not None]
         before = torch.cat([part.to(self.device, self.dtype) for part in parts])

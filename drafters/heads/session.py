@@ -1,4 +1,4 @@
-"""What drafters with a head share: its loading, hidden states that wait, and a cache of their own."""
+"""The common part of drafters with a head: loading it, waiting hidden states, and the head's own cache."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from specdec.target import FINAL, Target
 __all__ = ["CHUNK", "HeadDrafter", "HeadSession"]
 
 CHUNK = 512
-"""Rows of text that a head takes at once."""
+"""Rows of text that a head runs at a time."""
 
 
 class HeadDrafter(DrafterBase):
-    """A drafter with a trained head, or with the model's own layers, which read its last hidden state (``head`` None).
+    """A drafter with a trained head, or with the model's own layers that read its last hidden state (``head`` None).
 
     Attributes:
-        config: options: ``head``, ``check_target``, ``rows``, ``branch`` and ``min_chance``.
-        vocabulary: among which the head proposes.
-        layers: hidden layers of the target, in the order in which the head reads them.
-        depth: tokens of a path, at most.
-        at_once: all depths come of one pass.
+        config: the options; ``head``, ``check_target``, ``rows``, ``branch`` and ``min_chance`` are read.
+        vocabulary: the draft vocabulary.
+        layers: hidden states of the target, as numbers of layers, in the order in which the head reads them.
+        depth: most tokens of a path.
+        at_once: whether one pass gives all depths.
     """
 
     draws = False
@@ -52,7 +52,7 @@ class HeadDrafter(DrafterBase):
         """Load the head for a target.
 
         Raises:
-            CheckpointError: no head, a broken one, or one of another model.
+            CheckpointError: there is no head, or a broken one, or one of another model.
         """
         source = "Download one that was trained for it (docs/heads.md says which formats are read)"
         folder = weights_folder(config.head, target, f"{cls.name}.head", source=source)
@@ -61,25 +61,25 @@ class HeadDrafter(DrafterBase):
 
     @classmethod
     def describe_weights(cls, folder: Path) -> list[str]:
-        """What a folder holds, for ``specdec drafters --check``.
+        """The lines of ``specdec drafters --check`` about a folder.
 
         Raises:
-            CheckpointError: no head of this drafter's.
+            CheckpointError: the folder has no head of this drafter.
         """
         return describe(folder, cls.name)
 
 
 class HeadSession(GrowingSession):
-    """One sequence's hidden states, the head's own cache, and the records of its guesses.
+    """One sequence's hidden states, the head's own cache, and the record of its guesses.
 
-    The head's cache holds row i once the hidden state of position i is known, which is when the engine has committed
-    it. Hidden states wait until the head's next pass; those of a prompt's chunks go in as they come.
+    The head's cache can hold row i once the hidden state of position i is known, which is when the engine has committed
+    that position. Hidden states wait until the head's next pass; those of a prompt's chunks are run at once.
 
     Args:
-        context: the sequence's.
+        context: the sequence's context.
         drafter: see :class:`HeadDrafter`.
-        specs: what the head's layers cache.
-        weights: how many a pass reads, for its price.
+        specs: cache layout of the head's layers.
+        weights: number of weights that a pass reads, for its price.
         rows: most rows of a pass behind the text.
     """
 
@@ -110,31 +110,31 @@ class HeadSession(GrowingSession):
         return self._waiting > 0
 
     def observe(self, seen: Observation) -> None:
-        # Rows behind the root were computed from guessed states. The head's next pass reads the target's own.
+        # Rows behind the root were computed from the head's own states. Its next pass reads the target's states.
         self._own.commit(seen, [] if self._grown is None else self._grown.tokens, most=1)
         self._learn(seen)
         parts = [seen.taps[layer] for layer in self._taps]
         if seen.draft is not None:
             parts = [device_copies.pick(part, seen.path) for part in parts]
-        parts = [part.to(self._device) for part in parts]  # a target's layers may lie on several
+        parts = [part.to(self._device) for part in parts]  # layers of a target can be on several devices
         self._own.defer(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
         prompt = len(self._context.tokens) == self._context.prompt_length
         if (prompt and seen.draft is None) or self._waiting > CHUNK // 2:
             self._catch_up()
 
     def _absorb(self, features: torch.Tensor) -> None:
-        """Have the head see the next rows, of which nothing is asked."""
+        """Run the head for the next rows of text, without logits."""
         raise NotImplementedError
 
     @property
     def _waiting(self) -> int:
-        """Rows that wait, in a text whose latest step is over."""
+        """The number of rows that wait; valid between two steps."""
         return self._context.cache.length - self._own.cache.length
 
     def _catch_up(self) -> None:
-        """Have the head see all that waits but the last row, with which it will be asked."""
+        """Run the head for all waiting rows but the last, which runs with the next draft."""
         waiting, most = self._own.catch_up(), self._own.cache.rows
         last = len(waiting) - 1
         for first in range(0, last, most):
             self._absorb(waiting[first : min(first + most, last)])
-        self._own.defer(waiting[last:].clone())  # or all of it would be kept
+        self._own.defer(waiting[last:].clone())  # a view would keep all rows in memory

@@ -1,4 +1,4 @@
-"""What a block's rows say once the token before them is known: DSpark's bias and confidence, DFlash2's selector."""
+"""Corrections of a block's rows for the token before them: DSpark's bias and confidence, DFlash2's selector."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Transitions"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Said:
-    """Of N nodes: ``logits`` [N, d], the chance of ``acceptance`` [N], if the head tells, and ``states`` [N, r] of a
-    recurrent bias.
+    """Results for N nodes: ``logits`` [N, d]; the chance of ``acceptance`` [N], where the head estimates it; and the
+    ``states`` [N, r] of a recurrent bias.
     """
 
     logits: torch.Tensor
@@ -26,14 +26,14 @@ class Said:
 
 
 class Transitions:
-    """The heads behind a block.
+    """The small heads behind a block's rows.
 
     Args:
-        head: as it was read.
+        head: the head's modules.
 
     Attributes:
-        known: what a row says follows from the token before it; else it is the same behind all.
-        recurrent: and from all tokens before that.
+        known: whether the result depends on the token before; otherwise it is the same behind all tokens.
+        recurrent: whether it depends on all tokens before.
     """
 
     def __init__(self, head: Block) -> None:
@@ -55,9 +55,9 @@ class Transitions:
     def said(
         self, hidden: torch.Tensor, logits: torch.Tensor, before: Sequence[int], states: torch.Tensor | None
     ) -> Said:
-        """What rows ``hidden`` [N, W] with ``logits`` [N, d] say behind the tokens ``before`` them.
+        """Correct rows ``hidden`` [N, W] with ``logits`` [N, d] for the tokens ``before`` them.
 
-        ``states`` [N, r]: of a recurrent bias, after the rows before; None at first.
+        ``states`` [N, r] are those of a recurrent bias behind the rows before; None for the first rows.
         """
         tokens = torch.tensor([*before], device=hidden.device)
         known = None if self._w1 is None else self._w1[tokens]  # [N, r]
@@ -75,7 +75,7 @@ class Transitions:
     def _bias(
         self, known: torch.Tensor, hidden: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[N, r] what the bias follows from, and the states after these rows."""
+        """[N, r] the bias before its last product, and the states behind these rows."""
         if self._gate is None:
             return known, None
         if not self.recurrent:
@@ -86,7 +86,7 @@ class Transitions:
         return output.tanh(), gate * states + (1 - gate) * candidate.tanh()
 
     def _selected(self, hidden: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The likeliest candidates' logits, each with its score behind the token before; -inf for the others."""
+        """The top candidates' logits plus their score behind the token before; -inf for all other tokens."""
         assert self._before is not None
         assert self._after is not None
         assert self._projection is not None

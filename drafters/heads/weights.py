@@ -1,6 +1,6 @@
-"""The modules that a head's tensors fill, by the names that they have in a converted folder.
+"""The modules that hold a head's tensors, under the names of a converted folder.
 
-They hold weights and nothing more: :mod:`drafters.heads.layers` lays them out for drafting and computes.
+They only hold weights; :mod:`drafters.heads.layers` computes with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of a layer's attention; ``inputs`` is what queries, keys and values read."""
+    """The projections of a layer's attention; ``inputs`` is the input width of queries, keys and values."""
 
     def __init__(self, config: HeadConfig, inputs: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated MLP's products."""
+    """The products of a gated MLP."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class MLP(nn.Module):
 
 
 class Convolution(nn.Module):
-    """The kernels of a layer's part: of what goes in and of what comes out, each a base and what is added to it."""
+    """The kernels for a layer part's inputs and outputs; each is a base plus a projection of the row."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Convolution(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer: ``first`` of a chain may read embeddings beside hidden states, and EAGLE's has no first norm."""
+    """A decoder layer. A chain's ``first`` may also read embeddings; EAGLE's first layer has no input norm."""
 
     def __init__(self, config: HeadConfig, first: bool) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class Layer(nn.Module):
 
 
 class HeadWeights(nn.Module):
-    """What all heads have: layers, ``fc`` from ``fused`` hidden states of the target, the draft vocabulary."""
+    """The parts of all heads: layers, ``fc`` over ``fused`` hidden states of the target, and the draft vocabulary."""
 
-    config: Any  # a HeadConfig; of which kind, subclasses say
+    config: Any  # a subclass of HeadConfig, depending on the class
     draft_tokens: torch.Tensor | None  # [d] int64, ascending
 
     def __init__(self, config: HeadConfig, fused: int) -> None:
@@ -99,7 +99,7 @@ class HeadWeights(nn.Module):
         self.register_buffer("draft_tokens", torch.arange(config.draft_vocab) if config.draft_vocab else None)
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write one clean folder; ``dtype`` is of the weights in the file, None keeps theirs.
+        """Write a folder in specdec's format; ``dtype`` is the dtype in the file, None keeps each weight's own.
 
         Raises:
             CheckpointError: the files could not be written.
@@ -127,7 +127,7 @@ class Chain(HeadWeights):
 
 
 class Markov(nn.Module):
-    """A bias on logits by the token before, of low rank."""
+    """A low-rank bias on logits that depends on the token before."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Markov(nn.Module):
 
 
 class Confidence(nn.Module):
-    """A linear to the logit of acceptance."""
+    """A linear that gives the logit of acceptance."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Confidence(nn.Module):
 
 
 class Selector(nn.Module):
-    """Scores of a candidate behind another token, given a hidden state."""
+    """The scores of candidates behind a token, for a hidden state."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()

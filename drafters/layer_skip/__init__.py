@@ -1,4 +1,4 @@
-"""Layer skip: a target's own layers but for some of them draft for it.
+"""Layer skip: the target drafts for itself with some of its layers left out.
 
-``forward`` runs them, ``search`` finds which to leave out, and ``drafter`` drafts.
+``forward`` runs the remaining layers, ``search`` chooses the layers to leave out, and ``drafter`` drafts.
 """

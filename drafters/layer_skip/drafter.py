@@ -1,11 +1,11 @@
-"""Layer skip: the target drafts with some of its own layers, and nothing is trained (SWIFT, arXiv 2410.06916).
+"""Layer skip: the target drafts with some of its own layers, without any training (SWIFT, arXiv 2410.06916).
 
-The layers that are run write keys and values to the slots that the draft's rows have in the target's own cache, behind
-what is committed; verification writes them anew. So there is no cache, no weight and no state besides the choice of
-layers. It is made on the text, see :mod:`drafters.layer_skip.search`, or by ``skip``.
+The layers that run write keys and values to the draft rows' slots in the target's own cache, behind the committed text;
+verification overwrites them. So there is no further cache, weight or state, except for the choice of layers. The text
+decides that choice, see :mod:`drafters.layer_skip.search`, or the option ``skip`` does.
 
-With ``exit_layer`` the last layers are left out, for models that were trained for it (LayerSkip, Elhoushi et al. 2024,
-arXiv 2404.16710): what these rows were computed to is kept for verification, as Kangaroo's drafter does.
+With ``exit_layer`` the last layers are left out, for models that were trained for that (LayerSkip, Elhoushi et al.
+2024, arXiv 2404.16710). The states at the exit are then kept for verification, as Kangaroo's drafter does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from specdec.target import Target
 
 __all__ = ["LayerSkip", "LayerSkipConfig"]
 
-_BRANCH = 8  # children of a row that are looked at
-_LOOKED_AT = 64  # last tokens of a text, by which layers are chosen
+_BRANCH = 8  # children of a row that are considered
+_LOOKED_AT = 64  # last tokens of a text that decide the choice of layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,14 @@ class LayerSkipConfig:
     """Options.
 
     Attributes:
-        skip: layers that are left out, counted from 0; empty to find them on the text.
-        exit_layer: leave behind this layer, through the target's own norm and head, for models that were trained for it
+        skip: layers to leave out, counted from 0; empty to choose them by the text.
+        exit_layer: exit behind this layer, through the target's own norm and head, for models that were trained for it
             (LayerSkip); no other layer is left out.
-        tokens: depth of a draft, at most; each level costs a pass of the layers that are kept.
-        rows: rows of a draft below the root, at most; None leaves it to what pays.
-        branch: children of a row, at most; 1 makes a chain. Under ``reject`` it is 1.
-        min_chance: verify and extend whatever is reached with this chance, by the draft, as far as ``rows`` and
-            ``tokens`` go; None takes what pays by measured costs.
+        tokens: most depth of a draft; each level costs a pass of the remaining layers.
+        rows: most rows of a draft below the root; None for as many as pay.
+        branch: most children of a row; 1 makes a chain. Under ``reject`` it is 1.
+        min_chance: extend and verify all rows that the draft expects to be reached with at least this chance, within
+            ``rows`` and ``tokens``; None takes as many as pay by measured costs.
     """
 
     skip: list[int] = field(default_factory=list)
@@ -71,10 +71,10 @@ class LayerSkipConfig:
 
 
 class LayerSkip(DrafterBase):
-    """The target, and what of it drafts.
+    """The target with some layers left out.
 
     Attributes:
-        chosen: the layers that are left out; None until they were found.
+        chosen: the layers to leave out; None until they are chosen.
     """
 
     name = "layer_skip"
@@ -92,8 +92,8 @@ class LayerSkip(DrafterBase):
         """The drafter for a target.
 
         Raises:
-            ConfigError: the target has no such layers, or gives none of its own to be run alone.
-            CheckpointError: it ends before ``exit_layer``.
+            ConfigError: the target has no such layers, or does not let single layers run.
+            CheckpointError: the target has no more than ``exit_layer`` layers.
         """
         if getattr(target, "splits", False):
             raise ConfigError(
@@ -117,9 +117,9 @@ class LayerSkip(DrafterBase):
         return LayerSkipSession(self, context)
 
     def choice(self, context: Context) -> frozenset[int]:
-        """The layers to leave out for a sequence: those that were found on the first text, for all that come later.
+        """The layers to leave out for a sequence: the choice made on the first text serves all later texts.
 
-        Where the text depends on the rows that are proposed, each sequence finds its own, of its prompt alone.
+        Where the text depends on the proposed rows, each sequence makes its own choice, from its prompt alone.
         """
         if self.config.skip or (self.chosen is not None and not context.isolated):
             assert self.chosen is not None
@@ -140,7 +140,7 @@ class LayerSkipSession(GrowingSession):
         depth = min(options.tokens, max(context.max_rows - 1, 1))
         super().__init__(context, drafter.vocabulary, options, depth=depth, weights=weights)
         self._forward = SkippedForward(target, skip)
-        # Rows that are run have slots of the target's cache, which has room for those of a step.
+        # Rows that run need slots of the target's cache, which has room for the rows of one step.
         self._width = max(1, min(self._width, (context.max_rows - 1) // max(depth - 1, 1)))
         self._own = OwnCache(context.cache, device=target.device, backend=target.backend)
         self._logits: torch.Tensor | None = None

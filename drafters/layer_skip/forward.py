@@ -1,4 +1,4 @@
-"""A target without some of its layers: the others run into the slots that they have in its own cache."""
+"""Running a target with some layers left out, into the draft rows' slots in its own cache."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["SkippedForward"]
 
 @dataclass(frozen=True)
 class SkippedForward:
-    """Runs the blocks of several sequences through a target's layers but for those in ``skip``: logits of all rows."""
+    """Runs blocks of several sequences through a target's layers except those in ``skip``; gives all rows' logits."""
 
     target: Target
     skip: frozenset[int]
 
     def __call__(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
-        """[T, V] of each block of T rows."""
+        """[T, V] logits for each block of T rows."""
         target, rows = self.target, rows_of(blocks)
         hidden: torch.Tensor | None = None
         with target.active():
@@ -36,14 +36,14 @@ class SkippedForward:
                     logits = target.forward(rows, entry=entry).logits
                     break
                 hidden = target.forward(rows, entry=entry, exit_layer=last, rows=()).hidden
-            else:  # the last layer is left out, and its input is what the head gets
+            else:  # the last layer is left out; the head reads its input
                 hidden = target.embed(rows.ids) if hidden is None else hidden
                 logits = target.head(target.norm(hidden))
         assert logits is not None
         return [*torch.split(logits, [block.rows for block in blocks])]
 
     def _runs(self) -> list[tuple[int, int]]:
-        """First layers of those that are run one behind the other, and the layer that each ends before."""
+        """The ranges [first, last) of consecutive layers that run."""
         kept = [layer for layer in range(self.target.num_layers) if layer not in self.skip]
         groups = [[*own] for _, own in groupby(kept, key=lambda layer: layer - kept.index(layer))]
         return [(own[0], own[-1] + 1) for own in groups]

@@ -1,8 +1,8 @@
-"""Which layers to leave out, found on the text itself: a knapsack over what layers cost and how little they change.
+"""Choosing the layers to leave out, by the text itself: a knapsack over each layer's cost and its effect.
 
-A layer that gives nearly what it got says little (its cosine is near 1). For each of some shares of the time that are
-saved, the layers are left out that together change least (KnapSpec's knapsack, over whole layers). How often each such
-draft agrees with the target on the text then says which one brings most (SWIFT's measure, arXiv 2410.06916).
+A layer whose output is close to its input has little effect (their cosine is near 1). For each of several shares of
+time to save, the knapsack takes the layers with the least effect in total (KnapSpec, over whole layers). Each such
+draft's agreement with the target on the text then decides which one to use (SWIFT's measure, arXiv 2410.06916).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from specdec.target import Target
 
 __all__ = ["best_skip", "gain", "layer_costs", "least_change", "similarities"]
 
-_SHARES = (0.25, 0.5, 0.75)  # of the layers' time
-_UNITS = 200  # of the knapsack
+_SHARES = (0.25, 0.5, 0.75)  # of the layers' total time
+_UNITS = 200  # resolution of the knapsack
 
 
 def least_change(changes: Sequence[float], costs: Sequence[float], saved: float) -> frozenset[int]:
-    """The layers that change least together, among those sets that cost at least ``saved`` of all.
+    """The layers with the least total change, among all sets that cost at least the share ``saved``.
 
     Args:
-        changes: what leaving each one out changes, >= 0.
-        costs: what running each one takes, > 0, in any unit.
-        saved: in [0, 1].
+        changes: change of the result when a layer is left out, >= 0, for each layer.
+        costs: time of each layer, > 0, in any unit.
+        saved: share of the total cost to save, in [0, 1].
     """
     total = sum(costs)
     units = [max(1, round(_UNITS * cost / total)) for cost in costs]
     wanted = min(round(_UNITS * saved), sum(units))
-    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * wanted]  # by units, all above as the last
+    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * wanted]  # by units; the last: or more
     for layer, (change, size) in enumerate(zip(changes, units, strict=True)):
         for held in range(wanted, -1, -1):
             if (own := best[held]) is None:
@@ -49,15 +49,16 @@ def least_change(changes: Sequence[float], costs: Sequence[float], saved: float)
 
 
 def gain(agreement: float, cost: float, depth: int) -> float:
-    """Tokens a step for the time of a plain one, of a chain of ``depth`` whose tokens are right by this chance and take
-    ``cost`` plain steps each; the tokens that are verified count as nothing.
+    """Tokens per plain step's time, for chains of ``depth`` tokens.
+
+    Each token is right with the chance ``agreement`` and takes ``cost`` plain steps; verified rows are taken as free.
     """
     tokens = sum(agreement**place for place in range(depth + 1))
     return tokens / (1 + depth * cost)
 
 
 def layer_costs(target: Target) -> list[float]:
-    """What running each layer takes: numbers in its weights, as a step of few rows waits for these."""
+    """The cost of each layer: the number of its weights, which bound the time of a step with few rows."""
     layers: Any = getattr(target, "layers", None)
     sizes = [] if layers is None else [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
     known = len(sizes) == target.num_layers and all(sizes)
@@ -65,7 +66,7 @@ def layer_costs(target: Target) -> list[float]:
 
 
 def similarities(target: Target, tokens: Sequence[int]) -> tuple[list[float], torch.Tensor]:
-    """Of each layer the mean cosine of what it gives and what it got, over a text; and [T] the likeliest tokens."""
+    """The mean cosine of each layer's input and output over a text, and the [T] likeliest next tokens."""
     block = Block(target.new_cache(capacity=len(tokens), rows=len(tokens)), tokens, device=target.device,
                   backend=target.backend)  # fmt: skip
     with target.active():
@@ -77,7 +78,7 @@ def similarities(target: Target, tokens: Sequence[int]) -> tuple[list[float], to
 
 
 def best_skip(target: Target, tokens: Sequence[int], depth: int) -> frozenset[int]:
-    """The layers to leave out for a text: the same for the same text and model, as no clock is asked."""
+    """The layers to leave out for a text; the same text and model give the same result, as no time is measured."""
     found, chosen = similarities(target, tokens)
     changes, costs = [max(0.0, 1 - cosine) for cosine in found], layer_costs(target)
     head = float(target.vocab_size * target.hidden_size)
