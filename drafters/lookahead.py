@@ -1,12 +1,13 @@
 """Lookahead decoding (Fu, Bailis, Stoica and Zhang 2024, arXiv 2402.02057).
 
-A window of W columns and N - 1 levels of guesses rides along with every step. Level 0 is a chain under the root (its
-column 0 *is* the root); the token at level l of column c hangs below level l - 1 of the same column, at position
-``n + c + l``. The answers below the last level complete one n-gram per column; they go into a pool, and the window
-moves on by a column. What the pool knows for the root is proposed beside the window.
+Each step carries a window of W columns and N - 1 levels of guesses. Level 0 is a chain below the root, which itself is
+column 0. The token at level l of column c is below level l - 1 of the same column, at position ``n + c + l``. The
+target's tokens behind the last level complete one n-gram for each column; the n-grams go into a pool, and the window
+moves on by a column. The pool's n-grams behind the root are proposed beside the window.
 
-Unlike the paper's code: a full match yields the bonus token too, pool n-grams are verified from the first step on, the
-window's own paths may be accepted, n-grams that share a prefix share rows, and only rows that are read get logits.
+Differences from the paper's code: a full match yields the bonus token too; n-grams of the pool are verified from the
+first step on; the window's own paths can be accepted; n-grams share the rows of a common prefix; and only rows that are
+read get logits.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from specdec.step.tree import Draft, DraftBuilder
 __all__ = ["Lookahead", "LookaheadConfig", "NgramPool", "Window", "rows_of", "sizes_for", "tokens_of"]
 
 SIZES = ((1, 4, 1), (5, 4, 5), (7, 5, 7), (10, 5, 10), (15, 5, 15))
-"""(W, N, G) to choose from: no window, a small one, and the paper's (its table 4) for 34 B, 13 B and 7 B models."""
+"""(W, N, G) to choose from: no window, a small one, and the paper's for 34 B, 13 B and 7 B models (its table 4)."""
 
-_ACCEPTED, _STEPS = 0.425, 3.106  # the scaling law's alpha and f, fitted in the paper
+_ACCEPTED, _STEPS = 0.425, 3.106  # alpha and f of the scaling law, as fitted in the paper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadConfig:
-    """Options. Sizes left at None follow from what rows cost, see :func:`sizes_for`.
+    """Options. Sizes that are None follow from the costs of rows, see :func:`sizes_for`.
 
     Attributes:
-        window: W, columns of the window; for the rows of a step see :func:`rows_of`.
-        ngram: N, length of an n-gram, its key included; proposals are N - 1 tokens long. 2 is Jacobi decoding.
-        guesses: G, n-grams kept per first token and proposed in a step.
-        pool_from_prompt: fill the pool from the prompt, and from the text as it comes.
-        verify: propose the pool's n-grams; off leaves only the window.
-        verify_window: which of the window's own rows may be accepted: ``all``, ``column`` (the path below the root that
-            column 0 spells) or ``none``.
+        window: W, number of the window's columns; :func:`rows_of` gives the rows of a step.
+        ngram: N, length of an n-gram with its first token; proposals have N - 1 tokens. 2 is Jacobi decoding.
+        guesses: G, most n-grams to keep for each first token and to propose in a step.
+        pool_from_prompt: whether the n-grams of the prompt and of new text fill the pool.
+        verify: whether to propose the pool's n-grams; otherwise a step has the window only.
+        verify_window: the window's rows that can be accepted: ``all``; ``column``, the path of column 0 below the root;
+            or ``none``.
     """
 
     window: int | None = None
@@ -59,14 +60,14 @@ class LookaheadConfig:
 
 
 def rows_of(window: int, ngram: int, guesses: int) -> int:
-    """Rows of a step, the root included, with a full window and as many guesses as there may be."""
+    """The rows of a step with a full window and the most guesses, the root included."""
     return 1 + (window - 1) + window * (ngram - 2) + guesses * (ngram - 1)
 
 
 def tokens_of(window: int, ngram: int, guesses: int) -> float:
-    """Tokens per step that the paper's scaling law expects (its section 4, with the constants that it fits).
+    """The tokens per step that the paper's scaling law expects (its section 4, with its fitted constants).
 
-    ``g`` guessed tokens in ``b`` places give ``(g + 1) - sum((1 - a^i)^b)`` where a guess succeeds, one step in ``f``.
+    One step in ``f``, ``g`` guessed tokens in ``b`` places give ``(g + 1) - sum((1 - a^i)^b)`` tokens.
     """
     b = min(window, guesses)
     length = ngram - sum((1 - _ACCEPTED**i) ** b for i in range(1, ngram))
@@ -74,10 +75,10 @@ def tokens_of(window: int, ngram: int, guesses: int) -> float:
 
 
 def sizes_for(costs: CostCurve, length: int, most: int) -> tuple[int, int, int]:
-    """(W, N, G) of :data:`SIZES` with the most expected tokens per second, of at most ``most`` rows.
+    """The (W, N, G) in :data:`SIZES` with the most expected tokens per second, within ``most`` rows.
 
-    Where rows are free these are the paper's for a 7 B model on an A100; where they are dear, no window at all: then
-    the n-grams of the prompt and of the text carry the gain, which the law leaves out.
+    Where rows are free, this gives the paper's sizes for a 7 B model on an A100. Where rows are expensive, there is no
+    window, and the n-grams of the prompt and text bring the gain, which the law does not include.
     """
     steps = costs.steps(length, max(rows_of(*sizes) for sizes in SIZES))
     fitting = [sizes for sizes in SIZES if rows_of(*sizes) <= most] or [SIZES[0]]
@@ -90,12 +91,12 @@ class Lookahead(DrafterBase):
     name = "lookahead"
     draws = False
     Config = LookaheadConfig
-    fixed_cost_rows = 1  # the pool, and the window's answers
+    fixed_cost_rows = 1  # the time for the pool and for reading the window's results
 
     def start(self, context: Context) -> LookaheadSession:
         config = self.config
         window, ngram, guesses = sizes_for(context.costs, context.prompt_length, context.max_rows)
-        most = context.max_rows + 3  # a larger window would not fit a step either
+        most = context.max_rows + 3  # larger windows do not fit in a step
         return LookaheadSession(
             config,
             context,
@@ -106,7 +107,7 @@ class Lookahead(DrafterBase):
 
 
 class NgramPool:
-    """First token -> the N - 1 tokens that followed it, at most G of them, the least recently used out."""
+    """A map from a first token to the N - 1 tokens that followed it; each keeps the G most recently used n-grams."""
 
     def __init__(self, ngram: int, guesses: int) -> None:
         self._ngram = ngram
@@ -115,7 +116,7 @@ class NgramPool:
         self._read = 0
 
     def add(self, key: int, value: tuple[int, ...]) -> None:
-        """Put an n-gram in, or bring it to the fresh end."""
+        """Add an n-gram, or mark it as the most recently used."""
         known = self._of.setdefault(key, OrderedDict())
         known[value] = None
         known.move_to_end(value)
@@ -123,22 +124,22 @@ class NgramPool:
             known.popitem(last=False)
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Add the n-grams of the text that end in tokens not read before."""
+        """Add the text's n-grams whose last token has not been read before."""
         for end in range(max(self._read + 1, self._ngram), len(tokens) + 1):
             first, *rest = tokens[end - self._ngram : end]
             self.add(first, tuple(rest))
         self._read = len(tokens)
 
     def of(self, key: int) -> Iterable[tuple[int, ...]]:
-        """The n-grams after ``key``, the most recently used first."""
+        """The n-grams behind ``key``, the most recently used first."""
         return reversed(self._of.get(key, OrderedDict()))
 
 
 class Window:
-    """The two-dimensional window: ``levels[0]`` holds columns 1 .. W-1, the higher ones columns 0 .. W-1.
+    """The two-dimensional window: ``levels[0]`` has columns 1 .. W - 1, higher levels have columns 0 .. W - 1.
 
-    It starts with level 0 alone, ``W + N - 3`` tokens of the prompt at random; each of the first N - 2 steps adds a
-    level and shortens the others, until the lengths are W - 1, W, ..., W.
+    It begins with level 0 only, ``W + N - 3`` random tokens of the prompt. Each of the first N - 2 steps adds a level
+    and shortens the others, until the lengths are W - 1, W, ..., W.
     """
 
     def __init__(self, size: int, ngram: int, seeds: list[int]) -> None:
@@ -149,18 +150,18 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether all N - 1 levels are there."""
+        """Whether it has all N - 1 levels."""
         return len(self.levels) == self._ngram - 1
 
     @property
     def rows(self) -> int:
-        """Rows that it adds to a step, at most."""
+        """The most rows that it adds to a step."""
         return sum(map(len, self.levels))
 
     def place(self, builder: DraftBuilder, verify: str) -> list[int]:
-        """Add the rows; returns those of the last level, whose answers ``advance`` wants.
+        """Add the window's rows to a draft; returns the rows of the last level, whose results ``advance`` needs.
 
-        With N = 2 the last level is level 0, and its column 0 is the root.
+        With N = 2, the last level is level 0, and its column 0 is the root.
         """
         above = [0]
         for token in self.levels[0]:
@@ -169,7 +170,7 @@ class Window:
             return above
         last = above[1:]
         for depth, level in enumerate(self.levels[1:]):
-            # While filling, a level is as long as the one below it in the next; column 0 hangs under the root.
+            # While the window fills, a level is as long as the one below in the next step; column 0 is below the root.
             parents = above if depth == 0 else last
             last = [
                 builder.add(parent, token, candidate=verify == "all" or (verify == "column" and column == 0))
@@ -178,11 +179,11 @@ class Window:
         return last
 
     def advance(self, root: int, answers: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Take the answers below the last level; returns the finished n-grams, none while filling."""
+        """Add the target's tokens behind the last level; returns the completed n-grams, none while the window fills."""
         levels = self.levels
         if not self.full:
             first = len(levels) == 1
-            # The answers to level 0 begin at column 0 of level 1; those to a higher level are one column late.
+            # Results of level 0 begin at column 0 of level 1; those of a higher level begin one column later.
             levels[:] = [*(level[1:] for level in levels), answers if first else answers[1:]]
             return []
         columns = [[root, *levels[0]], *levels[1:], answers]
@@ -209,7 +210,7 @@ class LookaheadSession:
         if config.pool_from_prompt:
             self._pool.read(context.tokens)
         builder = DraftBuilder(context.root)
-        # The window first, so that a small budget costs guesses and not the window's order.
+        # The window comes first, so that a small budget drops guesses and keeps the window's order.
         if len(builder) + self._window.rows <= row_budget:
             self._last = self._window.place(builder, config.verify_window)
         if config.verify:
@@ -220,7 +221,7 @@ class LookaheadSession:
     def observe(self, seen: Observation) -> None:
         assert seen.draft is not None
         root = seen.draft.tokens[0]
-        if len(seen.path) > 1:  # what has just proved right stays fresh
+        if len(seen.path) > 1:  # an n-gram that was just accepted becomes the most recently used
             accepted = tuple(seen.tokens[: self._ngram - 1])
             if len(accepted) == self._ngram - 1:
                 self._pool.add(root, accepted)

@@ -1,14 +1,14 @@
-"""Prediction: copy from a text that the caller expects the answer to be, as an editor does of the file it changes.
+"""Prediction: copy from a text that the answer is expected to resemble, as an editor does with the file it changes.
 
-Of every answer its caller may say what it will mostly be (OpenAI's "predicted outputs"). The predicted text is followed
-token by token, and what comes next in it is drafted. Where the answer departs from it, three things may have happened:
-tokens were put in, left out or replaced. The step after has a branch for each: go on where the prediction was left, go
-on as far behind that as tokens were emitted since, and go on behind the nearest place that ends as the answer does,
-which a suffix automaton of the prediction knows to be there (:mod:`drafters.suffix_automaton`).
+A caller can give this text along with the prompt (OpenAI's "predicted outputs"). The drafter follows it token by token,
+and drafts what comes next in it. Where the answer departs from it, tokens were inserted, removed or replaced. The next
+step has a branch for each case: go on where the answer left the prediction; go on as many tokens further as were
+emitted since; and go on behind the nearest place that ends as the answer does, which a suffix automaton of the
+prediction shows to exist (:mod:`drafters.suffix_automaton`).
 
-It drafts beside another drafter: as one more part of a drafter that merges parts, and otherwise before it, where the
-prediction has something to say. A draft that is sampled or enters the model behind its first layers cannot be merged,
-and of a text that is copied each token is likelier than what other drafters say.
+It works beside another drafter: as one more part of a drafter that merges parts; otherwise before the other one,
+whenever the prediction has a proposal. Drafts that are sampled, or that enter the model behind its first layers, cannot
+be merged; and in a copied text, the prediction's tokens are more likely than other drafters' tokens.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from specdec.target import Target
 
 __all__ = ["PredictedText", "Prediction", "PredictionConfig"]
 
-_NEAR = 64  # occurrences of a token that are looked at for the nearest place that ends as the answer does
-_WHOLE = 64  # tokens that count as agreed before the answer begins
-_FIRM = 8  # tokens in a row after which the answer is where it seems to be; fewer are found anywhere
-_LONG = 16  # tokens of the answer after which it no longer stands beside the place where it left
+_NEAR = 64  # occurrences of a token that are searched for the nearest place that ends as the answer does
+_WHOLE = 64  # tokens that count as agreed at the answer's begin
+_FIRM = 8  # agreed tokens in a row that make the place certain; shorter runs occur in many places
+_LONG = 16  # tokens since the answer left the prediction, after which positions no longer correspond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +60,11 @@ class PredictionConfig:
     """Options.
 
     Attributes:
-        max_tokens: most tokens proposed from the prediction, all branches together.
-        factor: tokens proposed per token that agreed since the answer came back to the prediction. From its beginning
-            on, and as long as it was not left, ``max_tokens`` are.
-        branch_tokens: tokens of each branch of the steps after the answer has left the prediction.
-        drafter: what drafts beside it; an engine gives its own.
+        max_tokens: most tokens to propose from the prediction, all branches together.
+        factor: tokens to propose for each agreed token since the answer came back to the prediction. At the answer's
+            begin, and until it leaves the prediction, the number is ``max_tokens``.
+        branch_tokens: tokens of each branch in the steps after the answer has left the prediction.
+        drafter: the drafter that works beside it; an engine passes its own.
     """
 
     max_tokens: int = 32
@@ -79,14 +79,14 @@ class PredictionConfig:
 
 
 class PredictedText:
-    """A predicted text, and where in it the answer is.
+    """A predicted text, and the answer's place in it.
 
     Attributes:
-        place: the token that is expected next; while the answer is away from the prediction, where it left.
-        agreed: tokens before ``place`` that were the answer's, in a row; 0 while it is away.
-        away: tokens of the answer since it left; 0 while it follows.
-        left: the latest place where it left after it had surely followed. What it came back to may be no more than a
-            phrase of which there are many.
+        place: index of the token that is expected next; while the answer is away, of the token where it left.
+        agreed: number of the answer's tokens before ``place`` that agree in a row; 0 while it is away.
+        away: number of the answer's tokens since it left the prediction; 0 while it follows.
+        left: the latest place where the answer left after it had certainly followed. The place where it came back later
+            may be just a frequent phrase.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -95,11 +95,11 @@ class PredictedText:
         self._where: dict[int, list[int]] = {}
         for place, token in enumerate(self.tokens):
             self._where.setdefault(token, []).append(place)
-        self._cursor: Cursor | None = None  # an answer that follows to the end needs no automaton
+        self._cursor: Cursor | None = None  # made when the answer first leaves the prediction
         self._answer: list[int] = []
 
     def add(self, token: int) -> None:
-        """Have the next token of the answer."""
+        """Add the next token of the answer."""
         self._answer.append(token)
         if self._cursor is not None:
             self._cursor.add(token)
@@ -114,16 +114,16 @@ class PredictedText:
         if self.agreed >= _FIRM:
             self.left = self.place
         self.away, self.agreed = self.away + 1, 0
-        if self.away > 1:  # one token may be anywhere, and those before it belong to where it left
+        if self.away > 1:  # a single token can occur anywhere, and tokens before that belong to the place it left
             end, length = self.found()
             if length > 1:
                 self.place, self.agreed, self.away = end, length, 0
 
     def found(self) -> tuple[int, int]:
-        """Behind which token of the prediction the answer's longest suffix in it ends, the nearest one, and its length.
+        """The nearest place that ends as the answer does: the index behind it, and the number of agreeing tokens.
 
-        The nearest is the first that comes after the place where the answer ``left``, else the last before it. Tokens
-        from before it was away say where it was, and do not count.
+        The nearest place is the first one behind ``left``, or else the last one before it. Only tokens since the answer
+        left the prediction count, as earlier ones agree with the place it left.
         """
         assert self._cursor is not None
         end, length = self._cursor.match
@@ -138,16 +138,16 @@ class PredictedText:
         return end, length
 
     def branches(self) -> list[int]:
-        """Where the answer, which is away, may go on, the likeliest place first."""
+        """The places where the answer, which is away, may go on, the likeliest first."""
         end, length = self.found()
-        places = [end] if length > 1 or (length and end > self.left) else []  # tokens were left out, or moved
+        places = [end] if length > 1 or (length and end > self.left) else []  # tokens were removed or moved
         if self.away <= _LONG:
-            places += [self.place + self.away, self.place, self.left]  # replaced, or put in
+            places += [self.place + self.away, self.place, self.left]  # replaced, or inserted
         return [place for place in dict.fromkeys(places) if place < len(self.tokens)]
 
 
 class Prediction(DrafterBase):
-    """Copies from the text that the answer is predicted to be; alone, where no other drafter is named."""
+    """Copies from the predicted text; works alone where no other drafter is named."""
 
     name = "prediction"
     draws = False
@@ -156,10 +156,10 @@ class Prediction(DrafterBase):
 
     @classmethod
     def build(cls, config: PredictionConfig, target: Target) -> Any:
-        """The prediction as the first part of a drafter that merges, before any other one, or alone.
+        """The prediction as the first part of a drafter that merges, or before any other drafter, or alone.
 
         Raises:
-            ConfigError: an unknown drafter, or an option of it.
+            ConfigError: the other drafter is unknown, or has a wrong option.
         """
         own, other = cls(config), make_drafter(config.drafter, target)
         if isinstance(other, Merged):
@@ -171,7 +171,7 @@ class Prediction(DrafterBase):
 
 
 def _with_part(merged: Merged, part: Prediction) -> Merged:
-    """The same drafter with one more part, the first; what is known of the others is shared with it."""
+    """The same drafter with one more part, the first; records of the other parts are shared."""
     made = copy.copy(merged)
     made.parts = [part, *merged.parts]
     made.record = Record(made.parts, merged.config.memory)
@@ -187,7 +187,7 @@ class PredictionSession:
 
     @property
     def follows(self) -> bool:
-        """Whether the answer is surely where it seems to be in the prediction."""
+        """Whether the answer's place in the prediction is certain."""
         return self._text.agreed >= _FIRM
 
     def propose(self, row_budget: int) -> Draft:
@@ -213,12 +213,12 @@ class PredictionSession:
 
 
 class PredictionFirst(DrafterWrapper):
-    """The prediction where it has something to say, else the drafter inside.
+    """The prediction where it has a proposal, else the inner drafter.
 
-    Away from the prediction it is asked as long as it brings something, and then now and then.
+    While the answer is away, the prediction proposes as long as that helps, and now and then later.
 
-    Of a step that was not its own the inner session learns what it does of one for which it rested: hidden states, if
-    it wants any; and all of it, if it takes steps as they were.
+    The inner session observes a step of the prediction as one in which it rested: it gets hidden states, if it needs
+    any; a drafter that does not need its own drafts back gets the whole observation.
     """
 
     def __init__(self, prediction: Prediction, inner: Drafter) -> None:
@@ -234,9 +234,9 @@ class PredictionFirst(DrafterWrapper):
 class PredictionFirstSession(BatchedSession):
     def __init__(self, own: PredictionSession, other: DraftSession, inner: Drafter, context: Context) -> None:
         self._own, self._other, self._inner, self._context = own, other, inner, context
-        self._is_own = False  # whether the latest draft is the prediction's
-        self._size = 1  # its rows
-        self._length = 0  # of the text, when it was made
+        self._is_own = False  # whether the prediction made the latest draft
+        self._size = 1  # rows of that draft
+        self._length = 0  # of the text before that draft
         self._patience, self._pays = Patience(1, 32), True
 
     def passes(self, row_budget: int) -> Passes[Draft]:
@@ -253,7 +253,7 @@ class PredictionFirstSession(BatchedSession):
         return draft
 
     def sources(self) -> Sequence[str]:
-        """Of each row of the latest draft, the prediction or what the inner session says."""
+        """The source of each row in the latest draft: the prediction, or the inner session's sources."""
         if self._is_own:
             return [Prediction.name] * self._size
         other = self._other
@@ -270,7 +270,7 @@ class PredictionFirstSession(BatchedSession):
 
 
 class PredictionFirstReading(PredictionFirstSession):
-    """The same around a session that reads numbers of every step."""
+    """The same around an inner session that reads values back in every step."""
 
     def readback(self, step: DeviceStep) -> torch.Tensor | None:
         other = self._other

@@ -1,8 +1,8 @@
-"""Prompt lookup: propose what followed the last time that the text ended like this.
+"""Prompt lookup: propose what followed the last time that the text had the same end.
 
-Saxena 2023, "Prompt Lookup Decoding"; transformers' ``prompt_lookup_num_tokens`` is the same idea with
-``max_ngram=2, match="leftmost", overlap=False``. N-grams are indexed as tokens come, so a lookup costs the same at any
-context length.
+Saxena 2023, "Prompt Lookup Decoding"; transformers' ``prompt_lookup_num_tokens`` is the same idea with ``max_ngram=2,
+match="leftmost", overlap=False``. N-grams are indexed as tokens arrive, so a lookup costs the same at any context
+length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specdec.step.tree import Draft, DraftBuilder, Hints
 
 __all__ = ["PromptLookup", "PromptLookupConfig"]
 
-_LONGEST = 128  # n-gram: every token of the text adds one of each length to the index
+_LONGEST = 128  # longest n-gram; every token of the text adds one n-gram of each length to the index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class PromptLookupConfig:
     """Options.
 
     Attributes:
-        max_ngram, min_ngram: lengths of the suffix that is looked up, the longest first; at most 128.
-        tokens: most tokens proposed from one match.
+        max_ngram, min_ngram: lengths of the suffix to look up, the longest first; at most 128.
+        tokens: most tokens to propose from one match.
         match: ``rightmost`` (latest) or ``leftmost`` (earliest) occurrence.
-        matches: how many occurrences to propose, as a trie.
-        overlap: where a match runs into the end of the text, go on with the proposal itself, so that a repeating text
-            is continued for as long as asked; False stops there.
+        matches: number of occurrences to propose, as a trie.
+        overlap: whether a match that reaches the end of the text continues with the proposal itself, so that a
+            repeating text is continued for as long as asked.
     """
 
     max_ngram: int = 3
@@ -53,7 +53,7 @@ class PromptLookupConfig:
 
 
 class PromptLookup(DrafterBase):
-    """Copies from the text so far."""
+    """Proposes tokens from the text so far."""
 
     name = "prompt_lookup"
     draws = False
@@ -68,7 +68,7 @@ class PromptLookupSession:
     def __init__(self, config: PromptLookupConfig, context: Context) -> None:
         self._config = config
         self._context = context
-        # n-gram -> positions just after its occurrences, ascending
+        # n-gram -> positions behind its occurrences, ascending
         self._after: dict[tuple[int, ...], list[int]] = {}
         self._indexed = 0
 
@@ -91,7 +91,7 @@ class PromptLookupSession:
         pass  # the text is read from the context
 
     def _index(self) -> None:
-        """Note the n-grams that end before the last token; the text's own suffix is not its earlier occurrence."""
+        """Index the n-grams that end before the last token; the text's own suffix is not an earlier occurrence."""
         tokens, config = self._context.tokens, self._config
         for end in range(max(self._indexed, 1), len(tokens)):
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
@@ -99,7 +99,7 @@ class PromptLookupSession:
         self._indexed = len(tokens)
 
     def _matches(self) -> tuple[int, Sequence[int]]:
-        """The length of the longest known suffix, and where it went on, the preferred occurrence first."""
+        """The length of the longest suffix in the index, and the positions behind it, preferred ones first."""
         tokens, config = self._context.tokens, self._config
         for size in range(min(config.max_ngram, len(tokens)), config.min_ngram - 1, -1):
             ends = self._after.get(tuple(tokens[-size:]))

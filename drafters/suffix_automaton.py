@@ -1,9 +1,9 @@
-"""Suffix automaton: copy what followed the longest suffix of the text that occurred before.
+"""Suffix automaton: copy what followed the longest suffix of the text that has occurred before.
 
-The automaton of the text grows by one token in amortised constant time (Blumer et al. 1985, "The smallest automaton
-recognizing the subwords of a text"), and the suffix link of its last state *is* the longest suffix that occurred
-before: no search at all. Hu et al. 2024 ("SAM decoding", arXiv 2411.10666) draft from it, and from a second automaton
-over a static corpus, in which every sequence moves a cursor.
+The text's automaton grows by a token in amortised constant time (Blumer et al. 1985, "The smallest automaton
+recognizing the subwords of a text"). The suffix link of its last state *is* the longest suffix that has occurred
+before, so there is no search. Hu et al. 2024 ("SAM decoding", arXiv 2411.10666) draft from it and from a second
+automaton, of a fixed corpus, in which every sequence moves a cursor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from specdec.target import Target
 
 __all__ = ["Cursor", "SuffixAutomaton", "SuffixAutomatonConfig", "SuffixAutomatonDrafter"]
 
-# Links along which occurrences are brought up to date per token. Texts have chains of a few; a run of one token over
-# and over has a chain as long as itself, and would make the automaton quadratic.
+# Number of suffix links along which occurrences are updated for each token. Chains in texts are short; a run of one
+# repeated token has a chain as long as itself, which would make the automaton quadratic.
 _FRESHENED = 32
-_LARGEST = 2_000_000  # tokens of a corpus, at about a kilobyte each
+_LARGEST = 2_000_000  # tokens of a corpus, about a kilobyte each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class SuffixAutomatonConfig:
     """Options.
 
     Attributes:
-        min_match: shortest suffix that is worth a draft.
-        max_tokens: most tokens proposed.
-        factor: tokens proposed per token matched; a long match is worth a long draft.
-        corpus: folder of a datastore (``specdec datastore build``) to copy from as well, wherever its match is longer
-            than the text's. It is held as an automaton in memory, about a kilobyte per token: for a few hundred
-            thousand tokens; for more take ``rest``.
+        min_match: length of the shortest suffix to draft from.
+        max_tokens: most tokens to propose.
+        factor: tokens to propose for each matched token; a long match justifies a long draft.
+        corpus: folder of a datastore (``specdec datastore build``) to copy from as well, where its match is longer than
+            the text's. Its automaton takes about a kilobyte of memory per token, so it suits a few hundred thousand
+            tokens; use ``rest`` for more.
     """
 
     min_match: int = 1
@@ -55,11 +55,11 @@ class SuffixAutomatonConfig:
 class SuffixAutomaton:
     """The automaton of all substrings of a growing text.
 
-    A state stands for the substrings that end at the same places: the longest of them has ``length`` tokens, its
-    ``link`` is the state of the longest suffix that also ends elsewhere. ``end`` counts the tokens up to and with the
-    latest of those places: a clone inherits it, since the substrings that it takes over ended where its original did.
-    ``match`` is of the text as it stands: where the latest earlier occurrence of its longest repeated suffix ends, and
-    the length of that suffix.
+    A state stands for all substrings that end at the same places: the longest one has ``length`` tokens, and ``link``
+    is the state of its longest suffix that also ends elsewhere. ``end`` is the number of tokens up to the latest of
+    these places; a clone inherits it, since the substrings that it takes over ended where its original did. ``match``
+    describes the current text: the end of the latest earlier occurrence of its longest repeated suffix, and that
+    suffix's length.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -94,7 +94,7 @@ class SuffixAutomaton:
                     suffix = self._split(suffix, state, token)
             link[new] = suffix
             match = end[suffix], length[suffix]
-            for _ in range(_FRESHENED):  # all suffixes end here, from now on
+            for _ in range(_FRESHENED):  # the latest end of every suffix is now here
                 if suffix <= 0:
                     break
                 end[suffix] = count
@@ -103,7 +103,7 @@ class SuffixAutomaton:
         self.last, self.match = state, match
 
     def _split(self, old: int, state: int, token: int) -> int:
-        """A state for ``state``'s longest string and ``token``, which so far was in ``old``, beside longer ones."""
+        """Split state ``old``: a new one gets ``state``'s longest string plus ``token``; ``old`` keeps longer ones."""
         after, link = self.next, self.link
         clone = len(link)
         after.append(dict(after[old]))
@@ -118,7 +118,7 @@ class SuffixAutomaton:
 
 
 class Cursor:
-    """The longest suffix of a text that occurs in *another* text, followed token by token."""
+    """Follows a text token by token: the longest suffix of it that occurs in *another* text."""
 
     def __init__(self, automaton: SuffixAutomaton) -> None:
         self._automaton = automaton
@@ -126,7 +126,7 @@ class Cursor:
         self._length = 0
 
     def add(self, token: int) -> None:
-        """Append a token to the text."""
+        """Add the text's next token."""
         automaton = self._automaton
         while self._state and token not in automaton.next[self._state]:
             self._state = automaton.link[self._state]
@@ -138,12 +138,12 @@ class Cursor:
 
     @property
     def match(self) -> tuple[int, int]:
-        """Where an occurrence ends, and its length."""
+        """The end of an occurrence in the other text, and the number of matching tokens."""
         return self._automaton.end[self._state], self._length
 
 
 class SuffixAutomatonDrafter(DrafterBase):
-    """The options, and the corpus' automaton, which sequences share."""
+    """The options and the corpus' automaton, which all sequences share."""
 
     name = "suffix_automaton"
     draws = False
@@ -156,11 +156,11 @@ class SuffixAutomatonDrafter(DrafterBase):
 
     @classmethod
     def build(cls, config: SuffixAutomatonConfig, target: Target) -> SuffixAutomatonDrafter:
-        """Read the corpus.
+        """Read the corpus and build its automaton.
 
         Raises:
-            CheckpointError: no datastore there, or a broken one, or one of another vocabulary.
-            ConfigError: it is too large.
+            CheckpointError: there is no datastore, or a broken one, or one of another vocabulary.
+            ConfigError: the corpus is too large.
         """
         if config.corpus is None:
             return cls(config)
@@ -199,11 +199,11 @@ class SuffixAutomatonSession:
         size = max(1, int(min(config.factor * length, config.max_tokens, context.remaining - 1, row_budget - 1)))
         path = source[end : end + size]
         if source is self._text.tokens:
-            # A match that runs into the end of the text goes on with the draft itself.
+            # A match that reaches the end of the text continues with the draft itself.
             period = len(source) - end
             while len(path) < size:
                 path.append(path[len(path) - period])
-        else:  # the separator is no token, and a file may hold others that are none
+        else:  # the separator is not a token, and a broken file can have others that are not
             size = self._context.target.vocab_size
             path = list(takewhile(lambda token: token < size, path))
         return Draft.chain([context.root, *path], hints=Hints(match_length=length))

@@ -1,7 +1,7 @@
 """The adapter of Kangaroo: one small layer between an early exit and the target's head, and its file format.
 
-It turns the residual stream after l layers into a guess at what the target's last norm would give (Liu et al. 2024,
-arXiv 2404.18911, section 3.1). A checkpoint is a folder with ``model.safetensors`` and ``config.json``.
+It maps the residual stream after l layers to an estimate of the target's last normed state (Liu et al. 2024, arXiv
+2404.18911, section 3.1). A checkpoint is a folder with ``model.safetensors`` and ``config.json``.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from specdec.target import Target
 __all__ = ["VARIANTS", "Adapter", "AdapterConfig", "fitting_heads", "rotations"]
 
 VARIANTS = ("attention", "head", "layer", "mlp")
-"""The paper's Table 2: attention alone, attention with a head of its own, attention and MLP, MLP alone. Beside them
-there is ``none``, which is not trained: the target's own last norm and head (LayerSkip)."""
+"""The variants in the paper's Table 2: attention alone, attention with its own head, attention and MLP, MLP alone.
+There is also ``none``, which needs no training: the target's own last norm and head (LayerSkip)."""
 
 _WEIGHTS = "model.safetensors"
-_WIDEST = 64  # most widths of the MLP
+_WIDEST = 64  # bound of the MLP's width, in hidden sizes
 AtLeast0 = Annotated[int, Ge(0), "an integer >= 0"]
-Drafts = Annotated[int, Ge(1), Le(1024), "an integer from 1 to 1024"]  # of a round
+Drafts = Annotated[int, Ge(1), Le(1024), "an integer from 1 to 1024"]  # drafts of a round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig(WeightsConfig):
-    """What an adapter is and how it likes to be used.
+    """The config of an adapter, with the defaults of its use.
 
     Attributes:
         hidden_size, vocab_size, target: see :class:`drafters.shared.weights.WeightsConfig`.
-        exit_layer: l, the layers of the target that feed it.
-        heads: attention heads, each D / heads wide.
-        key_heads: heads of keys and values, each of which serves a group of heads; 0 is one for each.
-        draft_vocab: d, tokens that it proposes among, see :mod:`drafters.shared.vocabulary`; 0 is all of them.
+        exit_layer: l, the number of the target's layers before the exit.
+        heads: number of attention heads, each D / heads wide.
+        key_heads: number of key and value heads, each for a group of heads; 0 is one for each.
+        draft_vocab: d, size of the draft vocabulary, see :mod:`drafters.shared.vocabulary`; 0 for all tokens.
         variant: one of ``VARIANTS``, or ``none``.
         intermediate_size: inner width of the MLP, for the variants that have one.
-        rope_base: of the rotary positions.
-        norm_eps: of the RMS norms.
-        eta: confidence at or below which drafting stops; None lets it go on while it pays, see
+        rope_base: base of the rotary positions.
+        norm_eps: epsilon of the RMS norms.
+        eta: confidence at or below which drafting stops; None goes on while that pays, see
             :class:`drafters.kangaroo.drafter.KangarooConfig`.
         gamma: most drafts of a round.
-        branch: alternatives for the token with which a round ends for want of confidence.
+        branch: number of alternatives for the last token of a round that stops for lack of confidence.
     """
 
     exit_layer: AtLeast1
@@ -93,7 +93,7 @@ class AdapterConfig(WeightsConfig):
 
     @property
     def attends(self) -> bool:
-        """Whether it has attention, and so a cache."""
+        """Whether it has attention, and therefore a cache."""
         return self.variant not in ("mlp", "none")
 
     @property
@@ -102,12 +102,12 @@ class AdapterConfig(WeightsConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
+        """The width of a head."""
         return self.hidden_size // self.heads
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Heads of queries, and of keys and values."""
+        """The numbers of query heads, and of key and value heads."""
         return self.heads, self.key_heads or self.heads
 
 
@@ -151,9 +151,9 @@ class Adapter(nn.Module):
         Args:
             features: [B, L, D] residual stream after ``exit_layer`` layers.
             positions: [B, L] int, each token's place in its text.
-            head: the target's head, over the draft vocabulary if there is one; used unless the adapter has its own.
-            mask: [B, 1, L, L] bool, what each token sees; None is causal.
-            rows: [N] int, rows of the flattened [B * L] that want logits; None for all.
+            head: the target's head, over the draft vocabulary if there is one; unused if the adapter has its own.
+            mask: [B, 1, L, L] bool, True where a token sees another; None is causal.
+            rows: [N] int, rows of the flattened [B * L] to compute logits for; None for all.
 
         Returns:
             [N, V] logits, or [N, d] of the draft vocabulary.
@@ -171,7 +171,7 @@ class Adapter(nn.Module):
         return self.logits(self._top(flat if rows is None else flat[rows]), head)
 
     def logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """[..., V] of states that passed the last norm."""
+        """[..., V] logits of states behind the last norm."""
         own: torch.Tensor = (head if self.head is None else self.head)(hidden)
         return own
 
@@ -193,7 +193,7 @@ class Adapter(nn.Module):
         return rotate(self._split(states), cos, signed(sin))
 
     def start_from(self, target: Target, *, seed: int = 0) -> None:
-        """Initial weights: the target's last norm (and head, if it has its own), attention and MLP that add nothing."""
+        """Set initial weights: the target's last norm (and head, if it has its own); attention and MLP add nothing."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -201,19 +201,19 @@ class Adapter(nn.Module):
                     drawn = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
                     parameter.copy_(drawn * 0 if name.startswith(("o_proj", "down_proj")) else drawn)
             ones = torch.ones(1, len(self.norm), dtype=target.dtype, device=target.head_device)
-            # An RMS norm of ones is its weight, however the class writes it (Gemma adds 1).
+            # The norm of a vector of ones is its weight, however the class stores it (Gemma adds 1).
             self.norm.copy_(target.norm(ones)[0])
             if self.head is not None:
                 head = target.head if self.draft_tokens is None else target.head_of(self.draft_tokens)
                 units = torch.eye(len(self.norm), dtype=target.dtype, device=target.head_device)
-                self.head.weight.copy_(head(units).T)  # what a linear says of unit vectors is its weight
+                self.head.weight.copy_(head(units).T)  # the outputs for unit vectors are the weight's columns
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write weights and config; each file beside its name first, so that a full disk leaves the former ones whole.
+        """Write weights and config, each to a temporary file first, so that a full disk leaves the earlier files whole.
 
         Args:
-            folder: made if it is not there.
-            dtype: of the weights in the file; None keeps theirs.
+            folder: the folder, created if missing.
+            dtype: dtype of the weights in the file; None keeps each weight's own.
 
         Raises:
             CheckpointError: the files could not be written.
@@ -222,10 +222,10 @@ class Adapter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Adapter:
-        """Load strictly: every tensor there, none left over, all of the right shape.
+        """Load an adapter; every tensor must be present, none may be left over, and all must have the right shape.
 
         Raises:
-            CheckpointError: no adapter there, or one that does not fit its own config.
+            CheckpointError: the folder has no adapter, or one that does not fit its own config.
         """
         folder = Path(folder)
         remedy = "give a folder that `specdec train kangaroo` or `specdec convert kangaroo` wrote"
@@ -234,7 +234,7 @@ class Adapter(nn.Module):
                 parse(AdapterConfig, read_config(folder), where="adapter"),
                 load_tensors(folder / _WEIGHTS),
             )
-            with torch.device("meta"):  # the config may say any size
+            with torch.device("meta"):  # the config can claim any size
                 adapter = cls(config)
         load_strictly(adapter, tensors, folder, f"a {adapter.config.variant!r} adapter")
         check_draft_tokens(adapter.draft_tokens, adapter.config.vocab_size, folder)
@@ -242,7 +242,7 @@ class Adapter(nn.Module):
 
 
 def rotations(positions: torch.Tensor, config: AdapterConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of rotary positions: [T, d] for [T] positions, [B, 1, T, d] for [B, T]."""
+    """Cosines and sines of rotary positions: [T, d] for positions [T], [B, 1, T, d] for [B, T]."""
     size = config.head_dim
     steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64)
     angles = positions[..., None].double() * config.rope_base ** (-steps / size)
@@ -253,5 +253,5 @@ def rotations(positions: torch.Tensor, config: AdapterConfig, dtype: torch.dtype
 
 
 def fitting_heads(hidden_size: int, wanted: int) -> int:
-    """The most heads, up to ``wanted``, that divide the width into even parts."""
+    """The largest number of heads, up to ``wanted``, that divides the hidden size."""
     return next(n for n in range(wanted, 0, -1) if hidden_size % n == 0 and hidden_size // n % 2 == 0)

@@ -1,9 +1,9 @@
-"""An adapter at work: a few rows of each sequence at a time, with keys and values kept.
+"""Running an adapter for a few rows of each sequence at a time, with cached keys and values.
 
-It computes what ``Adapter.forward`` does for a whole text, in half the operations: one product for queries, keys and
-values and one for gate and up, residuals added by the product itself; where the adapter is a whole layer and there is
-a native library, in one call, up to the head's logits where the head is packed, too. A draft costs little more than
-reading weights, so what surrounds the products counts.
+It computes the same as ``Adapter.forward`` does for a whole text, in half as many operations: queries, keys and values
+are one product, gate and up another, and products add residuals themselves. Where the adapter is a whole layer and
+there is a native library, one call runs it, up to the logits where the head is packed. A draft costs little more than
+reading the weights, so work around the products matters.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AdapterStep:
-    """An adapter's weights, laid out for drafting; the adapter itself is not needed any more.
+    """An adapter's weights in the layout that drafting uses; the adapter's module is not needed afterwards.
 
     Args:
-        adapter: as it was trained.
-        head: the target's, over the draft vocabulary if there is one; used unless the adapter has its own.
-        target_norm: the target's last norm, which the variant ``none`` ends with.
+        adapter: the adapter's module.
+        head: the target's head, over the draft vocabulary if there is one; unused if the adapter has its own.
+        target_norm: the target's last norm, which only the variant ``none`` uses.
 
     Attributes:
-        config: the adapter's.
-        norm: [D] weight of its last norm, which tells dtype and device.
-        batch_invariant: whether a sequence's logits are the same, bit for bit, whatever sequences are beside it.
+        config: the adapter's config.
+        norm: [D] weight of its last norm; it has the dtype and device of all weights.
+        batch_invariant: whether a sequence's logits are equal, bit for bit, with any other sequences beside it.
     """
 
     def __init__(self, adapter: Adapter, head: Linear, target_norm: Linear | None = None) -> None:
@@ -78,9 +78,9 @@ class AdapterStep:
         cache.length += len(features)
 
     def _store(self, states: torch.Tensor, cache: KVCache, first: int, places: Sequence[int]) -> torch.Tensor:
-        """Cache keys and values from slot ``first`` on, and give the queries [H, T, d].
+        """Cache keys and values from slot ``first`` on, and return the queries [H, T, d].
 
-        ``states`` [T, (H + 2 Hk) d] are queries, keys and values that are not rotated yet, to ``places``.
+        ``states`` [T, (H + 2 Hk) d] are unrotated queries, keys and values; ``places`` are their positions.
         """
         rows, (heads, key_heads) = len(states), self.config.groups
         states = states.view(rows, heads + 2 * key_heads, -1).transpose(0, 1)  # [H + 2 Hk, T, d]
@@ -91,10 +91,10 @@ class AdapterStep:
         return turned[:heads]
 
     def guess(self, brought: Sequence[Nodes]) -> list[torch.Tensor]:
-        """[N, d] logits of what follows the nodes that each sequence brought.
+        """[N, d] logits behind the nodes of each sequence.
 
-        Where they begin a tree, the guess is of the last one only; the nodes before it are text from now on. With a
-        single layer, keys and values depend on the features alone, so they need no query.
+        At the begin of a tree, only the last node gets logits; the nodes before it are text. Their queries are not
+        needed, as the keys and values of a single layer depend on the features alone.
         """
         features = [nodes.features for nodes in brought]
         sizes, wanted = [len(own) for own in features], [len(one.features) if one.block.first else 1 for one in brought]
@@ -117,11 +117,11 @@ class AdapterStep:
         return self._head(self._normed(hidden, self.norm) if self._target_norm is None else self._target_norm(hidden))
 
     def _attended(self, states: torch.Tensor, nodes: Nodes, wanted: int) -> torch.Tensor:
-        """[N, H d] what the last N nodes attend to; ``states`` as in ``_store``."""
+        """[N, H d] attention outputs of the last N nodes; ``states`` as in ``_store``."""
         block, cache = nodes.block, nodes.block.cache
         first = block.length + block.first
         last = first + block.rows
-        if block.parents is None:  # the last one sees everything
+        if block.parents is None:  # the last node sees everything
             queries = self._store(states, cache, first, range(first, last))
             keys, values = (stored[0].narrow(2, 0, last) for stored in (cache.keys, cache.values))
             attended = attend_all(queries[None, :, -1:], keys, values)
@@ -150,9 +150,9 @@ class AdapterStep:
         return reading.logits
 
     def _rotary(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines, and sines with the first half negated, [1, positions, d] of so many positions from 0 on, or more.
+        """Cosines, and sines whose first half is negated, [1, positions, d], for at least ``end`` positions from 0 on.
 
-        In float32 for the library, which reads them so.
+        They are float32 for the library, which requires it.
         """
         if self._cos_sin is None or self._cos_sin[0].shape[1] < end:
             places = torch.arange(max(1024, 1 << end.bit_length()), device=self.norm.device)
@@ -166,10 +166,10 @@ class AdapterStep:
 
 
 class AdapterCache(KVCache):
-    """Keys and values of one sequence's adapter, a single layer; its positions are its own.
+    """Keys and values of one sequence in the adapter, a single layer; its positions are separate from the target's.
 
     Args:
-        capacity: most tokens that will ever be committed.
+        capacity: most tokens that are ever committed.
         rows: most rows of a tree behind them.
     """
 
@@ -180,11 +180,11 @@ class AdapterCache(KVCache):
 
 
 class Nodes(NamedTuple):
-    """The next nodes of the tree behind a sequence's text, or its root after some more text.
+    """The next nodes of the tree behind a sequence's text, or the root behind further rows of text.
 
     Attributes:
-        features: [T, D] behind the exit layer.
-        block: theirs, in the adapter's cache; where it is not of a tree, its rows are a chain that ends in the root.
+        features: [T, D] hidden states at the exit layer.
+        block: the nodes' block in the adapter's cache; without a tree, its rows are a chain that ends in the root.
     """
 
     features: torch.Tensor
@@ -192,5 +192,5 @@ class Nodes(NamedTuple):
 
 
 def _stored(*parts: nn.Linear) -> LinearKernel:
-    """One product for linears of one input."""
+    """One product for several linears with the same input."""
     return linear_kernel(torch.cat([part.weight.detach() for part in parts]))

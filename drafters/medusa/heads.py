@@ -1,8 +1,9 @@
-"""Medusa's heads: small residual blocks on the last hidden state, each guessing one position further ahead.
+"""Medusa's heads: small residual blocks on the last hidden state, each for one position further ahead.
 
-A checkpoint is a folder in the published layout: ``medusa_lm_head.safetensors`` (or ``.pt``) and ``config.json``. A
-merged model, whose own weights hold the heads under ``medusa_head.``, is read as well, and so is the layout of vLLM's
-Medusa: ``blocks.0.layers.0.weight``, ``lm_heads.0.weight``, ``token_map``.
+A checkpoint is a folder in the published layout: ``medusa_lm_head.safetensors`` (or ``.pt``) and ``config.json``. Two
+    more
+layouts are read: a merged model, whose weights include the heads under ``medusa_head.``, and vLLM's, with
+``blocks.0.layers.0.weight``, ``lm_heads.0.weight`` and ``token_map``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["HeadsConfig", "MedusaHeads", "with_roots"]
 
 _WEIGHTS, _PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _MERGED = "medusa_head."
-Few = Annotated[int, Ge(1), Le(64), "an integer from 1 to 64"]  # heads, and blocks of a head
+Few = Annotated[int, Ge(1), Le(64), "an integer from 1 to 64"]  # number of heads, or blocks of a head
 _NAME = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
 _BLOCK, _HEAD = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), re.compile(r"lm_heads\.(\d+)\.weight")
 _TOKENS, _MAP = "draft_tokens", "token_map"
@@ -45,19 +46,19 @@ _TOKENS, _MAP = "draft_tokens", "token_map"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsConfig(WeightsConfig):
-    """What a set of heads is.
+    """The config of a set of heads.
 
     Attributes:
-        heads: K; head k guesses the token k + 1 places behind the one whose hidden state it reads.
+        heads: K; head k guesses the token k + 1 positions behind the token whose hidden state it reads.
         layers: residual blocks of a head.
         hidden_size, vocab_size, target: see :class:`drafters.shared.weights.WeightsConfig`.
-        sees_root: a head's first block reads, behind the hidden state, the embedding of the token that the target chose
-            from it, scaled to a mean square of 1, as the first of Hydra's heads do (Ankner et al. 2024, arXiv
-            2402.05109): what was drawn is not to be seen in the state from which it was drawn.
-        own_head: each head ends in its own [V, D] matrix; else in the target's.
-        draft_vocab: d, tokens that they propose among, see :mod:`drafters.shared.vocabulary`; 0 is all of them.
-        accuracy: per head, how often its guess of each rank was right on held-out text, for the record; empty if not
-            known.
+        sees_root: whether a head's first block also reads the embedding of the token that the target chose from the
+            hidden state, scaled to a mean square of 1. The first of Hydra's heads does so (Ankner et al. 2024, arXiv
+            2402.05109), as a hidden state does not show which token was drawn from it.
+        own_head: whether each head ends in a [V, D] matrix of its own; otherwise in the target's.
+        draft_vocab: d, size of the draft vocabulary, see :mod:`drafters.shared.vocabulary`; 0 for all tokens.
+        accuracy: for each head, how often its guess of each rank was right on held-out text; for information, empty if
+            unknown.
     """
 
     heads: Few
@@ -76,17 +77,17 @@ class HeadsConfig(WeightsConfig):
 
     @property
     def input_size(self) -> int:
-        """Of what a head reads."""
+        """The input width of a head."""
         return self.hidden_size * (1 + self.sees_root)
 
     @property
     def ranks(self) -> int:
-        """Tokens that a head ranks."""
+        """The number of tokens that a head ranks."""
         return self.draft_vocab or self.vocab_size
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b); where there is more to see than x, the first of what is brought, W reads it too."""
+    """x + SiLU(W i + b), where x is the first part of the input i; mostly x is all of i."""
 
     def __init__(self, size: int, seen: int) -> None:
         super().__init__()
@@ -117,14 +118,14 @@ class MedusaHeads(nn.ModuleList):
         self.register_buffer(_TOKENS, torch.arange(config.draft_vocab) if config.draft_vocab else None)
 
     def forward(self, brought: torch.Tensor) -> list[torch.Tensor]:
-        """Each head's logits if it has its own matrix, else what the target's is to read.
+        """Each head's logits, if it has its own matrix; otherwise the states that the target's head reads.
 
-        ``brought`` are hidden states [..., D], or of heads that see the root what :func:`with_roots` gives.
+        ``brought`` are hidden states [..., D]; for heads that see the root, :func:`with_roots` makes them.
         """
         return [head(brought) for head in self]
 
     def seeing_root(self) -> MedusaHeads:
-        """Heads that say what these do, and may learn to see the root: it has weights of 0."""
+        """Heads with the same results that can learn to use the root: its weights start at 0."""
         if self.config.sees_root:
             return self
         made = MedusaHeads(replace(self.config, sees_root=True))
@@ -136,7 +137,7 @@ class MedusaHeads(nn.ModuleList):
         return made
 
     def start_from(self, target: Target) -> None:
-        """Initial weights: every head repeats the target's own next token."""
+        """Set initial weights: every head repeats the target's own next token."""
         head = target.head if self.draft_tokens is None else target.head_of(self.draft_tokens)
         units = torch.eye(self.config.hidden_size, dtype=target.dtype, device=target.head_device)
         with torch.no_grad():
@@ -144,14 +145,14 @@ class MedusaHeads(nn.ModuleList):
                 if ".linear." in name:
                     parameter.zero_()
                 else:
-                    parameter.copy_(head(units).T)  # what a linear says of unit vectors is its weight
+                    parameter.copy_(head(units).T)  # the outputs for unit vectors are the weight's columns
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write weights and config; each file beside its name first, so that a full disk leaves the former ones whole.
+        """Write weights and config, each to a temporary file first, so that a full disk leaves the earlier files whole.
 
         Args:
-            folder: made if it is not there.
-            dtype: of the weights in the file; None keeps theirs.
+            folder: the folder, created if missing.
+            dtype: dtype of the weights in the file; None keeps each weight's own.
 
         Raises:
             CheckpointError: the files could not be written.
@@ -162,12 +163,12 @@ class MedusaHeads(nn.ModuleList):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> MedusaHeads:
-        """Load a folder of heads, or a merged model's; how many there are is what the file holds.
+        """Load a folder of heads or a merged model; the tensors decide the number of heads.
 
-        The published 7B config counts 2 heads where its file holds 5, so a config's count is not read.
+        The published 7B config has the number 2 where the file has 5 heads, so that number is ignored.
 
         Raises:
-            CheckpointError: no heads there, or tensors that make no whole set of heads.
+            CheckpointError: the folder has no heads, or tensors that are not a complete set of heads.
         """
         folder = Path(folder)
         remedy = f"it takes {CONFIG} beside {_WEIGHTS}, {_PICKLED} or a model's *.safetensors with {_MERGED}* in it"
@@ -175,7 +176,7 @@ class MedusaHeads(nn.ModuleList):
             values = read_config(folder)
             tensors = _published(_tensors(folder), values)
             config = config_of(tensors, values)
-            with torch.device("meta"):  # one bias may say any size
+            with torch.device("meta"):  # a bias can claim any size
                 heads = cls(config)
         load_strictly(heads, tensors, folder, "a set of Medusa heads")
         check_draft_tokens(heads.draft_tokens, heads.config.vocab_size, folder)
@@ -183,12 +184,12 @@ class MedusaHeads(nn.ModuleList):
 
 
 def with_roots(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-    """[..., 2 D] of hidden states and embedded roots, for heads that see them."""
+    """[..., 2 D] hidden states with the scaled embeddings of the roots, for heads that see the root."""
     return torch.cat((hidden, F.rms_norm(embedded, embedded.shape[-1:]).to(hidden)), -1)
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """By name; of a merged model, the heads' alone are read, by the names that they have without the others."""
+    """The heads' tensors by name; a merged model's other tensors are skipped, and their prefix is removed."""
     for name in (_WEIGHTS, _PICKLED):
         if (folder / name).exists():
             tensors = load_tensors(folder / name)
@@ -207,9 +208,9 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _published(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors by their published names, where they have those of vLLM's layout.
+    """The tensors by their published names; those of vLLM's layout are renamed.
 
-    There blocks may do without biases, heads that all are the target's own lie there once (``original_lm_head``), and
+    In vLLM's layout, blocks may lack biases, heads that equal the target's are stored once (``original_lm_head``), and
     ``token_map`` lists the draft vocabulary in any order.
     """
     blocks = {name: part for name in tensors if (part := _BLOCK.fullmatch(name))}
@@ -237,10 +238,10 @@ def _published(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -
 
 
 def config_of(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> HeadsConfig:
-    """What the tensors are, read off their names and shapes, with the fingerprint from ``config.json``, if any.
+    """The config of a set of heads, from the tensors' names and shapes, and the fingerprint in ``config.json``, if any.
 
     Raises:
-        ConfigError: they are no heads, or not as many layers as ``config.json`` says.
+        ConfigError: the tensors are not heads, or have another number of layers than ``config.json``.
     """
     parts = {name: _NAME.fullmatch(name) for name in tensors if name != _TOKENS}
     strange = [name for name, part in parts.items() if part is None]

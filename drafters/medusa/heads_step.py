@@ -1,6 +1,6 @@
-"""Medusa's heads at work: all of them on the states of one sequence or several, in one native call where that can be.
+"""Running Medusa's heads: all heads on the states of one or several sequences, if possible in one native call.
 
-What surrounds the products costs as much as they do: a forward of the target has driven its code out of the caches.
+The work around the products costs as much as they do, as a forward of the target has driven its code out of the caches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["HeadsStep", "State"]
 
 
 class State(NamedTuple):
-    """What the heads guess from: a row of ``hidden`` [T, D], and the token that the target chose from it."""
+    """The input of the heads: a ``row`` of ``hidden`` [T, D], and the token that the target chose from it."""
 
     hidden: torch.Tensor
     row: int
@@ -30,20 +30,20 @@ class State(NamedTuple):
 
 
 class HeadsStep:
-    """The weights of some heads, laid out for drafting; the heads themselves are not needed any more.
+    """The weights of some heads in the layout that drafting uses; the heads' modules are not needed afterwards.
 
     Args:
-        heads: as they were trained.
-        count: the first ones of them, which are used.
-        head: the target's, over the draft vocabulary if there is one; used unless the heads have their own.
-        target: what embeds the roots.
+        heads: the heads' modules.
+        count: how many of the heads to use, from the first on.
+        head: the target's head, over the draft vocabulary if there is one; unused if the heads have their own.
+        target: the target, which embeds the roots.
     """
 
     def __init__(
         self, heads: MedusaHeads, count: int, head: Callable[[torch.Tensor], torch.Tensor], target: Target
     ) -> None:
         own, weights = heads.config, {name: weight.detach() for name, weight in heads.named_parameters()}
-        # Per layer its products, to [K D] together; as all heads read the same state, the first layer's are one.
+        # Each layer has one product per head; as all heads read the same state, the first layer's are joined in one.
         self._blocks: list[list[LinearKernel]] = []
         for layer in range(own.layers):
             parts = [[weights[f"{k}.{layer}.linear.{part}"] for k in range(count)] for part in ("weight", "bias")]
@@ -57,7 +57,7 @@ class HeadsStep:
         self._described = self._describe()
 
     def _describe(self) -> CHeads | None:
-        """All of it as the library reads it; None where it computes none of it."""
+        """The heads as the library reads them; None where it cannot run them."""
         blocks = [block for layer in self._blocks for block in layer]
         packed = [block for block in blocks if isinstance(block, PackedWeight)]
         shared: Sequence[object] = [self._head.packed] if isinstance(self._head, HeadOf) else []
@@ -71,12 +71,12 @@ class HeadsStep:
 
     @property
     def native(self) -> bool:
-        """Whether the compiled library computes what it can of it."""
+        """Whether the compiled library runs the heads."""
         return self._described is not None
 
     @torch.no_grad()
     def each(self, states: Sequence[State]) -> list[torch.Tensor]:
-        """Of every state the logits [heads, d]."""
+        """[heads, d] logits of every state."""
         dtype, roots = self._place[1], [state.root for state in states]
         read = all(rows.dtype is dtype and rows.is_cpu and rows.is_contiguous() for rows, _, _ in states)
         if self._described is None or not read:
@@ -100,7 +100,7 @@ class HeadsStep:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
-        """[N, heads, d] from hidden states [N, D] and roots [N]."""
+        """[N, heads, d] logits for hidden states [N, D] and roots [N]."""
         hidden = hidden.to(*self._place)
         states = hidden[:, None]  # [N, 1, D], later [N, K, D]
         parts: Sequence[torch.Tensor] = [hidden if self._embed is None else with_roots(hidden, self._embed(roots))]

@@ -1,4 +1,4 @@
-"""``specdec datastore``: make and look at datastores. Like ``specdec``'s own commands it imports when it runs."""
+"""``specdec datastore``: build and show datastores. Heavy imports happen within the commands, as in specdec's own."""
 
 from __future__ import annotations
 

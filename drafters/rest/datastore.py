@@ -1,8 +1,8 @@
-"""A corpus on disk, to draft from: its tokens, and their suffix array, both memory-mapped.
+"""A corpus on disk to draft from: its tokens and their suffix array, both memory-mapped.
 
-A folder of three files. ``tokens.npy`` holds big-endian 32-bit unsigned token ids, so that the order of their bytes is
-the order of the tokens; ``suffixes.npy`` the start of every suffix in ascending order; ``meta.json`` what they were
-made from. The same sources and tokenizer give the same bytes.
+A datastore is a folder of three files. ``tokens.npy`` has big-endian 32-bit unsigned token ids, so that the order of
+bytes is the order of tokens; ``suffixes.npy`` has the start of every suffix in ascending order; ``meta.json`` describes
+their sources. The same sources and tokenizer give the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specdec.target import Target
 __all__ = ["SEPARATOR", "Datastore", "build_datastore", "opened", "read_documents", "suffix_array"]
 
 SEPARATOR = 2**32 - 1
-"""Stands after every document; no text holds it, so no match runs across."""
+"""The separator behind every document; it is in no text, so no match crosses documents."""
 
 _TOKENS, _SUFFIXES, _META = "tokens.npy", "suffixes.npy", "meta.json"
 
@@ -43,15 +43,16 @@ class Datastore:
     """An open datastore.
 
     Args:
-        path: its folder.
+        path: the datastore's folder.
 
     Attributes:
-        tokens: [n] '>u4', documents each followed by ``SEPARATOR``.
+        tokens: [n] '>u4', each document with ``SEPARATOR`` behind it.
         suffixes: [n] start of every suffix, in ascending order of the suffixes.
-        meta: what ``build_datastore`` noted.
+        meta: the record that ``build_datastore`` wrote.
 
     Raises:
-        CheckpointError: no datastore there, an empty one, or a file that is cut short or of another build.
+        CheckpointError: there is no datastore, or an empty one, or one with a file that is truncated or of another
+            build.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -69,7 +70,7 @@ class Datastore:
             array: Array = np.load(path, mmap_mode="r")
             if not isinstance(array, np.ndarray):
                 raise ValueError("it is an archive of arrays")
-        except Exception as error:  # its first line is parsed as Python's literals, which fail in many ways
+        except Exception as error:  # numpy parses the first line as Python literals, which can fail in many ways
             raise CheckpointError(
                 f"the datastore file {str(path)!r} is missing or cut short: {error}; "
                 "run `specdec datastore build` again"
@@ -85,10 +86,10 @@ class Datastore:
         return len(self.tokens)
 
     def check(self, target: Target) -> Datastore:
-        """Itself, if it was built with the target's tokenizer, as far as that is known.
+        """The datastore itself, after a check that its tokenizer is the target's, as far as both are known.
 
         Raises:
-            CheckpointError: they are not.
+            CheckpointError: the tokenizers differ.
         """
         if self.meta["vocab_size"] > target.vocab_size:
             raise CheckpointError(
@@ -104,7 +105,7 @@ class Datastore:
         return self
 
     def find(self, tokens: Sequence[int]) -> range:
-        """Places in ``suffixes`` of the suffixes that start with ``tokens``; empty where there are none."""
+        """The range in ``suffixes`` of those that start with ``tokens``; empty where there are none."""
         pattern = np.asarray(tokens, ">u4").tobytes()
         size, data = len(pattern), self._bytes
 
@@ -117,9 +118,9 @@ class Datastore:
         return range(first, bisect_right(self._starts, pattern, lo=first, key=head))
 
     def longest_suffix(self, tokens: Sequence[int], least: int) -> tuple[int, range]:
-        """Length of the longest suffix of ``tokens`` that occurs, at least ``least`` tokens, and where; 0 if none.
+        """The length of the longest suffix of ``tokens`` in the corpus, if ``least`` or more, else 0; and its range.
 
-        Where a suffix occurs, its own suffixes do, so the length is found by bisection.
+        Every suffix of a suffix in the corpus is in the corpus too, so bisection finds the length.
         """
         best, places = 0, range(0)
         low, high = least, len(tokens)
@@ -133,15 +134,15 @@ class Datastore:
         return best, places
 
     def continuations(self, places: range, skip: int, size: int, limit: int) -> Array:
-        """[M, size] int64: what follows ``skip`` tokens after at most ``limit`` of ``places``, evenly spread.
+        """[M, size] int64 tokens behind ``skip`` tokens, at no more than ``limit`` of ``places``, evenly spread.
 
-        In ascending order; from a document's end on the tokens are -1.
+        The rows are in ascending order; from the end of a document on, tokens are -1.
         """
         count = min(len(places), limit)
         chosen = places.start + np.arange(count, dtype=np.int64) * len(places) // max(count, 1)
         index = self.suffixes[chosen].astype(np.int64)[:, None] + np.arange(skip, skip + size)  # [M, size]
         rows: Array = self.tokens[np.clip(index, 0, len(self) - 1)].astype(np.int64)
-        # The separator is no token, and a file may hold others that are none, and suffixes that are not there.
+        # The separator is not a token, and a broken file may have others that are not, and starts outside the corpus.
         outside = (rows >= self.meta["vocab_size"]) | (index < 0) | (index >= len(self))
         ended = np.logical_or.accumulate(outside, axis=1)
         rows[ended] = -1
@@ -152,10 +153,10 @@ _OPEN: WeakValueDictionary[tuple[str, str], Datastore] = WeakValueDictionary()
 
 
 def opened(path: str | Path) -> Datastore:
-    """The datastore in a folder; the one that is open already where there is one, whose pages are in place.
+    """The datastore in a folder; one that is open already is shared, as its pages are in memory.
 
     Raises:
-        CheckpointError: see ``Datastore``.
+        CheckpointError: as for ``Datastore``.
     """
     meta = _read_meta(Path(path))
     key = (str(Path(path).resolve()), json.dumps(meta, sort_keys=True))
@@ -167,7 +168,7 @@ def opened(path: str | Path) -> Datastore:
 
 @dataclass(frozen=True, kw_only=True)
 class _Meta:
-    """What ``meta.json`` holds."""
+    """The content of ``meta.json``."""
 
     __pydantic_config__: ClassVar = {"strict": True}
 
@@ -191,17 +192,17 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def build_datastore(sources: Iterable[str | Path], tokenizer: Any, out: str | Path) -> Datastore:
-    """Tokenize sources, sort their suffixes, and put the datastore at ``out`` in one move.
+    """Tokenize sources, sort their suffixes, and move the finished datastore to ``out``.
 
     Args:
-        sources: folders (every file of text below them that is not hidden, in order of path), text files, ShareGPT
-            files (the assistant's turns), ``stdlib`` (Python's own sources, less those that training holds out); see
-            :mod:`specdec.settings.formats` for what a file is. In a folder JSON of any other kind is text, too.
-        tokenizer: transformers' tokenizer, of the model that will draft from it.
-        out: folder; an older datastore there is replaced.
+        sources: folders (every text file in them that is not hidden, in order of path), text files, ShareGPT files (the
+            assistant's turns), or ``stdlib`` (Python's own sources, except those that training holds out); see
+            :mod:`specdec.settings.formats` for file formats. In a folder, JSON of any other kind counts as text.
+        tokenizer: transformers' tokenizer of the model that will draft from the datastore.
+        out: the folder to write; it replaces an older datastore there.
 
     Raises:
-        ConfigError: a source that does not exist, sources without a token, or an ``out`` that is something else.
+        ConfigError: a source does not exist, the sources have no tokens, or ``out`` exists and is not a datastore.
     """
     out, paths = Path(out), [Path(source) for source in sources]
     if out.exists() and not (out / _META).exists() and (not out.is_dir() or any(out.iterdir())):
@@ -238,10 +239,10 @@ def build_datastore(sources: Iterable[str | Path], tokenizer: Any, out: str | Pa
 
 
 def read_documents(sources: Sequence[Path]) -> Iterator[str]:
-    """The texts of the sources, one per file, or per assistant turn of a ShareGPT file.
+    """The texts of the sources, one for each file, or for each assistant turn of a ShareGPT file.
 
     Raises:
-        ConfigError: a source that does not exist, or is not what its name says.
+        ConfigError: a source does not exist, or its content does not fit its name.
     """
     for source in sources:
         if str(source) == STDLIB and not source.exists():
@@ -257,10 +258,10 @@ def read_documents(sources: Sequence[Path]) -> Iterator[str]:
 
 
 def _texts_in(path: Path) -> Iterator[str]:
-    """The texts of a folder's file, which may be anything."""
+    """The texts of a file in a folder; other kinds of files have none."""
     try:
         text = decoded(path.read_bytes())
-    except ValueError:  # a picture beside the text
+    except ValueError:  # not text, for example a picture
         return
     records = json_records(text) or []
     if any(turns_of(record.value) is not None for record in records):
@@ -270,7 +271,7 @@ def _texts_in(path: Path) -> Iterator[str]:
 
 
 def _assistant_turns(source: Path, records: Sequence[Record]) -> Iterator[str]:
-    """The assistant's words in a ShareGPT file."""
+    """The assistant's turns in a ShareGPT file."""
     for record in records:
         turns = turns_of(record.value)
         if turns is None:
@@ -282,10 +283,10 @@ def _assistant_turns(source: Path, records: Sequence[Record]) -> Iterator[str]:
 
 
 def suffix_array(tokens: Array) -> Array:
-    """Starts of all suffixes in ascending order: uint32, or int64 where there are too many for it.
+    """The starts of all suffixes in ascending order, as uint32, or as int64 where there are too many.
 
-    By libdivsufsort where ``pydivsufsort`` is installed, else by ``_doubling``, which takes several times as long. The
-    result is the same, since no two suffixes are equal.
+    ``pydivsufsort`` computes it where that is installed, else ``_doubling``, which takes several times as long. Both
+    give the same result, since no two suffixes are equal.
     """
     ranks = np.unique(tokens, return_inverse=True)[1].astype(np.uint32)
     try:
@@ -296,10 +297,10 @@ def suffix_array(tokens: Array) -> Array:
 
 
 def _doubling(ranks: Array) -> Array:
-    """Prefix doubling (Manber and Myers 1993): sort by 1, 2, 4 ... tokens, each time by pairs of the last ranks."""
+    """Prefix doubling (Manber and Myers 1993): sort by 1, 2, 4, ... tokens, each by pairs of the previous ranks."""
     size, rank = 1, ranks.astype(np.int64)
     while True:
-        after = np.zeros_like(rank)  # 0: the text is over, before any token
+        after = np.zeros_like(rank)  # 0: the end of the text, which sorts before any token
         after[:-size] = rank[size:] + 1
         pairs = rank * (int(after.max()) + 1) + after
         order = np.argsort(pairs, kind="stable")

@@ -1,7 +1,7 @@
-"""REST (He et al. 2023, arXiv 2311.08252): retrieve what followed the text's end in a datastore.
+"""REST (He et al. 2023, arXiv 2311.08252): propose what followed the text's last tokens in a datastore.
 
-The longest suffix of the text that occurs in the datastore gives its continuations; their most frequent prefixes are
-the tree. Unlike the paper's code, sampling is lossless: the tree was chosen, so the target's own token decides.
+The longest suffix of the text in the datastore gives continuations, and their most frequent prefixes form the tree.
+Unlike in the paper's code, sampling is lossless: the tree was not drawn from a q, so the target's own token decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specdec.target import Target
 
 __all__ = ["Rest", "RestConfig", "frequent_prefixes"]
 
-_MOST = 65_536  # occurrences that are read in a step
+_MOST = 65_536  # bound of the occurrences that are read in a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class RestConfig:
     """Options.
 
     Attributes:
-        datastore: folder that ``specdec datastore build`` made with the target's tokenizer; it has no default.
-        max_suffix, min_suffix: lengths of the suffix that is looked up.
-        matches: most occurrences that are read, spread evenly over all, up to 65,536; the paper has 5000.
-        tokens: tokens read after each.
-        rows: rows below the root; None takes as many as pay, up to the paper's 64.
+        datastore: folder that ``specdec datastore build`` wrote with the target's tokenizer; there is no default.
+        max_suffix, min_suffix: bounds of the length of the suffix that is searched for.
+        matches: most occurrences to read, spread evenly over all, up to 65,536; the paper reads 5000.
+        tokens: number of tokens to read behind each occurrence.
+        rows: rows below the root; None for as many as pay, up to the paper's 64.
     """
 
     datastore: str | None = None
@@ -61,7 +61,7 @@ class Rest(DrafterBase):
     draws = False
     Config = RestConfig
     needs_observe = False
-    fixed_cost_rows = 4  # a search touches some hundred places of files that no cache holds
+    fixed_cost_rows = 4  # a search reads about a hundred places of files that are in no cache
 
     def __init__(self, config: RestConfig, datastore: Datastore) -> None:
         super().__init__(config)
@@ -72,8 +72,8 @@ class Rest(DrafterBase):
         """Open the datastore.
 
         Raises:
-            ConfigError: none was named.
-            CheckpointError: no datastore there, a broken one, or one of another vocabulary.
+            ConfigError: no datastore is named.
+            CheckpointError: there is no datastore, or a broken one, or one of another vocabulary.
         """
         if config.datastore is None:
             raise ConfigError(
@@ -91,7 +91,7 @@ class RestSession:
         self._datastore = datastore
         self._context = context
         self._rows = config.rows or context.costs.tree_rows(context.prompt_length, 64)
-        self._found, self._seen = config.max_suffix, 0  # the longest suffix of the text when it had so many tokens
+        self._found, self._seen = config.max_suffix, 0  # the longest suffix found, and the text's length then
 
     def propose(self, row_budget: int) -> Draft:
         config, context = self._config, self._context
@@ -99,7 +99,7 @@ class RestSession:
         if size < 1 or count < 1:
             return Draft.chain([context.root])
         builder = DraftBuilder(context.root)
-        # What is found now was found before, less the tokens that are new.
+        # A suffix that is found now was found before, without the tokens that are new since.
         longest = min(config.max_suffix, self._found + len(context.tokens) - self._seen)
         length, places = self._datastore.longest_suffix(context.tokens[-longest:], config.min_suffix)
         self._found, self._seen = max(length, config.min_suffix - 1), len(context.tokens)
@@ -115,17 +115,17 @@ class RestSession:
 
 
 def frequent_prefixes(table: npt.NDArray[Any], count: int) -> list[tuple[int, int]]:
-    """The ``count`` > 0 most frequent prefixes of the rows of ``table`` [M, L] as a trie: (parent, token) each.
+    """The ``count`` > 0 most frequent prefixes of rows of ``table`` [M, L], as a trie of (parent, token) entries.
 
-    They are sorted, -1 ends a row. Parent 0 is the root, entry i is node i + 1. Of equally frequent prefixes the
-    shorter one comes first, then the smaller one, so parents come before their children.
+    The rows are sorted, and -1 ends a row. Parent 0 is the root, and entry i is node i + 1. Of equally frequent
+    prefixes the shorter comes first, then the smaller, so parents precede their children.
 
     Example: ``[[5, 6], [5, 6], [5, 9]]`` and 2 give ``[(0, 5), (1, 6)]``.
     """
     ahead: list[tuple[int, int, int, int, int]] = []  # (-rows, depth, first row, parent, token)
 
     def unfold(parent: int, first: int, last: int, depth: int) -> None:
-        """Put the tokens of a column's rows [first, last) ahead."""
+        """Push the tokens of a column's rows [first, last) on the heap."""
         for token, group in groupby(table[first:last, depth].tolist() if depth < table.shape[1] else ()):
             rows = len(list(group))
             if token >= 0:

@@ -1,7 +1,7 @@
-"""The Python standard library as a corpus: on every machine, no download, split by file name.
+"""The Python standard library as a corpus: available on every machine without a download, split by file name.
 
-Whether a file is held out depends on a hash of its path inside the library alone, so the split is the same on every
-machine and for every Python version that has the file.
+A hash of a file's path within the library decides whether it is held out, so the split is the same on every machine and
+for every Python version that has the file.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pathlib import Path
 __all__ = ["HELD_OUT_ONE_IN", "STDLIB", "is_held_out", "read_files"]
 
 STDLIB = "stdlib"
-"""What the corpus is called where files are named."""
+"""The name that stands for the corpus in place of a file."""
 
 HELD_OUT_ONE_IN = 20
 
-# Machine-made tables and files whose text is no code: they would teach the model to count, not to write Python.
+# Generated tables, and files whose text is not code: they would teach the model to count, not to write Python.
 _SKIPPED_FOLDERS = {"site-packages", "encodings", "__pycache__", "pydoc_data", "data"}
-_SMALLEST, _LARGEST = 400, 300_000  # bytes; below: empty packages, above: generated tables
+_SMALLEST, _LARGEST = 400, 300_000  # bytes; smaller files are empty packages, larger ones generated tables
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether the library file at this POSIX path (``"email/message.py"``) is kept out of training."""
+    """Whether training must not use the library file at this POSIX path (``"email/message.py"``)."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def read_files(*, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Yield ``(relative path, text)`` of one side of the split, sorted by path.
+    """Yield ``(relative path, text)`` for one side of the split, sorted by path.
 
-    Files that are not UTF-8, very short or very long are left out, as are folders of tables and test data.
+    Files that are not UTF-8, very short or very long are left out, and so are folders of tables and test data.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):

@@ -1,26 +1,26 @@
-"""The cache of a drafter that runs a model of its own: keys and values of the text, and behind them the round's rows.
+"""The cache of a drafter that runs its own model: keys and values of the text, and behind them rows of the draft.
 
-A target's cache follows the text by itself, as the engine commits what it accepts. A drafter's own cache has to be kept
-up by the drafter, and in the same three places each time. :class:`OwnCache` is these places:
+A target's cache follows the text by itself, as the engine commits accepted rows. A drafter must maintain its own cache,
+and always has the same three tasks. :class:`OwnCache` does them:
 
-1. *Text that the cache lacks.* Accepted rows that the drafter has run are there, others are not: the bonus token,
-   leaves of a draft, another drafter's rows, tokens of steps in which the session rested. They are run before the next
-   draft, in a chain that ends in the root. A drafter that reads tokens finds them by ``lacking``; one that reads the
-   target's hidden states (``taps``) keeps those by ``defer`` in ``observe`` and gets them back by ``catch_up``.
-   ``text_block`` is the chain's block, and ``read_text`` is called when its pass is over.
+1. *Text that the cache lacks.* The cache has the accepted rows that the drafter has run, but not others: the bonus
+   token, leaves of a draft, another drafter's rows, and tokens of steps in which the session rested. These run before
+   the next draft, in a chain that ends in the root. A drafter that reads tokens finds them by ``lacking``; one that
+   reads the target's hidden states (``taps``) keeps those with ``defer`` in ``observe`` and gets them back from
+   ``catch_up``. ``text_block`` is the chain's block, and ``read_text`` is called after its pass.
 2. *Rows of the draft.* The root is row 0 of the round, behind the text, and stays a scratch row until the step is
-   verified. ``draft_block`` puts more of the draft's rows into scratch slots: a level of a tree at a time, or the next
-   token of a chain. Only rows that the drafter guesses behind have to be run, so numbers differ: ``rows`` says which
-   row of the draft each row of the round is.
-3. *Rows that became text.* ``commit`` finds them by the tokens that were emitted, whoever proposed them, moves them
-   behind the text, and forgets all others. So neither full acceptance nor a rejected tree is a special case, and what
-   is not there is lacking, see 1.
+   verified. ``draft_block`` puts further rows of the draft into scratch slots: a level of a tree at a time, or the
+   next token of a chain. Only rows with guesses behind them have to run, so indices differ: ``rows`` has the draft's
+   index for each row of the round.
+3. *Rows that became text.* ``commit`` finds them by the emitted tokens, whichever drafter proposed them, moves them
+   behind the text, and drops all others. So neither full acceptance nor a rejected tree is a special case; any row
+   that is missing is text that the cache lacks, see 1.
 
-Between steps the cache's rows and the deferred ones are together as many as the text has tokens before the root. That
-holds as well where a row at a token reads the hidden state of the token before it (EAGLE, MTP): the last deferred one
-is then that of the root's row, and ``catch_up`` gets no newest.
+Between steps, the cache's rows and the deferred rows together are as many as the text has tokens before the root. That
+also holds where a token's row reads the hidden state of the token before it (EAGLE, MTP): the last deferred state then
+belongs to the root's row, and ``catch_up`` gets no ``newest``.
 
-Example, a drafter that reads the target's hidden states of rows that it proposes itself, as Kangaroo does::
+Example: a drafter that reads the target's hidden states for rows that it proposes itself, as Kangaroo does::
 
     def passes(self, row_budget):
         own.begin()
@@ -35,9 +35,9 @@ Example, a drafter that reads the target's hidden states of rows that it propose
         known = own.commit(seen, tokens)
         own.defer(seen.taps[layer], seen.path[len(known):])
 
-Where rows of a draft are run on hidden states that are guesses (EAGLE, MTP), what they leave in the cache is not what
-the text would leave: then ``commit(seen, tokens, most=1)`` keeps the root's row alone, and all hidden states of the
-path are deferred. Where a draft comes of one pass over masked rows (DFlash), ``most=0`` keeps none.
+Where rows of a draft run on guessed hidden states (EAGLE, MTP), their keys and values differ from those of the text.
+Then ``commit(seen, tokens, most=1)`` keeps only the root's row, and all hidden states of the path are deferred. Where
+one pass over masked rows makes the draft (DFlash), ``most=0`` keeps none.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class OwnCache:
     """Keys and values of one sequence in a drafter's own layers.
 
     Args:
-        cache: empty, with room for the text and for the rows of a round.
-        device: where the drafter's rows are embedded; None where it builds no inputs from a block.
+        cache: an empty cache with room for the text and the rows of a round.
+        device: device on which the drafter embeds rows; None where it does not build inputs from a block.
         backend: attention backend of the blocks, see :mod:`specdec.runners.attention`.
 
     Attributes:
-        rows: of each row of the round which row of the draft it is; the root, 0, is the first.
-        parents: of each row of the round its parent's place among them; -1 for the root.
+        rows: the draft's index of each row of the round; the first is the root, 0.
+        parents: the parent of each row of the round, as an index of the round; -1 for the root.
     """
 
     def __init__(self, cache: KVCache, *, device: torch.device | None = None, backend: str = "auto") -> None:
@@ -73,7 +73,7 @@ class OwnCache:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a round: no row of its draft was run."""
+        """Begin a round, in which no row of the draft has run."""
         self.rows: list[int] = []
         self.parents: list[int] = []
         self._depths: list[int] = []
@@ -81,38 +81,38 @@ class OwnCache:
         self._is_chain = True
 
     def lacking(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """The next tokens of the text, at most so many, that the cache lacks."""
+        """The next tokens of the text that the cache lacks, at most ``most``."""
         length = self.cache.length
         return tokens[length : length + most]
 
     def defer(self, hidden: torch.Tensor, rows: Sequence[int] | None = None) -> None:
-        """Keep hidden states [T, D] of text that the cache lacks, all of them or some rows, until ``catch_up``."""
+        """Keep hidden states [T, D] of text that the cache lacks (only ``rows``, if given) until ``catch_up``."""
         parts = [hidden] if rows is None else [hidden[row : row + 1] for row in rows]
         self._deferred += parts
 
     def catch_up(self, *newest: torch.Tensor) -> torch.Tensor:
-        """[T, D] the hidden states that were deferred, which are deferred no longer, and behind them the newest."""
+        """[T, D] the deferred hidden states, which are then dropped, and behind them the ``newest``."""
         hidden = [*self._deferred, *newest]
         self._deferred.clear()
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
     def text_block(self, tokens: Sequence[int]) -> Block:
-        """The block of text that follows the cache's; of ``range(T)`` where a block's tokens are not read."""
+        """The block of text behind the cache's text; ``range(T)`` serves where a block's tokens are not read."""
         return Block(self.cache, tokens, device=self._device, backend=self._backend)
 
     def read_text(self, block: Block, *, root: bool = True) -> None:
-        """The pass of a block of text is over: commit its rows, but for the last one where it is the round's root."""
+        """Commit the rows of a text block after its pass, except the last row where that is the round's ``root``."""
         self.cache.commit(range(block.rows - root))
         if root:
             self._append(0, -1)
 
     def draft_block(self, rows: Sequence[int], parents: Sequence[int], tokens: Sequence[int] | None = None) -> Block:
-        """The block of more rows of the draft, behind those that were run.
+        """The block of further rows of the draft, behind the rows that have run.
 
         Args:
-            rows: their numbers in the draft; each one's parent is among the round's rows.
-            parents: of all the draft's rows.
-            tokens: theirs; None where a block's tokens are not read.
+            rows: the draft's indices of these rows; each row's parent is in the round.
+            parents: the parents of all rows of the draft.
+            tokens: the rows' tokens; None where a block's tokens are not read.
         """
         first = len(self.rows)
         for row in rows:
@@ -137,15 +137,15 @@ class OwnCache:
         self._depths.append(self._depths[parent] + 1 if own else 0)
 
     def commit(self, seen: Observation, tokens: Sequence[int], *, most: int | None = None) -> list[int]:
-        """Commit the round's rows that became text, and end the round.
+        """Commit the rows of the round that became text, and end the round.
 
         Args:
-            seen: what became of the step.
-            tokens: of the draft of this round, by the numbers in ``rows``.
-            most: rows whose keys and values are those of the text; None for all.
+            seen: the observation of the step.
+            tokens: the tokens of this round's draft, for the indices in ``rows``.
+            most: most rows to commit, those whose keys and values equal the text's; None for all.
 
         Returns:
-            The rows of the round that were committed, the root first, down the accepted path.
+            The rows of the round that were committed, the root first, along the accepted path.
         """
         path = list[int]()
         if self.rows and seen.draft is not None:
@@ -155,7 +155,7 @@ class OwnCache:
         return path
 
     def _below_root(self, emitted: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """The rows below the root that hold these tokens, one behind the other, as far as there are any."""
+        """The path of rows below the root that has these tokens, as far as it exists."""
         path, above = list[int](), 0
         for token in emitted:
             below = range(above + 1, len(self.rows))

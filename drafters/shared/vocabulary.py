@@ -1,9 +1,9 @@
-"""A draft vocabulary: the d tokens among which a drafter with a head proposes.
+"""A draft vocabulary: the d tokens that a drafter with a head can propose.
 
-A head over all tokens may be a fifth of a small model, and most of what it weighs is hardly ever written. So a drafter
-scores only the most frequent tokens, with their rows of the target's head (FR-Spec, Zhao et al. 2025, arXiv 2502.14856;
-EAGLE-3's ``d2t``). It is counted on the training data and lies in the weights' file as ``draft_tokens``. What it leaves
-out is never proposed, which costs acceptance and never exactness: its probability under q is 0.
+A head over all tokens can be a fifth of a small model, and most of its rows belong to rare tokens. So a drafter scores
+only the most frequent tokens, with their rows of the target's head (FR-Spec, Zhao et al. 2025, arXiv 2502.14856;
+EAGLE-3's ``d2t``). The training data decide which tokens, and the weights' file stores them as ``draft_tokens``. Other
+tokens are never proposed, which costs acceptance but not exactness: their probability under q is 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class DraftVocabulary:
-    """From numbers in a draft vocabulary to tokens and back; without ``tokens`` both are the same.
+    """Converts indices of a draft vocabulary to tokens and back; without ``tokens`` both are equal.
 
     Attributes:
         tokens: [d] int64, ascending, or None.
@@ -49,42 +49,42 @@ class DraftVocabulary:
         self._listed: list[int] | None = None if tokens is None else tokens.tolist()
 
     def token(self, number: int) -> int:
-        """The token that has this number."""
+        """The token with this index."""
         return number if self._listed is None else self._listed[number]
 
     def noise(self, whole: Noise) -> Noise:
-        """The noise of these tokens, by their numbers."""
+        """The noise of these tokens, by index."""
         return whole if self.tokens is None else whole.among(self.tokens)
 
     def tokens_at(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The tokens, int64 [N], that have these numbers."""
+        """The tokens with these indices, int64 [N]."""
         return numbers if self.tokens is None else self.tokens[numbers]
 
     def spread(self, values: torch.Tensor, rest: float) -> torch.Tensor:
-        """[d] values to [V], with ``rest`` for the tokens that are left out."""
+        """[V] values from [d] values, with ``rest`` for all other tokens."""
         if self.tokens is None:
             return values
         return values.new_full((self._size,), rest).index_copy_(0, self.tokens, values)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """[V] values to those [d] of the vocabulary."""
+        """[d] values of the vocabulary's tokens from [V] values."""
         return values if self.tokens is None else values[self.tokens]
 
 
 def processed(scores: torch.Tensor, ids: torch.Tensor, processors: Iterable[Any]) -> torch.Tensor:
-    """[N, V] scores after each of transformers' processors; their list looks up each one's signature every time."""
+    """[N, V] scores after all processors; transformers' own list inspects each processor's signature every time."""
     for processor in processors:
         scores = processor(ids, scores)
     return scores
 
 
 def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Of guessed ``scores``, which were divided by the temperature, logits of the tokens that the target will draw.
+    """Logits of the tokens that the target will draw, from guessed ``scores`` that are divided by the temperature.
 
-    Where it draws with the same ``noise``, the largest sum of scores and noise is a guess at its draw (Daliri et al.
-    2024), and likelier to be right the further it is ahead of the others. How far the guess at the target's logits may
-    be off has nothing to do with the temperature, so the softmax is that of the logits with so much noise: without
-    noise it is the guess's own.
+    Where the target draws with the same ``noise``, the largest sum of a score and its noise is a guess of the drawn
+    token (Daliri et al. 2024); the larger its lead, the likelier it is right. The error of the guessed logits does not
+    depend on the temperature, so the sums are scaled back to logits before a softmax. Without noise the result is the
+    guess itself.
     """
     return (scores + noise) * temperature
 
@@ -92,10 +92,10 @@ def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float) -> to
 def top_k(
     scores: torch.Tensor, count: int, noise: Noise | None, position: int, temperature: float
 ) -> tuple[list[list[int]], list[list[float]]] | None:
-    """The numbers of the ``count`` likeliest tokens by each row of ``scores`` [R, d] or [d], and their chances.
+    """The indices of the ``count`` likeliest tokens in each row of ``scores`` [R, d] or [d], and their chances.
 
-    With ``noise`` they are those that the target will draw at ``position`` and the ones behind it, see :func:`coupled`.
-    None where torch has to find them.
+    With ``noise``, these are the tokens that the target will likely draw from ``position`` on, see :func:`coupled`.
+    None where torch has to compute them.
     """
     if device_copies.is_apart(scores.device):
         return None
@@ -105,15 +105,15 @@ def top_k(
 
 
 def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
-    """[size] int64 tokens, ascending: those with the largest of ``counts`` [V], the lower token where they tie.
+    """[size] int64 tokens, ascending: those with the largest ``counts`` [V]; of equal counts, the lower token.
 
-    Low tokens are the early merges of a tokenizer, so they are also a fair guess at what never came.
+    Low tokens are a tokenizer's early merges, so they are also a fair choice among tokens that never occur.
     """
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def token_counts(texts: Iterable[Iterable[int]], vocab_size: int) -> torch.Tensor:
-    """[V] int64, how often each token comes in the texts."""
+    """[V] int64, how often each token occurs in the texts."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for text in texts:
         counts += torch.bincount(torch.tensor(list(text), dtype=torch.int64), minlength=vocab_size)
@@ -121,7 +121,7 @@ def token_counts(texts: Iterable[Iterable[int]], vocab_size: int) -> torch.Tenso
 
 
 def number_in(drafted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """The numbers of ``tokens`` in a draft vocabulary, -1 for those that are not in it."""
+    """The indices of ``tokens`` in a draft vocabulary; -1 for tokens outside it."""
     if drafted is None:
         return tokens
     places = torch.searchsorted(drafted, tokens).clamp(max=len(drafted) - 1)
@@ -129,13 +129,13 @@ def number_in(drafted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tenso
 
 
 def ranks_of(guess: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[N] how many of the guesses [N, d] are above that of number ``right`` [N]; d where it is -1, in none of them."""
+    """[N] the number of guesses in [N, d] above the one with index ``right`` [N]; d where that is -1."""
     own = guess.gather(1, right.clamp(min=0)[:, None])
     return torch.where(right < 0, guess.shape[1], (guess > own).sum(1))
 
 
 def check_draft_tokens(tokens: torch.Tensor | None, vocab_size: int, source: Path) -> None:
-    """Raises CheckpointError where they are no ascending token ids of the vocabulary."""
+    """Raises CheckpointError where the tokens are not ascending token ids of the vocabulary."""
     if tokens is None:
         return
     if tokens.is_floating_point() or not (

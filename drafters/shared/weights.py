@@ -39,12 +39,12 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsConfig:
-    """What a drafter's weights are for.
+    """The model that a drafter's weights were made for.
 
     Attributes:
-        hidden_size: D, the target's width.
-        vocab_size: V, the target's.
-        target: fingerprint of the model that they were trained for; empty if not known.
+        hidden_size: D, the target's hidden size.
+        vocab_size: V, the target's vocabulary size.
+        target: fingerprint of the target that they were trained for; empty if unknown.
     """
 
     hidden_size: AtLeast1
@@ -61,12 +61,12 @@ def save_weights(
     what: str,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``name`` and the config; a full disk leaves the former files whole.
+    """Write ``name`` and the config; a full disk leaves the earlier files whole.
 
-    ``dtype`` is that of weights in the file; None keeps theirs, and whole numbers stay what they are.
+    ``dtype`` is the dtype of floating-point weights in the file; None keeps each weight's own.
 
     Raises:
-        CheckpointError: the files could not be written; ``what`` is what they hold.
+        CheckpointError: the files could not be written; the message says ``what`` they are.
     """
     plain = {
         key: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
@@ -84,24 +84,24 @@ def save_weights(
 
 @contextmanager
 def reading(what: str, folder: Path, remedy: str) -> Iterator[None]:
-    """Turns whatever reading files can raise into a CheckpointError: there is no ``what`` in ``folder``."""
+    """A context that turns any error of reading files into a CheckpointError: ``folder`` has no ``what``."""
     try:
         yield
-    except Exception as error:  # parsers of several libraries, on files that may hold anything
+    except Exception as error:  # several libraries' parsers, on files with any content
         raise CheckpointError(f"no {what} in {str(folder)!r}: {first_line(error)}; {remedy}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What ``config.json`` holds; to be called while ``reading``."""
+    """The content of ``config.json``; call this within ``reading``."""
     values: dict[str, Any] = read_json(dict[str, Any], (folder / CONFIG).read_bytes())
     return values
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors by name, of a safetensors file or a pickle; to be called while ``reading``."""
+    """The tensors of a safetensors file or a pickle, by name; call this within ``reading``."""
     if path.suffix == ".safetensors":
         return load_file(path)
-    # weights_only: a pickle of anything but tensors is refused, not run.
+    # weights_only: a pickle of anything but tensors is refused and not executed.
     content = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(content, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise ConfigError(f"{path.name} holds something else than tensors by name")
@@ -109,7 +109,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path, what: str) -> None:
-    """Fill a module, which may be on the device ``meta``: nothing is allocated before the tensors are known to fit.
+    """Fill a module. It can be on the device ``meta``: memory is allocated only after the tensors are known to fit.
 
     Raises:
         CheckpointError: a tensor is missing, left over, of another shape or kind, or not finite.
@@ -139,20 +139,20 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source
 
 
 def embedded_weights(drafter: str) -> dict[str, Path]:
-    """Fingerprint of a target -> the folder in this package that holds a drafter's weights for it."""
+    """Fingerprint of a target -> the folder in this package with a drafter's weights for it."""
     folders = sorted(embedded_model().parent.glob(f"*-{drafter}"))
     return {str(read_config(folder)["target"]): folder for folder in folders}
 
 
 def weights_folder(given: str | None, target: Target, option: str, *, source: str | None = None) -> Path:
-    """The folder that was given, else the one in this package whose weights were trained for the target.
+    """The folder that was given, or the one in this package whose weights were trained for the target.
 
     Args:
-        option: the one that takes it: medusa.heads, ...
-        source: where such weights come from, as a sentence; None where ``specdec train`` makes them.
+        option: name of the option that takes the folder: medusa.heads, ...
+        source: where to get such weights, as a sentence; None where ``specdec train`` makes them.
 
     Raises:
-        CheckpointError: none was given, and this package holds none for the model.
+        CheckpointError: no folder was given, and this package has no weights for the model.
     """
     if given is not None:
         return Path(given)
@@ -170,7 +170,7 @@ def weights_folder(given: str | None, target: Target, option: str, *, source: st
 
 
 def check_fit(config: WeightsConfig, target: Target, drafter: str, *, check_target: bool = True) -> None:
-    """Raises CheckpointError where a drafter's weights cannot serve a target, or were trained for another one."""
+    """Raises CheckpointError where a drafter's weights do not fit a target, or were trained for another one."""
     for what, own, theirs in (
         ("width", config.hidden_size, target.hidden_size),
         ("vocabulary", config.vocab_size, target.vocab_size),
