@@ -1,1 +1,1 @@
-"""Training: corpora and loops for everything that specdec trains."""
+"""Training: data and loops for everything that specdec trains."""

@@ -1,8 +1,8 @@
-"""Acceptance on held-out text, without decoding: what an adapter is trained for, measured in one forward per text.
+"""Acceptance on held-out text without decoding, measured in one forward for each text.
 
-On a text that the target itself wrote greedily, a chain drafter's accepted tokens *are* the text. So its features there
-are those of drafting, and steps can be counted from two facts per position: was the guess the text's next token, and
-was it trusted. The count equals the engine's.
+If the target itself wrote a text greedily, the tokens that a chain drafter gets accepted there *are* the text. So
+features are those of drafting, and steps can be counted from two facts about each position: whether the guess is the
+text's next token, and whether the drafter is sure enough to go on. The count equals the engine's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEEPEST = 6  # CTAR(1) .. CTAR(6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Held-out evaluation: the target continues ``prompts`` texts, up to ``prompt`` tokens each, by up to ``new``."""
+    """Held-out evaluation: the target continues ``prompts`` texts of up to ``prompt`` tokens by up to ``new``."""
 
     prompts: AtLeast1 = 24
     prompt: AtLeast1 = 128
@@ -33,14 +33,14 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A prompt and what the target wrote after it; ``prompt`` is the length of the former."""
+    """A prompt and the target's continuation, as tokens; ``prompt`` is the prompt's length."""
 
     tokens: list[int]
     prompt: int
 
 
 class Tally:
-    """Counts over steps: ``accepted[i]`` of the ``reached[i]`` drafts at position i that followed accepted ones."""
+    """Counts over steps: of ``reached[i]`` drafts at position i with all before accepted, ``accepted[i]`` were."""
 
     def __init__(self, gamma: int) -> None:
         self.gamma, self.steps, self.tokens = gamma, 0, 0
@@ -49,9 +49,9 @@ class Tally:
     def add(self, right: Sequence[bool], trusted: Sequence[bool]) -> None:
         """Count the steps of one text of n new tokens.
 
-        ``right[i]`` and ``trusted[i]``, n of each, are of the guess at new token i, made from the feature of the token
-        before it. A step drafts up to gamma tokens, ends behind a guess that is not trusted, and never drafts the last
-        token of the budget.
+        ``right[i]`` and ``trusted[i]``, n of each, describe the guess of new token i, from the feature of the token
+        before it. A step drafts up to gamma tokens, ends behind the first guess that is not trusted, and never drafts
+        the last token of the budget.
         """
         chains: list[list[bool]] = []
         for root in range(len(right)):
@@ -60,10 +60,10 @@ class Tally:
         self.add_chains(chains)
 
     def add_chains(self, chains: Sequence[Sequence[bool]]) -> None:
-        """Count the steps of one text of n new tokens, for whatever drafts chains.
+        """Count the steps of one text of n new tokens, for a drafter that makes chains.
 
-        ``chains[i]``: of the chain that is drafted behind new token i - 1 (behind the prompt's last for 0), up to gamma
-        tokens, whether each is the text's own, where those before it are. The budget's last token is never drafted.
+        ``chains[i]`` is the chain drafted behind new token i - 1 (for 0, behind the prompt), of up to gamma tokens:
+        whether each is the text's token, given that the ones before are. The budget's last token is never drafted.
         """
         root, end = 0, len(chains)
         while root < end:
@@ -79,7 +79,7 @@ class Tally:
             root += accepted + 1
 
     def figures(self) -> dict[str, float]:
-        """Tokens per step, CTAR(w) (share of steps that accept w or more drafts), acceptance by draft position."""
+        """Tokens per step, CTAR(w) (share of steps that accept w or more drafts), and acceptance by position."""
         figures = {"tokens_per_step": self.tokens / max(self.steps, 1)}
         for w in range(1, _DEEPEST + 1):
             figures[f"ctar_{w}"] = (self.accepted[w - 1] if w <= self.gamma else 0) / max(self.steps, 1)
@@ -89,10 +89,10 @@ class Tally:
 
 
 def continued_texts(engine: Engine, samples: Sequence[Sample], judged: EvalConfig) -> list[Written]:
-    """Let the target continue ``judged.prompts`` of the samples, evenly chosen, greedily.
+    """Let the target continue ``judged.prompts`` of the samples, evenly spread, greedily.
 
-    A conversation is cut before its first answer, if that comes within the prompt; plain text after ``prompt`` tokens
-    or half of it.
+    A conversation is cut before its first answer, if that begins within ``prompt`` tokens; plain text is cut after
+    ``prompt`` tokens, or in its middle if it is short.
     """
     texts: list[Written] = []
     for sample in samples[:: max(1, len(samples) // max(judged.prompts, 1))][: judged.prompts]:

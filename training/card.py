@@ -1,4 +1,4 @@
-"""The card that lies beside trained weights, and what tells one run from another."""
+"""The model card of trained weights, and the identity of a training run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from training.packing import Windows
 
 __all__ = ["CardText", "among", "command_line", "identity", "model_card", "write_card"]
 
-_PLACES = ("model", "data", "eval_data", "out", "text")  # the data's hash and the target's fingerprint say it better
+_PLACES = ("model", "data", "eval_data", "out", "text")  # hashes identify these better
 
 
 def identity(config: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """What may not change between a run and its continuation: ``weights`` (their whole config, with the target's
-    fingerprint) and all options of a training config but where things lie and how often they are written.
+    """The values that must not change when a run continues: ``weights``, which is their config with the target's
+    fingerprint, and all options of the training config except paths and intervals of writing.
     """
     options = {name: value for name, value in asdict(config).items() if name not in _PLACES}
     options["loop"] |= {"wandb": "off", "log_every": 1, "save_every": 1}
@@ -32,7 +32,7 @@ def identity(config: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def command_line(words: Sequence[str] | None = None) -> str:
-    """The command that runs now, without the folder that its program lies in."""
+    """The command that is running, without its program's folder."""
     program, *rest = sys.argv if words is None else words
     name = Path(program).name
     return shlex.join([*(["python", "-m", "specdec"] if name == "__main__.py" else [name]), *rest])
@@ -40,14 +40,14 @@ def command_line(words: Sequence[str] | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardText:
-    """What a card says of one kind of weights.
+    """A card's texts about one kind of weights.
 
     Attributes:
-        title: of the card.
-        about: the weights in a few words.
-        opening: what they are, a paragraph.
+        title: title of the card.
+        about: short description of the weights.
+        opening: paragraph about the weights.
         columns: figures of ``evaluate`` to show: key -> heading.
-        note: what the figures mean, after how they were taken.
+        note: what the figures mean; it follows the description of how they were measured.
     """
 
     title: str
@@ -58,12 +58,12 @@ class CardText:
 
 
 def model_card(text: CardText, config: Any, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
-    """What the weights are, how they were made and how they did, in Markdown.
+    """A Markdown card: what the weights are, how they were made, and their figures.
 
     Args:
-        config: the training config; its options close the card.
-        windows: what was trained on.
-        lines: of the log.
+        config: the training config, whose options end the card.
+        windows: the training data.
+        lines: lines of the training log.
     """
     judged = config.evaluation
     steps = [line for line in lines if "loss" in line]
@@ -97,22 +97,22 @@ python {platform.python_version()}, torch {torch.__version__}, transformers {tra
 
 
 def among(draft_vocab: int) -> str:
-    """What a card says of a draft vocabulary."""
+    """A card's sentence about a draft vocabulary."""
     return f", over the {draft_vocab:,} tokens that are the most frequent in the data" if draft_vocab else ""
 
 
 def write_card(folder: Path, text: str) -> None:
-    """``README.md`` in the folder of the weights.
+    """Write ``README.md`` into the weights' folder.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: the file could not be written.
     """
     with writing("the card in", folder, "the weights are there"):
         write_text(folder / "README.md", text)
 
 
 def _table(lines: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """A row per evaluation: its step, the training loss last logged before it, its figures."""
+    """A table with a row for each evaluation: its step, the latest training loss before it, and its figures."""
     rows = [["step", "loss", *columns.values()], ["---:"] * (len(columns) + 2)]
     for line in lines:
         if not columns.keys() <= line.keys():

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, and what a run has to have in common with the one that it goes on with."""
+"""Checkpoints of a training run, and the check that a run continues its own checkpoint."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def save_checkpoint(
     state: Mapping[str, Any],
     run: Mapping[str, Any],
 ) -> None:
-    """Write weights, optimizers and ``state``; a kill or a full disk, at any moment, leaves the former file whole.
+    """Write weights, optimizers and ``state``; a kill or a full disk at any time leaves the earlier file whole.
 
     Args:
-        state: JSON values to come back from ``load_checkpoint``.
-        run: what the run is; one with another description may not resume it.
+        state: JSON values that ``load_checkpoint`` returns.
+        run: the run's identity; only a run with an equal one can resume.
 
     Raises:
         CheckpointError: the file could not be written.
@@ -53,11 +53,11 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, run: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fill module and optimizers; returns the state.
+    """Load weights and optimizers; returns the state.
 
     Raises:
-        CheckpointError: a file that is no checkpoint of this module.
-        ConfigError: the checkpoint of another run; the first difference is named.
+        CheckpointError: the file is not a checkpoint of this module.
+        ConfigError: the checkpoint is another run's; the message names the first difference.
     """
     weights: dict[str, torch.Tensor] = {}
     moments: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimizers]
@@ -89,10 +89,10 @@ def load_checkpoint(
 
 
 def precision_of(path: Path) -> str | None:
-    """The precision that a checkpoint was computed in; None where there is none, or none that can be read."""
+    """The precision of a checkpoint's run; None where there is no checkpoint, or it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             found = parse_json((file.metadata() or {})["state"])["precision"]
     except (OSError, SafetensorError, LookupError, TypeError, ValueError):
-        return None  # loading it says what is wrong
+        return None  # loading it reports the error
     return found if found in ("no", "bf16") else None

@@ -1,7 +1,7 @@
-"""Commands around training, mounted by specdec's command line: train, convert, show-sample, distill-data.
+"""The commands of training in specdec's command line: train, convert, show-sample, distill-data.
 
-A trainable drafter is a module of this package with a ``Config`` dataclass and ``run(config)``. Like ``specdec``'s own
-commands these import what they need when they run.
+A trainable drafter is a module of this package with a ``Config`` dataclass and ``run(config)``. Heavy imports happen
+within the commands, as in specdec's own.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def distill_data(
 
 
 def coloured(tokens: list[int], trained: list[bool], tokenizer: Any) -> Text:
-    """The tokens' text; runs of one kind are decoded together, so that no character is cut."""
+    """The tokens as coloured text; consecutive tokens of one kind are decoded together, to keep characters whole."""
     from specdec.engine.text_stream import continuation
 
     text = Text()

@@ -1,4 +1,4 @@
-"""Conversion of published Kangaroo checkpoints: ``pytorch_model.bin`` and a one-layer Llama ``config.json``."""
+"""Converting published Kangaroo checkpoints: ``pytorch_model.bin`` and a one-layer Llama ``config.json``."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _NAMES = {
     **{f"layers.0.self_attn.{p}.weight": f"{p}.weight" for p in ("q_proj", "k_proj", "v_proj", "o_proj")},
     "norm.weight": "norm",
 }
-_IGNORED = "rotary_emb.inv_freq"  # a constant that old releases stored
+_IGNORED = "rotary_emb.inv_freq"  # a constant in old releases
 
 
 def convert(source: str | Path, out: str | Path, *, exit_layer: int, target: Target | None = None) -> Adapter:
-    """Read a checkpoint of the official layout and write ours.
+    """Read a checkpoint in the official layout and write it in ours.
 
     Args:
-        source: folder with ``config.json`` and ``pytorch_model.bin`` or ``model.safetensors``.
-        out: folder to write.
-        exit_layer: l, which the file does not hold: the authors use 2 for 7B models and 3 for 13B.
-        target: its model; if given, the adapter is checked against it and carries its fingerprint.
+        source: the folder with ``config.json`` and ``pytorch_model.bin`` or ``model.safetensors``.
+        out: the folder to write.
+        exit_layer: l, which is not in the files; the authors use 2 for 7B models and 3 for 13B.
+        target: its target; if given, the adapter is checked against it and stored with its fingerprint.
 
     Raises:
-        CheckpointError: a file is missing or broken, has tensors that do not belong, or does not fit the target.
+        CheckpointError: a file is missing or broken, has foreign tensors, or does not fit the target.
     """
     source = Path(source)
     remedy = "give the folder that holds config.json, a Llama's, and pytorch_model.bin"
@@ -63,10 +63,10 @@ def convert(source: str | Path, out: str | Path, *, exit_layer: int, target: Tar
 
 
 def rope_base(values: Mapping[str, Any]) -> float:
-    """Base of the rotary positions in a Llama's config, as transformers 4 and 5 write it.
+    """The base of the rotary positions in a Llama's config, as transformers 4 or 5 writes it.
 
     Raises:
-        ConfigError: positions that are scaled, which an adapter's are not.
+        ConfigError: the positions are scaled, which adapters do not support.
     """
     parameters = LlamaConfig(**values).rope_parameters
     if (kind := parameters["rope_type"]) != "default":
@@ -75,7 +75,7 @@ def rope_base(values: Mapping[str, Any]) -> float:
 
 
 def _renamed(tensors: dict[str, torch.Tensor], source: Path) -> dict[str, torch.Tensor]:
-    """Our names for the official ones, which carry ``module.`` where they were saved from several GPUs."""
+    """The tensors under our names; the official ones have a prefix ``module.`` if saved from several GPUs."""
     renamed: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
         plain = key.removeprefix("module.")

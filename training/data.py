@@ -1,7 +1,8 @@
-"""Training texts: ShareGPT conversations as people have them, plain text, or the standard library.
+"""Training texts: ShareGPT conversations, plain text, or the standard library.
 
-A sample is tokens and a mask of the *trained* ones: an assistant's answers and the tokens that end them, see
-:mod:`training.spans`; in plain text all but special tokens. Skipped records are reported with their place and reason.
+A sample has tokens and a mask of the *trained* tokens: an assistant's answers with the tokens that end them, see
+:mod:`training.spans`; in plain text all except special tokens. Skipped records are reported with their place and
+reason.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class TextConfig:
 
     Attributes:
         length: tokens of a training window; longer samples are cut into windows.
-        template: ``tokenizer`` (its chat template), ``vicuna`` (version 1.1), ``plain`` (turns end to end, for texts
-            that a model continued), or ``auto``: the first if there is one, else the second.
-        skip: how many records of a file may be of no use: a ``few``, which is three or one in a hundred, or ``any``.
-        held_out_one_in: samples kept for evaluation, by a hash of their text, where no evaluation data is given.
+        template: ``tokenizer`` for its chat template; ``vicuna`` for version 1.1; ``plain`` for turns without
+            separators, for texts that a model continued; ``auto`` for the chat template if there is one, else
+            ``vicuna``.
+        skip: how many records of a file can be skipped: a ``few``, three or one in a hundred, or ``any`` number.
+        held_out_one_in: one in so many samples is kept for evaluation, by a hash of its text, without ``eval_data``.
     """
 
     length: Annotated[int, Ge(8), Le(1 << 20), "an integer from 8 to 1048576"] = 512
@@ -50,7 +52,7 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One text: n token ids, and for each whether it is trained. ``held_out``: kept for evaluation."""
+    """A text's n token ids, and for each whether it is trained; ``held_out`` samples are kept for evaluation."""
 
     tokens: list[int]
     trained: list[bool]
@@ -58,11 +60,11 @@ class Sample:
 
 
 def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, skips: Skips) -> Iterator[Sample]:
-    """Samples of all sources: ``stdlib``, or files of conversations or of text, see :mod:`specdec.settings.formats`.
+    """Yield the samples of all sources: ``stdlib``, or files in the formats of :mod:`specdec.settings.formats`.
 
     Raises:
-        ConfigError: a file that is neither, or of which more than a few records are of no use (``config.skip``); or a
-            tokenizer without offsets.
+        ConfigError: a file has neither conversations nor text, or more unusable records than ``config.skip`` allows; or
+            the tokenizer gives no offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
@@ -99,17 +101,17 @@ def load_samples(
     *,
     vocab_size: int | None = None,
 ) -> tuple[list[Sample], list[Sample]]:
-    """Samples to train on and to evaluate with; says what was left out.
+    """Samples for training and for evaluation; ``say`` reports what was left out.
 
     Args:
         data, eval_data: sources as for ``read_samples``; an empty ``eval_data`` holds out a share of ``data``.
         config: how texts become samples.
-        tokenizer: the target's.
-        say: takes a line at a time.
-        vocab_size: of the target, if known.
+        tokenizer: the target's tokenizer.
+        say: receives one line at a time.
+        vocab_size: the target's vocabulary size, if known.
 
     Raises:
-        ConfigError: nothing usable in the data, or tokens that the target does not have.
+        ConfigError: the data has nothing usable, or tokens outside the target's vocabulary.
     """
     skips = Skips()
     samples = list(read_samples(data, tokenizer, config, skips))
@@ -127,7 +129,7 @@ def load_samples(
         )
     learnt = samples if held else [s for s in samples if not s.held_out]
     held = held or [s for s in samples if s.held_out]
-    if not learnt:  # so few that all were held out
+    if not learnt:  # so few samples that all were held out
         learnt, held = held, []
     if not learnt:
         raise ConfigError(f"{', '.join(data)}: not one usable conversation; {why}")
@@ -135,7 +137,7 @@ def load_samples(
 
 
 def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
-    """Messages of a ShareGPT record, alternating and ending with an answer; None where there is nothing to learn."""
+    """A ShareGPT record's messages, alternating, the last one an answer; None where it has nothing to train on."""
     turns = turns_of(record)
     if turns is None:
         skips.skip("no list of conversations, or of messages")
@@ -146,7 +148,7 @@ def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
             skips.skip(f"unknown speaker {shown(role)}")
             return None
         if not isinstance(text, str) or not text.strip():
-            # What follows an empty turn answers something that is not there.
+            # What follows an empty turn answers something that is missing.
             skips.mended["cut at an empty turn"] += 1
             break
         if not is_text(text):
@@ -172,7 +174,7 @@ def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
 
 
 def _conversation(messages: list[Message], tokenizer: Any, config: TextConfig, skips: Skips) -> Sample | None:
-    """Write the messages down, see where the answers are, tokenize once."""
+    """A sample of messages: write them as one text, find the answers, and tokenize it once."""
     own = config.template == "tokenizer" or (config.template == "auto" and writes_chats(tokenizer))
     ends = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
     try:
@@ -184,7 +186,7 @@ def _conversation(messages: list[Message], tokenizer: Any, config: TextConfig, s
     except ValueError as error:
         skips.skip(str(error))
         return None
-    # As at inference: a template writes its own begin token, plain text gets the tokenizer's.
+    # As in decoding: a template writes the begin token itself; for plain text the tokenizer adds it.
     encoded = tokenizer(text, add_special_tokens=not own, return_offsets_mapping=True, verbose=False)
     trained = trained_tokens(encoded["offset_mapping"], spans)
     return Sample(list(encoded["input_ids"]), trained, _held_out(text, config))

@@ -1,8 +1,8 @@
-"""Self-distillation data: prompts of any kind, answered by the target itself, as a ShareGPT file.
+"""Self-distillation data: a ShareGPT file of prompts of any kind, answered by the target itself.
 
-Drafters learn best from what their target writes (Cai et al. 2024, section 2.2.3). Many prompts are answered at once.
-Every answer is a function of its prompt, its number and the options, whatever is answered beside it, and is on disk as
-soon as it ends, so a killed run goes on where it was.
+Drafters learn best from their target's own texts (Cai et al. 2024, section 2.2.3). Many prompts are answered at once.
+An answer depends on its prompt, its index and the options, not on the answers beside it. Each is written to disk when
+it ends, so a killed run continues where it was.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["SELF", "Distilled", "distill", "own_prompts", "prompts_of", "talk"]
 
 TURNS = ("first", "all")
 SELF = "self"
-"""The source whose questions the target writes itself, where its chat template lets a user begin (Xu et al. 2024,
-"Magpie", arXiv 2406.08464): they are of the kind that it was trained to answer, and no data set is needed."""
+"""The source for which the target writes the questions itself, if its chat template lets a user begin (Xu et al. 2024,
+"Magpie", arXiv 2406.08464). They resemble the ones that it was trained to answer, and need no data set."""
 
-_QUESTION = 100  # tokens, at most, of a question that the target writes
+_QUESTION = 100  # most tokens of a question that the target writes
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """What a run made: ``records`` in the file, ``new_tokens`` of this run's answers, and what was left out and why."""
+    """A run's result: the number of ``records``, ``new_tokens`` of this run, and reasons for what was left out."""
 
     records: int
     new_tokens: int
@@ -64,12 +64,12 @@ def prompts_of(
     """The prompts of all sources, numbered from 0.
 
     A source is ``stdlib`` (the training side of Python's own sources), a ShareGPT file (its human turns), a question
-    file (JSON with turns, prompt or question), or text, of which every ``prompt_tokens`` tokens are a prompt; see
-    :mod:`specdec.settings.formats` for what is which. ``skips`` counts the conversations without a question;
-    ``skipping`` bounds their number per file.
+    file (JSON with turns, prompt or question), or text, which is cut into prompts of ``prompt_tokens`` tokens; see
+    :mod:`specdec.settings.formats`. ``skips`` counts the conversations without a question, and ``skipping`` limits
+    their number for each file.
 
     Raises:
-        ConfigError: a source that cannot be read, no prompt at all, or texts mixed with conversations.
+        ConfigError: a source cannot be read, there is no prompt, or texts are mixed with conversations.
     """
     if turns not in TURNS:
         raise ConfigError(f"turns is {turns!r}; it must be one of {', '.join(TURNS)}")
@@ -100,12 +100,12 @@ def prompts_of(
 
 
 def own_prompts(count: int) -> list[Question]:
-    """Prompts whose only turn the target is to write itself."""
+    """Prompts whose only turn the target writes itself."""
     return [Question(id=number, category=SELF, turns=()) for number in range(count)]
 
 
 Talk = Generator[Request, Generation, dict[str, Any]]
-"""Asks for one generation after the other, is sent each, and returns a line of the unfinished file."""
+"""Yields requests one after another, receives each generation, and returns a line for the unfinished file."""
 
 
 def distill(
@@ -121,24 +121,24 @@ def distill(
     batch: int = 8,
     run: Mapping[str, Any],
 ) -> Distilled:
-    """Answer the prompts, and put the file at ``out``, in their order, when all are answered.
+    """Answer the prompts; when all are answered, write the file ``out`` in the prompts' order.
 
-    Until then they are lines of ``out`` + ``.partial``, as each one ends, from which the same call goes on.
+    Until then, answers are lines of ``out`` + ``.partial`` in the order of their ends; the same call continues from it.
 
     Args:
-        sampling: a draw's noise is keyed by seed + number of the prompt; ``match`` stands in for ``auto``, so that the
-            answers are the same under every drafter.
-        stop: strings that end an answer; it is cut before them.
-        stop_token_ids: tokens that end an answer, beside the target's own end tokens.
+        sampling: the noise of a draw depends on the seed plus the prompt's index; ``auto`` acceptance becomes
+            ``match``, so that answers are the same under every drafter.
+        stop: strings that end an answer; the answer is cut before them.
+        stop_token_ids: tokens that end an answer, in addition to the target's end tokens.
         form: how turns become a prompt, see :func:`specdec.engine.questions.build_prompt`.
-        batch: how many are answered at once; it changes the speed, and the answers only where
-            :mod:`specdec.engine.scheduler` says that numbers round otherwise.
-        run: JSON values that say what this run is; the unfinished file of another is refused.
+        batch: number of prompts answered at once; it changes the speed, and answers only where
+            :mod:`specdec.engine.scheduler` says that rounding depends on the batch.
+        run: JSON values that identify this run; an unfinished file of another run is refused.
 
     Raises:
-        ConfigError: ``out`` exists, or is half done with other options.
-        CheckpointError: the disk refuses.
-        SpecdecError: an answer fails, but for a prompt that is too long, which is left out.
+        ConfigError: ``out`` exists, or is unfinished with other options.
+        CheckpointError: the disk cannot be written to.
+        SpecdecError: an answer fails, except for a prompt that is too long, which is left out.
     """
     if sampling.acceptance == "auto":
         sampling = replace(sampling, acceptance="match")
@@ -174,15 +174,15 @@ def distill(
 
 
 class _Talks:
-    """The requests of numbered talks, in the order in which a scheduler is to take them.
+    """The requests of numbered talks, in the scheduler's order.
 
-    A talk that has begun goes before one that has not. Where all have begun, there is nothing until an answer is in.
+    Talks that have begun come first. Once all have begun, there is no request until an answer arrives.
     """
 
     def __init__(self, talks: Iterable[tuple[int, Talk]]) -> None:
         self._new = iter(talks)
         self._ready = deque[tuple[int, Talk, Request]]()
-        self._asked: list[tuple[int, Talk]] = []  # by the place of the request
+        self._asked: list[tuple[int, Talk]] = []  # by index of the request
 
     def __iter__(self) -> Iterator[Request]:
         return self
@@ -196,7 +196,7 @@ class _Talks:
         return request
 
     def answered(self, place: int, generation: Generation) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Number and line of the talk, if it ends with this."""
+        """Number and line of the talk, if this answer ends it."""
         number, begun = self._asked[place]
         try:
             self._ready.append((number, begun, begun.send(generation)))
@@ -213,7 +213,7 @@ def talk(
     sampling: SamplingParams,
     stops: Mapping[str, Any],
 ) -> Talk:
-    """One prompt's turns, where a later one follows the target's own answers."""
+    """A prompt's turns; each later turn follows the target's own answers."""
     turns: list[dict[str, str]] = []
     answers: list[str] = []
     reason = ""
@@ -236,14 +236,14 @@ def talk(
         answers.append(answer)
         turns += [{"from": "human", "value": said}, {"from": "gpt", "value": answer}]
         if generation.finish_reason not in ("eos", "stop"):
-            break  # cut off in mid-answer: nothing should follow
+            break  # the answer was cut off, so nothing should follow
     if not turns:
         return {"record": None, "skipped": reason}
     return {"record": {"id": str(prompt.id), "source": prompt.category, "conversations": turns}}
 
 
 def _answer(generation: Generation, form: str, tokenizer: Any) -> str:
-    """The answer as it stands in a record: where a turn is written down, the space before it is written too."""
+    """The answer as a record's text; where a turn is written as text, the space before it is included."""
     if form == "plain":
         return generation.text
     return (
@@ -254,15 +254,15 @@ def _answer(generation: Generation, form: str, tokenizer: Any) -> str:
 
 
 def _users_place(tokenizer: Any) -> list[int]:
-    """What the chat template writes before a user's first words.
+    """The tokens that the chat template writes before a user's first words.
 
     Raises:
-        ConfigError: the tokenizer has no chat template in which a user's words stand as they are.
+        ConfigError: the tokenizer has no chat template that writes a user's words unchanged.
     """
     needs = ConfigError(f"the source {SELF!r} needs a chat template; give a chat model, or prompts of your own")
     if not writes_chats(tokenizer):
         raise needs
-    if not getattr(tokenizer, "chat_template", None):  # one that writes tokens, and text only to be looked at
+    if not getattr(tokenizer, "chat_template", None):  # such a tokenizer writes tokens; its text is for display only
         talks = [token_ids([{"role": "user", "content": content}], tokenizer) for content in (MARK, "a")]
         return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*talks, strict=False))]
     messages = [{"role": "user", "content": MARK}]
@@ -280,7 +280,7 @@ def _check_line(line: Mapping[str, Any]) -> None:
 
 
 def _pieces(text: str, tokenizer: Any, size: int) -> Iterator[str]:
-    """The text in pieces of ``size`` tokens, each begun at a line's start; a last short one is left out."""
+    """Pieces of the text of ``size`` tokens, each from a line's start; a short last piece is left out."""
     lines, ends = text.splitlines(keepends=True), list[int]()
     for ids in tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else ():
         ends.append((ends[-1] if ends else 0) + len(ids))
@@ -296,7 +296,7 @@ def _pieces(text: str, tokenizer: Any, size: int) -> Iterator[str]:
 def _asked(
     path: Path, records: Sequence[Record], skips: Skips, skipping: Skipping
 ) -> Iterator[tuple[tuple[str, ...], str | None]]:
-    """The human turns of a ShareGPT file, or a question file's questions and how they want to be asked."""
+    """The human turns of a ShareGPT file, or a question file's questions with the form that each asks for."""
     if all(turns_of(record.value) is None for record in records):
         for question in read_questions(path):
             yield question.turns, question.format

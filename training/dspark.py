@@ -1,8 +1,8 @@
-"""Training of a DSpark head on a frozen target: blocks of masks behind random places, a bias by the token before, and a
-head that tells the chance of acceptance.
+"""Training a DSpark head on a frozen target: blocks of masks at random places, a bias that depends on the token before,
+and a head that estimates acceptance.
 
-A block is trained as it is drafted: its first row holds the text's token, the others masks; they see the text before
-it by the target's hidden states, and each other.
+A block is trained as it is drafted: its first row has the text's token, the others have masks. Its rows see the text
+before the block, through the target's hidden states, and each other.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["Blocks", "Config", "DSparkTraining", "NewHead", "TrainedBlock", "anc
 class NewHead:
     """The head to train; see :class:`drafters.heads.config.BlockConfig`.
 
-    ``taps`` empty: a layer near the target's beginning, one in its middle, one near its end. ``heads`` and
-    ``intermediate_size`` 0: as in the target, or near. ``mask_token`` None: the token that comes least in the data.
+    With empty ``taps``, the head reads a layer near the target's begin, one in its middle and one near its end. With 0,
+    ``heads`` and ``intermediate_size`` are about the target's. With None, ``mask_token`` is the data's rarest token.
     """
 
     layers: int = 2
@@ -54,14 +54,14 @@ class NewHead:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(HeadTrainConfig):
-    """What a training config may hold, beside HeadTrainConfig's.
+    """The options of a DSpark training, beside those of HeadTrainConfig.
 
     Attributes:
-        anchors: blocks of a window that are trained, at random places of what is trained of it.
-        acceptance: what the head of acceptance learns: ``choice``, whether the likeliest token is the text's own, which
-            is its chance at T=0; or ``overlap``, the sum of min(p, q), by which rejection accepts a drawn token.
-        acceptance_weight: of its loss, in nats, beside the tokens'.
-        head: what is trained, see its class; with ``start``, that one is.
+        anchors: number of blocks trained in a window, at random places among its trained tokens.
+        acceptance: what the acceptance head learns: ``choice``, whether the likeliest token is the text's, its chance
+            at T=0; or ``overlap``, the sum of min(p, q), the chance that rejection accepts a drawn token.
+        acceptance_weight: weight of its loss, in nats, beside the tokens' loss.
+        head: the new head, see its class; unused with ``start``, which trains an existing one.
     """
 
     out: str = "runs/dspark"
@@ -73,8 +73,8 @@ class Config(HeadTrainConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """What A blocks say, B tokens each: ``hidden`` [A, B, W] states behind the last norm, ``bias`` [A, B, d] by the
-    token before (None without one), and ``acceptance`` [A, B], the logit of the chance.
+    """The results for A blocks of B tokens: ``hidden`` [A, B, W] states behind the last norm, the ``bias`` [A, B, d] of
+    the token before (None without one), and ``acceptance`` [A, B], the logit of the chance.
     """
 
     hidden: torch.Tensor
@@ -83,7 +83,7 @@ class Blocks:
 
 
 class TrainedBlock(Block):
-    """A DSpark head that drafts behind many places at once, with gradients."""
+    """A DSpark head that drafts at many places at once, with gradients."""
 
     def forward(
         self,
@@ -94,12 +94,12 @@ class TrainedBlock(Block):
         documents: torch.Tensor,
         anchors: torch.Tensor,
     ) -> Blocks:
-        """What blocks say of the tokens behind them.
+        """Run blocks at the anchors.
 
         Args:
-            features: [B, L, taps x D] the target's.
-            embedded: [A, block, W] of each block's tokens: the text's, and masks.
-            before: [A, block] int64, the tokens behind which each row guesses: the text's.
+            features: [B, L, taps x D] the target's hidden states.
+            embedded: [A, block, W] embeddings of each block's tokens: the text's token, and masks.
+            before: [A, block] int64, the text's token before each row's guess.
             positions, documents: [B, L], see :class:`training.packing.Batch`.
             anchors: [A] rows of the flattened [B * L] at which blocks begin, ascending.
         """
@@ -132,7 +132,7 @@ class TrainedBlock(Block):
 
     @staticmethod
     def _seen(anchors: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        """[A, L] bool: what blocks see of their windows' texts, which is their own piece before them."""
+        """[A, L] bool, what each block sees of its window: its own piece of text before the block."""
         length = documents.shape[1]
         window, place = anchors // length, anchors % length
         same = documents[window] == documents.flatten()[anchors][:, None]
@@ -140,7 +140,7 @@ class TrainedBlock(Block):
 
 
 class DSparkTraining(HeadTraining):
-    """A DSpark head's training."""
+    """The training of a DSpark head."""
 
     config: Config
     head: TrainedBlock
@@ -167,11 +167,11 @@ class DSparkTraining(HeadTraining):
         losses = losses + self.config.acceptance_weight * F.binary_cross_entropy_with_logits(
             said.acceptance[there].float(), right, reduction="none"
         )
-        # As many blocks as are drawn stand for all places.
+        # The drawn blocks stand for all places, so the loss is scaled to all of them.
         return (losses * weights).sum() / weights.sum().clamp_min(1e-9) * len(batch.targets)
 
     def _accepted(self, guess: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """[N] what the head of acceptance learns to say of guesses [N, d]."""
+        """[N] the acceptance head's labels for guesses [N, d]."""
         if self.config.acceptance == "choice":
             return (guess.argmax(-1) == wanted.argmax(-1)).float()
         return torch.minimum(torch.softmax(guess, -1), torch.softmax(wanted, -1)).sum(-1)
@@ -185,7 +185,7 @@ class DSparkTraining(HeadTraining):
         return said
 
     def _guessed(self, said: Blocks, there: torch.Tensor) -> torch.Tensor:
-        """[N, d] logits of the rows of blocks that are ``there`` [A, block]."""
+        """[N, d] logits of the blocks' rows that are ``there`` [A, block]."""
         logits = self.logits(said.hidden[there])
         return logits if said.bias is None else logits + said.bias[there].to(logits.dtype)
 
@@ -199,8 +199,8 @@ class DSparkTraining(HeadTraining):
 
     @torch.no_grad()
     def guesses(self, text: Written) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [N, B, d] and chances of acceptance [N, B] of blocks behind a prompt's last token and each of the N
-        new ones but the last, where they hold the text's own tokens.
+        """Logits [N, B, d] and chances of acceptance [N, B], for blocks behind the prompt's last token and behind each
+        of the N new tokens except the last, with the text's own tokens before each guess.
         """
         batch = self.batch_of(text, 0, 1)
         features, _ = self.read(batch)
@@ -225,12 +225,12 @@ class DSparkTraining(HeadTraining):
 
 
 def anchors_of(batch: Batch, most: int, depth: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where blocks begin, and what they are to guess; which, follows from seed, step and windows.
+    """The places where blocks begin, and what their rows must guess; seed, step and windows decide the places.
 
     Returns:
-        [A] rows of the flattened tokens, ascending, up to ``most`` a window; and [A, depth] int64, for each token of a
-        block the index into ``batch.targets`` of the place that it is guessed at, -1 where no text is trained there or
-        between.
+        [A] rows of the flattened tokens, ascending, at most ``most`` in a window; and [A, depth] int64, for each token
+        of a block its guess's index in ``batch.targets``, -1 where that place, or one before it in the block, is not
+        trained.
     """
     targets, (windows, length) = batch.targets, batch.documents.shape
     numbers = [] if batch.numbers is None else batch.numbers.tolist()
@@ -251,10 +251,10 @@ def anchors_of(batch: Batch, most: int, depth: int, seed: int) -> tuple[torch.Te
 def new_head(
     config: NewHead, target: TransformersTarget, *, counts: torch.Tensor | None = None, seed: int = 0
 ) -> TrainedBlock:
-    """An untrained head for a target; ``counts`` [V] of the training data's tokens choose its draft vocabulary.
+    """An untrained head for a target; ``counts`` [V] of the data's tokens decide its draft vocabulary.
 
     Raises:
-        ConfigError: layers or a mask token that the target does not have.
+        ConfigError: the target lacks a layer or the mask token.
     """
     layers = target.num_layers
     taps = config.taps or sorted({min(2, layers), (layers + 1) // 2, max(layers - 2, 1)})

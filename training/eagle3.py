@@ -1,8 +1,8 @@
-"""Training of an EAGLE-3 head on a frozen target (Li et al. 2025, arXiv 2503.01840, section 3.2).
+"""Training an EAGLE-3 head on a frozen target (Li et al. 2025, arXiv 2503.01840, section 3.2).
 
-Training-time test: behind every position a chain is drafted as in decoding. Its first row reads the target's hidden
-states, each further one what the head itself gave for the row before, with the text's own tokens. A chain's rows see
-the rows of the text up to the one it begins with, and each other.
+Training-time test: a chain is drafted behind every position, as in decoding. Its first row reads the target's hidden
+states, and each further row reads the head's own output for the row before, with the text's tokens. A chain's rows see
+the rows of the text up to its begin, and each other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Depth = Annotated[int, Ge(1), Le(16), "an integer from 1 to 16"]
 class NewHead:
     """The head to train; see :class:`drafters.heads.config.ChainConfig`.
 
-    ``taps`` empty: EAGLE-3's for the target's depth. ``heads`` and ``intermediate_size`` 0: as in the target, or near.
+    With empty ``taps``, they are EAGLE-3's. With 0, ``heads`` and ``intermediate_size`` are about the target's.
     """
 
     taps: list[int] = field(default_factory=list)
@@ -51,12 +51,12 @@ class NewHead:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(HeadTrainConfig):
-    """What a training config may hold, beside HeadTrainConfig's.
+    """The options of an EAGLE-3 training, beside those of HeadTrainConfig.
 
     Attributes:
-        depth: tokens of a chain that is trained.
-        judged_depth: of one that is drafted on held-out texts.
-        head: what is trained, see its class; with ``start``, that one is.
+        depth: tokens of a chain in training.
+        judged_depth: tokens of a chain on held-out texts.
+        head: the new head, see its class; unused with ``start``, which trains an existing one.
     """
 
     out: str = "runs/eagle3"
@@ -76,20 +76,20 @@ class TrainedChain(Chain):
         documents: torch.Tensor,
         rows: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """States [N_s, W] behind the last norm, of each token s of the chains.
+        """States [N_s, W] behind the last norm, for each token s of the chains.
 
         Args:
-            features: [B, L, taps x D] the target's.
-            embedded: [B, L, W] of the texts' tokens.
+            features: [B, L, taps x D] the target's hidden states.
+            embedded: [B, L, W] embeddings of the texts' tokens.
             positions, documents: [B, L], see :class:`training.packing.Batch`.
-            rows: for each s, [N_s] rows of the flattened [B * L] whose chains go so far, ascending; each s's are among
-                the ones before it. Row i reads the features of place i and the token behind it, as its chain's token s
-                is guessed with token i + 1 + s.
+            rows: for each s, [N_s] rows of the flattened [B * L] whose chains have a token s, ascending, a subset of
+                those before. Row i reads the features of place i and the token behind it; token s of its chain is
+                guessed with token i + 1 + s.
         """
         layer: Any = self.layers[0]
         own, eps, (windows, length) = HeadLayer(layer, self.config), self.config.norm_eps, features.shape[:2]
         tokens = normed(embedded.flatten(0, 1), layer.input_layernorm.weight, eps)
-        tokens = torch.cat((tokens, tokens.new_zeros(len(rows) + 1, tokens.shape[-1])))  # rows behind the last one
+        tokens = torch.cat((tokens, tokens.new_zeros(len(rows) + 1, tokens.shape[-1])))  # rows behind the last
         fused, places = self._fused(features.flatten(0, 1)), positions.flatten()
         every = torch.cat((tokens[1 : len(places) + 1], normed(fused, layer.hidden_norm.weight, eps)), -1)
         keys, values = own.keys_values(every, rotations(self.config, places, fused))
@@ -114,7 +114,7 @@ class TrainedChain(Chain):
         return guesses
 
     def _fused(self, features: torch.Tensor) -> torch.Tensor:
-        """[T, W] of the target's hidden states [T, taps x D], side by side."""
+        """[T, W] the combination of the target's hidden states [T, taps x D]."""
         config = self.config
         norms: list[Any] = []
         if config.norm_inputs == "whole":
@@ -129,7 +129,7 @@ class TrainedChain(Chain):
 
     @staticmethod
     def _seen(rows: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        """[N, L] bool: what rows see of their windows' texts, which is their own piece up to themselves."""
+        """[N, L] bool, what each row sees of its window: its own piece of text up to itself."""
         length = documents.shape[1]
         window, place = rows // length, rows % length
         same = documents[window] == documents.flatten()[rows][:, None]
@@ -137,7 +137,7 @@ class TrainedChain(Chain):
 
 
 class Eagle3Training(HeadTraining):
-    """An EAGLE-3 head's training."""
+    """The training of an EAGLE-3 head."""
 
     config: Config
     head: TrainedChain
@@ -174,8 +174,8 @@ class Eagle3Training(HeadTraining):
 
     @torch.no_grad()
     def guesses(self, text: Written, depth: int) -> list[torch.Tensor]:
-        """For each token s of a chain the logits [N - s, d], of chains behind the prompt's last token and each of the N
-        new ones but the last.
+        """For each token s of a chain the logits [N - s, d], for chains behind the prompt's last token and behind each
+        of the N new tokens except the last.
         """
         batch, new = self.batch_of(text, 0, 1), len(text.tokens) - text.prompt
         features, _ = self.read(batch)
@@ -200,11 +200,11 @@ class Eagle3Training(HeadTraining):
 
 
 def followed(batch: Batch, depth: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each token s of a chain: which of ``batch.targets`` have trained places 1, ..., s + 1 behind them in the same
-    text, and the place s + 1 behind each; both as indices into ``batch.targets``.
+    """For each token s of a chain: the indices in ``batch.targets`` of rows with trained places 1, ..., s + 1 behind
+    them in the same text, and of the places s + 1 behind them.
 
-    Example: targets 0 1 2 5 6 of one window, positions 5 and 6 being another text: for s = 0 the chains of 0 1 5
-    (indices 0 1 3) with the places 1 2 6 (1 2 4), for s = 1 the chain of 0 with the place 2.
+    Example: targets 0 1 2 5 6 of one window, where 5 and 6 are another text. For s = 0 there are the chains of 0 1 5
+    (indices 0 1 3) with the places 1 2 6 (1 2 4); for s = 1 there is the chain of 0 with the place 2.
     """
     targets, documents = batch.targets, batch.documents
     length, pieces = documents.shape[1], documents.flatten()
@@ -223,10 +223,10 @@ def followed(batch: Batch, depth: int) -> list[tuple[torch.Tensor, torch.Tensor]
 def new_head(
     config: NewHead, target: TransformersTarget, *, counts: torch.Tensor | None = None, depth: int = 0, seed: int = 0
 ) -> TrainedChain:
-    """An untrained head for a target; ``counts`` [V] of the training data's tokens choose its draft vocabulary.
+    """An untrained head for a target; ``counts`` [V] of the data's tokens decide its draft vocabulary.
 
     Raises:
-        ConfigError: layers that the target does not have.
+        ConfigError: the target lacks a layer.
     """
     taps = config.taps or aux_layers(target.num_layers)
     sizes = target_sizes(target, taps, heads=config.heads, intermediate_size=config.intermediate_size, least=0)

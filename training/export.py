@@ -1,7 +1,7 @@
-"""Heads for other engines: in the layout of the package ``speculators``, or in the one of EAGLE-3's authors.
+"""Exporting heads to other engines, in the layout of the package ``speculators`` or of EAGLE-3's authors.
 
-What those engines take from the target as it is stays out of the file; what a head reads otherwise than they would, or
-has over a draft vocabulary, goes in. :mod:`drafters.heads.layout` reads both layouts back.
+The file lacks what those engines take unchanged from the target. It has what a head reads in another form, or over a
+draft vocabulary. :mod:`drafters.heads.layout` can read both layouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.models.transformers_target import TransformersTarget
 __all__ = ["LAYOUTS", "export"]
 
 LAYOUTS = ("speculators", "eagle3")
-"""``speculators``: the package's, which vLLM reads; ``eagle3``: that of EAGLE-3's authors, which SGLang reads."""
+"""``speculators`` is the package's layout, which vLLM reads; ``eagle3`` is EAGLE-3's authors', which SGLang reads."""
 
 _CLASSES = {
     "eagle3": "Eagle3Speculator",
@@ -36,27 +36,27 @@ _CLASSES = {
 def export(
     folder: Path, out: Path, drafter: str, target: TransformersTarget, *, layout: str, verifier: str
 ) -> dict[str, Any]:
-    """Write a head of any format that is read in one that other engines load.
+    """Write a head in a layout that other engines load.
 
     Args:
-        folder: the head's.
-        out: folder to write.
-        drafter: who drafts with it.
-        target: its model.
+        folder: the head's folder, in any format that specdec reads.
+        out: the folder to write.
+        drafter: name of the drafter that uses the head.
+        target: its target.
         layout: one of ``LAYOUTS``.
-        verifier: name or path of that model, as those engines are to find it.
+        verifier: name or path under which those engines find the target.
 
     Returns:
         The config that was written.
 
     Raises:
-        CheckpointError: no such head, or the folder could not be written.
-        ConfigError: a head that the layout cannot say.
+        CheckpointError: there is no such head, or the folder could not be written.
+        ConfigError: the layout cannot describe the head.
     """
     check_choice("layout", layout, LAYOUTS)
     head = load_head(folder, drafter, target)
     config: HeadConfig = head.config
-    # The package fills no embedding that a chain's file lacks, though it takes a block's from the model.
+    # The package cannot fill a chain's missing embedding from the target, though it can fill a block's.
     tensors = _tensors(head, target, layout == "speculators" and isinstance(config, ChainConfig))
     if layout == "eagle3":
         values, tensors = _authors(config, tensors, target)
@@ -70,9 +70,9 @@ def export(
 
 
 def _tensors(head: HeadWeights, target: TransformersTarget, embedding: bool) -> dict[str, torch.Tensor]:
-    """By the names that both layouts have, with what engines would not find in the target.
+    """The tensors by both layouts' names, with those that engines would not find in the target.
 
-    ``embedding``: the target's goes in, even where layers read it as it is.
+    With ``embedding``, the target's embedding is included, even where layers read it unchanged.
     """
     config, tensors = head.config, {name: tensor.cpu() for name, tensor in head.state_dict().items()}
     drafted = tensors.pop("draft_tokens", None)
@@ -87,10 +87,10 @@ def _tensors(head: HeadWeights, target: TransformersTarget, embedding: bool) -> 
 
 
 def _matrix(target: TransformersTarget, drafted: torch.Tensor | None) -> torch.Tensor:
-    """[d, D] the target's head, over the draft vocabulary.
+    """[d, D] the target's head as a matrix, over the draft vocabulary.
 
     Raises:
-        ConfigError: it is no matrix.
+        ConfigError: the head is not a matrix.
     """
     head = target.head if drafted is None else target.head_of(drafted)
     units = torch.eye(target.hidden_size, dtype=target.dtype, device=target.head_device)
@@ -104,7 +104,7 @@ def _matrix(target: TransformersTarget, drafted: torch.Tensor | None) -> torch.T
 
 
 def _reads_as_it_is(target: TransformersTarget) -> bool:
-    """Whether the target's layers read its embedding, and not a multiple of it."""
+    """Whether the target's layers read its embedding unscaled."""
     weight = target.model.get_input_embeddings().weight
     few = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 16))
     read, plain = target.embed(few).cpu(), weight[few.to(weight.device)].detach().to(target.dtype).cpu()
@@ -112,7 +112,7 @@ def _reads_as_it_is(target: TransformersTarget) -> bool:
 
 
 def _layers(config: HeadConfig, kind: str) -> dict[str, Any]:
-    """The layers' config, as transformers has it for models of a kind."""
+    """The layers' config, in transformers' form for this kind of model."""
     values = {
         "model_type": kind,
         "hidden_size": config.width,
@@ -148,7 +148,7 @@ def _speculators(config: HeadConfig, target: TransformersTarget, verifier: str) 
     depth = config.drafted if isinstance(config, BlockConfig) else config.depth
     values: dict[str, Any] = {
         "speculators_model_type": kind,
-        "speculators_version": "0.9.0",  # whose layout it is
+        "speculators_version": "0.9.0",  # the version whose layout this is
         "architectures": [_CLASSES[kind]],
         "transformer_layer_config": _layers(config, "qwen3" if config.qk_norm else "llama"),
         "draft_vocab_size": config.draft_vocab or config.vocab_size,
@@ -198,7 +198,7 @@ def _block(config: HeadConfig) -> dict[str, Any]:
 def _authors(
     config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: TransformersTarget
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """EAGLE-3's authors name layers whose outputs are read, and their one layer ``midlayer``."""
+    """The layout of EAGLE-3's authors: it names layers whose outputs are read, and the single layer ``midlayer``."""
     if not isinstance(config, ChainConfig) or config.kind != "eagle3" or config.layers > 1 or min(config.taps) < 1:
         raise ConfigError(
             "the layout of EAGLE-3's authors holds EAGLE-3 heads of one layer over outputs of layers, and this one is "

@@ -1,7 +1,7 @@
-"""Features: what a frozen target gives for windows of text, by the code that decodes, so that drafting sees the same.
+"""Features: a frozen target's hidden states for windows of text, computed by the decoding code, as drafters see them.
 
-They are a function of the window alone, whatever batch it comes in. So they may be kept: a second epoch then costs no
-forward of the target, which on small data is most of a training run.
+They depend on the window alone, not on its batch, so they can be kept: a second epoch then needs no forward of the
+target, which with little data is most of the training time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from training.packing import Batch
 
 __all__ = ["FrozenTarget"]
 
-_SLAB = 64  # windows that are kept in one piece, as many small ones would lie among what a forward needs and frees
+_SLAB = 64  # windows stored in one tensor, as many small ones would fragment memory
 
 
 class FrozenTarget:
     """A target's early features and last hidden states for whole batches, and its head.
 
     Args:
-        target: the model; it is never changed.
-        layers: for each l >= 1 of these, features are the residual stream after l layers.
-        draft_tokens: [d] the draft vocabulary that the head is over; None is all tokens.
-        keep: bytes of features that may be held in memory; windows beyond are computed anew.
+        target: the model, which is never changed.
+        layers: for each number l >= 1, features are the residual stream after l layers.
+        draft_tokens: [d] the draft vocabulary of the head; None for all tokens.
+        keep: bytes of features to keep in memory; further windows are computed each time.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class FrozenTarget:
         self._taps = [*sorted(set(layers)), FINAL]
         self._keep = keep
         self._slabs: list[torch.Tensor] = []  # [windows, taps, L, D]
-        self._places: dict[int, int] = {}  # number of a window -> where it lies in the slabs
-        # A product that gradients pass through, in the dtype that its input has.
+        self._places: dict[int, int] = {}  # number of a window -> its index in the slabs
+        # A product with gradients, in its input's dtype.
         self._heads: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {}
         target.model.requires_grad_(False)
 
     @torch.no_grad()
     def read(self, batch: Batch) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Features by layer [B, L, D], and the states [N, D] after the last norm at ``batch.targets``; no gradients."""
+        """Features [B, L, D] by layer, and the last normed states [N, D] at ``batch.targets``, without gradients."""
         numbers = [-1] * len(batch.tokens) if batch.numbers is None else batch.numbers.tolist()
         stacked = torch.stack(
             [self._window(*row) for row in zip(numbers, batch.tokens, batch.documents, strict=True)], 1
@@ -59,7 +59,7 @@ class FrozenTarget:
         return dict(zip(self._taps, features, strict=False)), states.flatten(0, 1)[batch.targets]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits [..., V], or [..., d] of the draft vocabulary, of states after a last norm."""
+        """The target's logits [..., V], or [..., d] of the draft vocabulary, for states behind a last norm."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         if dtype not in self._heads:
@@ -67,7 +67,7 @@ class FrozenTarget:
         return self._heads[dtype](hidden.to(dtype))
 
     def _window(self, number: int, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        """[taps, L, D] of one window."""
+        """[taps, L, D] the features of one window."""
         place = self._places.get(number)
         if place is not None:
             return self._slabs[place // _SLAB][place % _SLAB]
@@ -81,14 +81,14 @@ class FrozenTarget:
         return features
 
     def _computed(self, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        """The pieces of a window, a forward each, as they do not see each other."""
+        """[taps, L, D] the features of one window; its pieces of text do not see each other, so each is a forward."""
         target, pieces, start = self.target, [], 0
         with torch.autocast(tokens.device.type, enabled=False), target.active():
-            cache = target.new_cache(capacity=len(tokens), rows=len(tokens))  # of which nothing is ever committed
+            cache = target.new_cache(capacity=len(tokens), rows=len(tokens))  # nothing is ever committed to it
             for size in torch.unique_consecutive(documents, return_counts=True)[1].tolist():
                 ids = tokens[start : start + size].tolist()
                 block = Block(cache, ids, device=target.device, backend=target.backend)
                 taps = target.forward(block, taps=self._taps, rows=()).taps
                 pieces.append(torch.stack([taps[tap].to(tokens.device) for tap in self._taps]))
                 start += size
-        return torch.cat(pieces, 1)  # outside of inference mode, so that gradients may pass by it
+        return torch.cat(pieces, 1)  # outside of inference mode, so that autograd can use it

@@ -1,4 +1,4 @@
-"""A head's layers over whole texts at once, with gradients: what :mod:`drafters.heads.layers` computes row by row."""
+"""A head's layers on whole texts with gradients; :mod:`drafters.heads.layers` computes the same row by row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.runners.rotary import rotate, signed
 
 __all__ = ["Angles", "HeadLayer", "attend", "rotations"]
 
-Angles = tuple[torch.Tensor, torch.Tensor]  # [N, 1, d] cosines, and sines with their first half negated
+Angles = tuple[torch.Tensor, torch.Tensor]  # [N, 1, d] cosines, and sines whose first half is negated
 
 
 def rotations(config: HeadConfig, positions: torch.Tensor, like: torch.Tensor) -> Angles:
@@ -25,11 +25,11 @@ def rotations(config: HeadConfig, positions: torch.Tensor, like: torch.Tensor) -
 
 
 class HeadLayer:
-    """One layer of a head; its weights stay where they are.
+    """One layer of a head; it uses the module's own weights.
 
     Args:
         layer: :class:`drafters.heads.weights.Layer`.
-        config: the head's.
+        config: the head's config.
     """
 
     def __init__(self, layer: nn.Module, config: HeadConfig) -> None:
@@ -38,16 +38,16 @@ class HeadLayer:
         self._config, self._activation = config, ACT2FN[config.activation]
 
     def queries(self, inputs: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """[N, Hq, d] of ``inputs`` [N, ...]."""
+        """[N, Hq, d] the rotated queries of ``inputs`` [N, ...]."""
         return rotate(self._split(self._attention.q_proj(inputs), "q_norm"), *angles)
 
     def keys_values(self, inputs: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, turned, and values, [N, Hk, d] each."""
+        """Rotated keys, and values, [N, Hk, d] each."""
         keys = rotate(self._split(self._attention.k_proj(inputs), "k_norm"), *angles)
         return keys, self._split(self._attention.v_proj(inputs))
 
     def finished(self, residual: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """[N, W] behind the layer, of what its heads found, [N, Hq, d]."""
+        """[N, W] the layer's output, from its attention outputs [N, Hq, d]."""
         residual = residual + self._attention.o_proj(found.flatten(1))
         inputs = normed(residual, self._after.weight, self._config.norm_eps)
         mlp = self._mlp
@@ -67,14 +67,14 @@ def attend(
     seen: torch.Tensor,
     counts: Sequence[int],
 ) -> torch.Tensor:
-    """[N, Hq, d] what rows find in their windows' texts and in what was drafted beside them.
+    """[N, Hq, d] attention of rows over their windows' texts and the rows that were drafted beside them.
 
     Args:
         queries: [N, Hq, d], rows of the first window first.
         text: keys and values of the windows' rows, [B, L, Hk, d] each.
-        own: keys and values that a row sees beside the text, [N, S, Hk, d] each.
-        seen: [N, L] bool, what a row sees of its window's text.
-        counts: rows of each window.
+        own: keys and values that each row sees beside the text, [N, S, Hk, d] each; or None.
+        seen: [N, L] bool, what each row sees of its window's text.
+        counts: number of rows in each window.
     """
     keys, values = text
     groups = queries.shape[1] // keys.shape[2]

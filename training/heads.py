@@ -1,4 +1,4 @@
-"""What the trainings of heads have in common: a new head's sizes, its first weights, its loss and its figures."""
+"""The common part of training heads: a new head's sizes and first weights, the loss and the figures."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from training.run import DrafterTraining, TrainConfig
 
 __all__ = ["HeadTrainConfig", "HeadTraining", "begun", "started_head", "target_sizes"]
 
-_UNSURE = 0.5  # a random direction's logits spread over several nats where a model's own head reads it
+_UNSURE = 0.5  # scale of a new head's norm; at 1, random states' logits spread over several nats
 
 Share = Annotated[float, Ge(0), Le(1), "a number in [0, 1]"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTrainConfig(TrainConfig):
-    """What the trainings of heads have in common, beside TrainConfig's.
+    """The common options of training heads, beside those of TrainConfig.
 
     Attributes:
-        labels: ``soft``, the target's distribution, or ``hard``, its largest token.
-        top_k: keep only this much of the soft labels, for large vocabularies; 0 keeps all.
-        hard_share: of the loss that is the text's own next token, which is what is to be guessed at T=0; the rest is by
+        labels: ``soft`` for the target's distribution, or ``hard`` for its largest token.
+        top_k: number of tokens to keep of the soft labels, for large vocabularies; 0 keeps all.
+        hard_share: share of the loss on the text's own next token, which is what counts at T=0; the rest is the loss on
             ``labels``.
-        decay: the loss of a draft's token k, from 0, counts ``decay ** k``.
+        decay: weight ``decay ** k`` of the loss of a draft's token k, counted from 0.
     """
 
     top_k: Annotated[int, Ge(0), "an integer >= 0, where 0 keeps the whole distribution"] = 0
@@ -49,7 +49,7 @@ class HeadTrainConfig(TrainConfig):
 
 
 class HeadTraining(DrafterTraining):
-    """A head's training; subclasses add ``loss``, ``card`` and ``chains``.
+    """The training of a head; subclasses add ``loss``, ``card`` and ``chains``.
 
     Attributes:
         depth: tokens of a draft.
@@ -76,25 +76,25 @@ class HeadTraining(DrafterTraining):
         return tally.figures()
 
     def read(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the head reads, [B, L, taps x D], and the target's last states [N, D] at the batch's targets."""
+        """The head's inputs [B, L, taps x D], and the target's last states [N, D] at the batch's targets."""
         features, states = self.frozen.read(batch)
         like = next(self.head.layers.parameters())
         return torch.cat([features[tap] for tap in self.head.config.taps], -1).to(like.dtype), states
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., W] of tokens, by the target."""
+        """[..., W] the target's embeddings of tokens."""
         like = next(self.head.layers.parameters())
         with torch.no_grad():
             found = self.frozen.target.embed(tokens.flatten()).to(tokens.device, like.dtype)
         return found.clone().unflatten(0, tokens.shape)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., d] of states that passed the last norm, by the head's own matrix or the target's."""
+        """[..., d] logits of states behind the last norm, by the head's own matrix or the target's."""
         found: torch.Tensor = self.head.lm_head(states) if self.head.config.own_head else self.frozen.head(states)
         return found
 
     def guess_loss(self, guess: torch.Tensor, wanted: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """[N] nats of logits ``guess`` [N, d] against the target's, ``wanted``, and the ``text``'s own tokens [N]."""
+        """[N] loss in nats of logits ``guess`` [N, d] for the target's logits ``wanted`` and ``text`` tokens [N]."""
         share, config = self.config.hard_share, self.config
         loss = soft_loss(guess, wanted, labels=config.labels, top_k=config.top_k, reduction="none")
         if not share:
@@ -106,10 +106,10 @@ class HeadTraining(DrafterTraining):
 def target_sizes(
     target: TransformersTarget, taps: Sequence[int], *, heads: int, intermediate_size: int, least: int
 ) -> dict[str, Any]:
-    """Fields of a new head's config that follow from the target; 0 of ``heads`` or of an inner size is as there.
+    """The fields of a new head's config that follow from the target; 0 for ``heads`` or an inner size takes its size.
 
     Raises:
-        ConfigError: layers that the target does not have.
+        ConfigError: the target lacks a layer.
     """
     if not taps or min(taps) < least or max(taps) > target.num_layers or len({*taps}) < len(taps):
         raise ConfigError(
@@ -138,8 +138,8 @@ def target_sizes(
 
 
 def begun(head: Any, target: TransformersTarget, counts: torch.Tensor | None, seed: int) -> Any:
-    """Give a new head its first weights: random ones, the target's last norm, scaled so that guesses begin less sure,
-    and its matrix if it is to have one of its own. Its draft vocabulary are the most frequent tokens of ``counts`` [V].
+    """Set a new head's first weights: random ones; the target's last norm, scaled so that guesses begin less sure; and
+    the target's matrix, if the head has its own. The most frequent tokens in ``counts`` [V] are its draft vocabulary.
     """
     generator, config = torch.Generator().manual_seed(seed), head.config
     width = config.width
@@ -150,25 +150,25 @@ def begun(head: Any, target: TransformersTarget, counts: torch.Tensor | None, se
             if parameter.ndim == 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
         ones = torch.ones(1, width, dtype=target.dtype, device=target.head_device)
-        head.norm.weight.copy_(_UNSURE * target.norm(ones)[0])  # what a norm says of ones is its weight
+        head.norm.weight.copy_(_UNSURE * target.norm(ones)[0])  # the norm of ones is its weight
         if config.own_head:
             matrix = target.head if head.draft_tokens is None else target.head_of(head.draft_tokens)
             units = torch.eye(width, dtype=target.dtype, device=target.head_device)
-            head.lm_head.weight.copy_(matrix(units).T)  # what a linear says of unit vectors is its weight
+            head.lm_head.weight.copy_(matrix(units).T)  # the outputs for unit vectors are the weight's columns
     return head
 
 
 def started_head(made: Any, folder: str, drafter: str, kind: str, target: TransformersTarget) -> Any:
-    """The head in a folder, of any format that is read, to be trained further for a target.
+    """The head in a folder, in any format that specdec reads, to train further for a target.
 
     Args:
-        made: the class to have it as.
-        drafter: who drafts with it.
-        kind: that it must be of.
+        made: class of the result.
+        drafter: name of the drafter that uses it.
+        kind: kind that the head must have.
 
     Raises:
-        CheckpointError: there is none, or it is of another size.
-        ConfigError: it is of another kind.
+        CheckpointError: there is no head, or one of another size.
+        ConfigError: the head is of another kind.
     """
     found = load_head(Path(folder), drafter, target, check_target=False)
     config: HeadConfig = found.config

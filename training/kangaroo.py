@@ -1,4 +1,4 @@
-"""Training of Kangaroo's adapter: soft-label cross-entropy against the frozen target (Liu et al. 2024, section 3.3)."""
+"""Training Kangaroo's adapter: soft-label cross-entropy on a frozen target (Liu et al. 2024, section 3.3)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run"]
 class NewAdapter:
     """The adapter to train; see AdapterConfig.
 
-    ``heads`` and ``intermediate_size`` 0: as in the target, or near; with heads of 0, its groups, too.
+    With 0, ``heads`` and ``intermediate_size`` are about the target's, and with ``heads`` 0, ``key_heads`` too.
     """
 
     exit_layer: int = 2
@@ -45,14 +45,14 @@ class NewAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainConfig):
-    """What a training config may hold, beside TrainConfig's.
+    """The options of an adapter's training, beside those of TrainConfig.
 
     Attributes:
-        labels: ``soft``, the target's distribution, or ``hard``, its largest token.
-        top_k: keep only this much of the soft labels, for large vocabularies; 0 keeps all.
-        hard_share: of the loss that is the text's own next token, which is what is to be guessed at T=0; the rest is by
+        labels: ``soft`` for the target's distribution, or ``hard`` for its largest token.
+        top_k: number of tokens to keep of the soft labels, for large vocabularies; 0 keeps all.
+        hard_share: share of the loss on the text's own next token, which is what counts at T=0; the rest is the loss on
             ``labels``.
-        adapter: what is trained, see its class; with ``start``, that one is.
+        adapter: the new adapter, see its class; unused with ``start``, which trains an existing one.
     """
 
     out: str = "runs/kangaroo"
@@ -62,7 +62,7 @@ class Config(TrainConfig):
 
 
 class KangarooTraining(DrafterTraining):
-    """An adapter's training."""
+    """The training of an adapter."""
 
     config: Config
 
@@ -98,8 +98,8 @@ class KangarooTraining(DrafterTraining):
         return {**tally.figures(), "overlap": matched / max(count, 1)}
 
     def judge(self, text: Written) -> tuple[list[int], list[float], float]:
-        """For each new token: its rank among the guesses, 0 being the best, how sure that one was; and the sum of
-        ``min(p, q)`` over them.
+        """The rank of each new token among the guesses, 0 for the best; the probability of each best guess; and the sum
+        of ``min(p, q)`` over all new tokens.
         """
         batch = self.batch_of(text, text.prompt - 1, len(text.tokens) - 1)
         features, states = self.frozen.read(batch)
@@ -134,10 +134,10 @@ class KangarooTraining(DrafterTraining):
 def new_adapter(
     config: NewAdapter, target: TransformersTarget, *, counts: torch.Tensor | None = None, seed: int = 0
 ) -> Adapter:
-    """An untrained adapter for a target; ``counts`` [V] of the training data's tokens choose its draft vocabulary.
+    """An untrained adapter for a target; ``counts`` [V] of the data's tokens decide its draft vocabulary.
 
     Raises:
-        ConfigError: an exit layer that the target does not have.
+        ConfigError: the target lacks the exit layer.
     """
     if not 1 <= config.exit_layer < target.num_layers:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The log of a training run: a JSON line per step, a plot of the loss, and wandb where it is installed."""
+"""The log of a training run: a JSON line for each step, a plot of the loss, and wandb where it is installed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["TrainingLog", "draw_curves", "plot", "read_log"]
 
 
 class TrainingLog:
-    """Lines of ``log.jsonl``; lines after ``step``, of a run that was killed, are dropped.
+    """Writes ``log.jsonl``; lines behind ``step``, from a run that was killed, are dropped.
 
     Args:
-        folder: where ``log.jsonl`` and ``loss.png`` go.
-        step: steps done so far.
+        folder: folder of ``log.jsonl`` and ``loss.png``.
+        step: number of steps that are done.
         wandb: ``off``, ``offline`` (used if installed) or ``online``.
-        config: shown in wandb.
+        config: the config to show in wandb.
 
     Raises:
-        ConfigError: wandb is asked for and not installed.
+        ConfigError: wandb is required but not installed.
     """
 
     def __init__(self, folder: Path, step: int, *, wandb: str = "off", config: Any = None) -> None:
@@ -40,10 +40,10 @@ class TrainingLog:
         return writing("the log", self.path, "the last checkpoint is whole. Make room and start the same command again")
 
     def write(self, **values: Any) -> None:
-        """One line; ``step`` must be among the values.
+        """Write a line; ``step`` must be among the values.
 
         Raises:
-            CheckpointError: the disk is full, or the folder gone.
+            CheckpointError: the file cannot be written, for example because the disk is full.
         """
         with self._disk():
             append_lines(self.path, values)
@@ -51,7 +51,7 @@ class TrainingLog:
             self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
 
     def close(self) -> bool:
-        """Draw the plot and end the wandb run; False where there is nothing to draw with."""
+        """Draw the plot and end the wandb run; returns False where matplotlib is missing."""
         with self._disk():
             drawn = plot(read_log(self.path), self.path.with_name("loss.png"))
         if self._run is not None:
@@ -60,10 +60,10 @@ class TrainingLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; a last one that was cut short by a kill is left out.
+    """The lines of a log; an incomplete last line, from a kill, is left out.
 
     Raises:
-        ConfigError: a line that is none of a log's.
+        ConfigError: a line is not a log's.
     """
 
     def read(number: int, text: bytes) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> bool:
-    """Draw loss and evaluation over steps; False where matplotlib is not installed."""
+    """Draw loss and evaluation over steps; returns False where matplotlib is not installed."""
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     scores = [(line["step"], line["tokens_per_step"]) for line in lines if "tokens_per_step" in line]
     labels = ("step", "training loss, nats per token", "held-out tokens per step")
@@ -90,12 +90,12 @@ def draw_curves(
     *,
     labels: tuple[str, str, str],
 ) -> bool:
-    """Draw two curves over one axis, points (x, y) each; False where matplotlib is not installed.
+    """Draw two curves of points (x, y) over one axis; returns False where matplotlib is not installed.
 
     Args:
-        path: the picture's; its suffix says of what kind it is.
-        left, right: the points; without points on the right there is no right axis.
-        labels: of the axes: below, left, right.
+        path: the picture's path; the suffix decides its format.
+        left, right: the points; the right axis is left out where it has none.
+        labels: labels of the axes: below, left, right.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
-"""The training loop, for whatever is trainable: batches by number, exact resume, the best checkpoint by its use.
+"""The training loop for all drafters: batches by number, exact resume, and the best checkpoint by its measured use.
 
-Every batch is a function of (seed, step), and nothing else is random; a checkpoint holds weights, optimizer and step.
-So a run that is killed at any moment and started again ends, on a CPU, with the weights of one that was not.
+A batch depends on the seed and the step only, and nothing else is random; a checkpoint has weights, optimizer and step.
+So on a CPU, a run that is killed and started again ends with the same weights as one that ran through.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ Share = Annotated[float, Ge(0), Le(1), "a number in [0, 1]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """How the loop runs.
+    """The options of the loop.
 
     Attributes:
-        epochs: passes over the data, if ``steps`` is 0.
-        steps: optimizer steps; 0 follows from ``epochs``.
-        batch: windows per process and forward.
-        accumulate: forwards per optimizer step.
-        optimizer: ``adamw``, or ``muon`` for matrices (scaled so that AdamW's rates fit) with AdamW for the rest.
+        epochs: passes over the data, where ``steps`` is 0.
+        steps: optimizer steps; 0 computes them from ``epochs``.
+        batch: windows in a forward of one process.
+        accumulate: forwards in an optimizer step.
+        optimizer: ``adamw``; or ``muon`` for matrices, scaled to AdamW's learning rates, with AdamW for all else.
         lr: peak learning rate.
-        weight_decay: of matrices only.
-        beta2: of AdamW.
-        warmup: share of the steps over which the rate rises linearly.
-        decay: share of the steps over which it falls linearly to zero.
-        clip: largest norm of the gradient; 0 is off.
-        precision: ``no`` or ``bf16``, the computation's, or ``auto``, the latter where the device is fast in it;
-            weights stay in float32.
-        seed: of the order of the windows and of the initial weights.
-        eval_every, save_every, log_every: in steps; the last step always does all three.
+        weight_decay: weight decay of matrices; other parameters have none.
+        beta2: AdamW's beta2.
+        warmup: share of the steps in which the learning rate rises linearly.
+        decay: share of the steps in which it falls linearly to zero.
+        clip: bound of the gradient's norm; 0 for none.
+        precision: dtype of the computation, ``no`` for float32 or ``bf16``; ``auto`` takes ``bf16`` where the device is
+            fast in it. Weights stay in float32.
+        seed: seed of the windows' order and of the initial weights.
+        eval_every, save_every, log_every: intervals in steps; the last step always does all three.
         wandb: ``off``, ``offline`` (used where installed) or ``online``.
     """
 
@@ -82,31 +82,31 @@ class LoopConfig:
 
 
 class Trainable(Protocol):
-    """What a drafter's training file provides; the loop does the rest.
+    """The interface of a drafter's training; the loop does the rest.
 
     Attributes:
-        module: what is trained; its parameters that require a gradient.
-        metric: the figure of ``evaluate`` by which the best checkpoint is chosen, larger being better.
+        module: the module whose parameters with gradients are trained.
+        metric: name of the figure of ``evaluate`` that chooses the best checkpoint, the largest value.
     """
 
     module: nn.Module
     metric: str
 
     def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
-        """Loss *summed* over ``batch.targets``; ``module`` is the trained one, perhaps wrapped by accelerate."""
+        """The loss *summed* over ``batch.targets``; ``module`` is the trained module, perhaps wrapped by accelerate."""
 
     def evaluate(self) -> dict[str, float]:
-        """Figures on held-out data."""
+        """Figures on held-out data, by name."""
 
     def save(self, folder: Path) -> None:
-        """Write the module for use."""
+        """Write the module's weights for use."""
 
 
 @cache
 def half_is_fast(device: torch.device) -> bool:
-    """Whether a product in bfloat16 takes the device no longer than one in float32; on a CPU both are timed once.
+    """Whether bfloat16 products are as fast as float32 products on the device; a CPU's are timed once.
 
-    A checkpoint in bfloat16 says nothing of the machine: a CPU without instructions for it takes ten times as long.
+    A checkpoint's dtype does not tell: a CPU without bfloat16 instructions takes ten times as long for them.
     """
     if device.type != "cpu":
         return device.type != "cuda" or torch.cuda.is_bf16_supported()
@@ -114,7 +114,7 @@ def half_is_fast(device: torch.device) -> bool:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """The least of a few products' times, the first left out."""
+    """The least time of several products, in seconds, after one that is not counted."""
     matrix = torch.ones(512, 512, dtype=dtype)
     times = []
     for _ in range(4):
@@ -125,10 +125,10 @@ def _seconds(dtype: torch.dtype) -> float:
 
 
 def new_accelerator(config: LoopConfig) -> Accelerator:
-    """accelerate's view of the devices: one CPU or GPU, or as many as ``accelerate launch`` started."""
+    """The accelerator for the devices: one CPU or GPU, or as many as ``accelerate launch`` has started."""
     if config.precision != "auto":
         return Accelerator(mixed_precision=config.precision)
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # what the first one finds holds for all
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # the first state is shared by all later ones
     return Accelerator(mixed_precision="bf16" if half_is_fast(state.device) else "no")
 
 
@@ -141,19 +141,20 @@ def train(
     *,
     run: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Train to the end, from the last checkpoint in ``folder`` if there is one.
+    """Train to the end, from the last checkpoint in ``folder``, if there is one.
 
-    Leaves ``checkpoint.safetensors``, ``log.jsonl``, ``loss.png``, ``best/`` and ``last/`` there.
+    The run writes ``checkpoint.safetensors``, ``log.jsonl``, ``loss.png``, ``best/`` and ``last/`` there.
 
     Args:
-        run: JSON values that say what this run is; a checkpoint of another is refused.
+        run: JSON values that identify this run; another run's checkpoint is refused.
 
     Returns:
         The evaluation of the best checkpoint, and its ``step``.
 
     Raises:
-        NumericalError: loss or gradient is no number; the batch is named, and the weights are as before it.
-        CheckpointError: a checkpoint that cannot be read or written.
+        NumericalError: the loss or the gradient is NaN or infinite; the message names the batch, and its step is not
+            taken.
+        CheckpointError: a checkpoint cannot be read or written.
     """
     steps = config.steps or math.ceil(
         config.epochs * len(windows) / (config.batch * config.accumulate * accelerator.num_processes)
@@ -204,12 +205,12 @@ def train(
 
 
 def rows_of(step: int, config: LoopConfig, windows: int, rank: int, processes: int) -> list[npt.NDArray[np.int64]]:
-    """Window numbers of each forward of a step, for one process.
+    """The window numbers of each forward in a step, for one process.
 
-    Epoch e goes through the windows in the order of a permutation drawn from (seed, e); a step that crosses the end of
-    an epoch takes the rest from the next.
+    Epoch e takes the windows in an order drawn from (seed, e); a step at the end of an epoch takes the rest from the
+    next epoch.
 
-    Example: 5 windows, batch 2, accumulate 1, one process: steps take places 0 1 | 2 3 | 4 0' | 1' 2' | ...
+    Example: 5 windows, batch 2, accumulate 1, one process: steps take 0 1 | 2 3 | 4 0' | 1' 2' | ... of the orders.
     """
     each = config.batch * config.accumulate
     places = np.arange(step * each * processes + rank, (step + 1) * each * processes, processes)
@@ -229,14 +230,14 @@ def expected_seconds(
     steps: int,
     clock: Callable[[], float] = perf_counter,
 ) -> float:
-    """What so many steps will take, without evaluation, from a few forwards and backwards that change nothing.
+    """The expected seconds of all steps without evaluation, from a few forwards and backwards that change nothing.
 
-    A batch is timed twice: where the second time is the shorter, features were kept, and are paid for once a window.
+    Each batch is timed twice: a shorter second time shows that features are kept, and so computed once per window.
     """
     each, count = config.batch, len(windows)
     firsts = [np.arange(place * each, (place + 1) * each) % count for place in range(2)]
     times = []
-    for rows in (firsts[0], firsts[1], firsts[1]):  # the first one warms up
+    for rows in (firsts[0], firsts[1], firsts[1]):  # the first one is a warm-up
         began = clock()
         with accelerator.autocast():
             loss = trainable.loss(trainable.module, windows.at(rows).to(accelerator.device))
@@ -252,7 +253,7 @@ def expected_seconds(
 
 
 def rate_at(step: int, steps: int, config: LoopConfig) -> float:
-    """Factor on the learning rate: up linearly, flat, down linearly to zero after the last step."""
+    """The factor of the learning rate at a step: rising linearly, constant, and falling to zero after the last step."""
     warm = max(config.warmup * steps, 1e-9)
     cool = max(config.decay * steps, 1e-9)
     return min(1.0, (step + 1) / warm, (steps - step) / cool)
@@ -273,7 +274,7 @@ def _optimizers(module: nn.Module, config: LoopConfig) -> list[torch.optim.Optim
 
 
 class _Training:
-    """A trainable and its optimizers, as accelerate prepares them."""
+    """A trainable and its optimizers, prepared by accelerate."""
 
     def __init__(
         self,
@@ -287,7 +288,7 @@ class _Training:
         self._module, *self._optimizers = accelerator.prepare(trainable.module, *optimizers)
 
     def step(self, step: int) -> dict[str, float]:
-        """One optimizer step; the loss is the mean over the trained tokens of all its forwards on all processes."""
+        """Do an optimizer step; the loss is the mean over all trained tokens of its forwards on all processes."""
         accelerator, config = self._accelerator, self._config
         rows = rows_of(step, config, len(self._windows), accelerator.process_index, accelerator.num_processes)
         batches = [self._windows.at(part, step).to(accelerator.device) for part in rows]
@@ -295,10 +296,10 @@ class _Training:
         count = max(float(accelerator.reduce(counts, "sum")), 1.0)
         total = torch.zeros((), device=accelerator.device)
         for number, batch in enumerate(batches):
-            waits = number < len(batches) - 1  # gradients travel between processes once, with the last forward
+            waits = number < len(batches) - 1  # only the last forward exchanges gradients between processes
             with accelerator.no_sync(self._module) if waits else nullcontext(), accelerator.autocast():
                 loss = self._trainable.loss(self._module, batch) / count
-                # Processes average their gradients; the loss is a sum over all.
+                # Processes average their gradients, but the loss is a sum over all of them.
                 accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()
         value = float(accelerator.reduce(total, "sum"))
@@ -318,7 +319,7 @@ class _Training:
     def evaluate(
         self, folder: Path, step: int, best: dict[str, float] | None, log: TrainingLog, bar: Any
     ) -> dict[str, float]:
-        """Evaluate, and keep the module if it is the best so far; returns the best so far."""
+        """Evaluate, and save the module if it is the best so far; returns the best evaluation so far."""
         trainable = self._trainable
         trainable.module.eval()
         figures = trainable.evaluate()

@@ -1,4 +1,4 @@
-"""Losses of a guess at what the target would say."""
+"""Losses of guesses at the target's distribution."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["soft_loss"]
 def soft_loss(
     guess: torch.Tensor, wanted: torch.Tensor, *, labels: str = "soft", top_k: int = 0, reduction: str = "sum"
 ) -> torch.Tensor:
-    """Cross-entropy of logits ``guess`` [N, V] against those of the target, ``wanted`` [N, V]; nats, summed over N.
+    """The cross-entropy of logits ``guess`` [N, V] for the target's logits ``wanted`` [N, V]; in nats, summed over N.
 
-    ``reduction`` ``none``: those of each row, [N].
+    With ``reduction`` ``none``, the result is [N], one for each row.
     """
     if labels == "hard":
         return F.cross_entropy(guess, wanted.argmax(-1), reduction=reduction)

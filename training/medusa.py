@@ -1,4 +1,4 @@
-"""Training of Medusa's heads on a frozen target: Medusa-1 (Cai et al. 2024, section 2.2.1)."""
+"""Training Medusa's heads on a frozen target: Medusa-1 (Cai et al. 2024, section 2.2.1)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from training.run import DrafterTraining, TrainConfig, parameters_of, run_traini
 
 __all__ = ["Config", "MedusaTraining", "NewHeads", "ahead", "new_heads", "roots_of", "run", "started_heads"]
 
-_RANKS, _KEPT = 3, 10  # whose accuracy is logged, and kept with the heads
+_RANKS, _KEPT = 3, 10  # ranks whose accuracy is logged, and ranks stored with the heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,13 @@ class NewHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainConfig):
-    """What a training config may hold, beside TrainConfig's.
+    """The options of the heads' training, beside those of TrainConfig.
 
     Attributes:
-        labels: ``hard``, the text's tokens as in the paper, or ``soft``, the target's distribution for their places.
-        decay: head k's loss counts ``decay ** k``, k from 1.
-        tree: whose tokens per step choose the best checkpoint; a preset, a YAML file or rank paths.
-        heads: what is trained, see its class; with ``start``, those are, and ``sees_root`` alone counts here.
+        labels: ``hard`` for the text's tokens, as in the paper, or ``soft`` for the target's distributions.
+        decay: weight ``decay ** k`` of head k's loss, counted from 1.
+        tree: the tree whose tokens per step choose the best checkpoint: a preset, a YAML file or rank paths.
+        heads: the new heads, see their class; with ``start``, which trains existing ones, only ``sees_root`` is used.
     """
 
     out: str = "runs/medusa"
@@ -60,12 +60,12 @@ class Config(TrainConfig):
 
     @property
     def paths(self) -> list[list[int]]:
-        """The rank paths that ``tree`` means."""
+        """The rank paths of ``tree``."""
         return paths_of(self.tree)
 
 
 class MedusaTraining(DrafterTraining):
-    """Heads' training."""
+    """The training of Medusa's heads."""
 
     config: Config
 
@@ -93,7 +93,7 @@ class MedusaTraining(DrafterTraining):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Tokens per step with the tree; for each head, how often the text's token has rank 0, 1, ... among its own."""
+        """Tokens per step with the tree; for each head, how often its guess of rank 0, 1, ... is the text's token."""
         heads, steps, tokens = self.heads.config.heads, 0, 0
         ranks: list[list[int]] = [[] for _ in range(heads)]
         for text in self.texts:
@@ -111,9 +111,9 @@ class MedusaTraining(DrafterTraining):
         return figures
 
     def judge(self, text: Written) -> list[list[int]]:
-        """For each head k and position i: the rank, for the head reading i's state, of token i + 1 + k.
+        """For each head k and position i: the rank of token i + 1 + k in the head's guesses from state i.
 
-        -1 before the first position that drafting reads, which is the last but one of the prompt.
+        The rank is -1 before the first position that drafting reads, the last but one of the prompt.
         """
         size, first, ranks = len(text.tokens), max(text.prompt - 2, 0), []
         batch = self.batch_of(text, 0, size - 1)
@@ -141,7 +141,7 @@ class MedusaTraining(DrafterTraining):
         )
 
     def _brought(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """What the heads read: ``states`` of the batch's targets, and where they see it the token that follows each."""
+        """The heads' inputs: ``states`` of the batch's targets and, if they see the root, next tokens' embeddings."""
         if not self.heads.config.sees_root:
             return states
         with torch.no_grad():
@@ -152,13 +152,13 @@ class MedusaTraining(DrafterTraining):
 
 
 def ahead(batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For head ``number`` (from 1): which of ``batch.targets`` have the target ``number`` places on in the same text.
+    """For head ``number`` (from 1): the targets with another target ``number`` places further in the same text.
 
-    Returns two lists of indices into ``batch.targets``: the positions that a head reads, and those whose next token it
-    guesses there.
+    Returns two lists of indices in ``batch.targets``: the positions that the head reads, and the positions whose next
+    token it guesses there.
 
-    Example: targets 0 1 2 5 6 of one window, positions 5 and 6 being another text: head 1 reads 0 1 5 (indices 0 1 3)
-    and guesses what follows 1 2 6 (indices 1 2 4).
+    Example: targets 0 1 2 5 6 of one window, where 5 and 6 are another text. Head 1 reads 0 1 5 (indices 0 1 3) and
+    guesses the tokens behind 1 2 6 (indices 1 2 4).
     """
     targets, documents = batch.targets, batch.documents
     length = documents.shape[1]
@@ -173,14 +173,14 @@ def ahead(batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def roots_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Written) -> list[int]:
-    """Where the engine's steps begin in a text, from ``MedusaTraining.judge``'s ranks: the positions of the roots.
+    """The positions of the roots of the engine's steps in a text, from the ranks of ``MedusaTraining.judge``.
 
-    With the root at position r the heads read r - 1, and a node of depth d holds the text's token if its rank is that
-    of token r + d.
+    With the root at position r, the heads read state r - 1. A node of depth d has the text's token if the node's rank
+    is that of token r + d.
     """
     root, last, roots = text.prompt - 1, len(text.tokens) - 1, list[int]()
     while root < last:
-        right = {0: 0}  # row -> depth, of the rows that hold the text
+        right = {0: 0}  # row -> depth, for rows with the text's tokens
         for row, node in enumerate(nodes, 1):
             fits = root >= 1 and node.depth < last - root and node.parent in right
             if fits and ranks[node.depth - 1][root - 1] == node.rank:
@@ -191,9 +191,9 @@ def roots_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Writte
 
 
 def new_heads(config: NewHeads, target: TransformersTarget, *, counts: torch.Tensor | None = None) -> MedusaHeads:
-    """Untrained heads for a target; each repeats its next token.
+    """Untrained heads for a target; each repeats the target's next token.
 
-    ``counts`` [V] of the training data's tokens choose their draft vocabulary.
+    ``counts`` [V] of the data's tokens decide their draft vocabulary.
     """
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     heads = MedusaHeads(HeadsConfig(**asdict(config), **sizes, target=fingerprint(target)))
@@ -204,10 +204,10 @@ def new_heads(config: NewHeads, target: TransformersTarget, *, counts: torch.Ten
 
 
 def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
-    """The heads of ``config.start``, to be trained further for a target; if they are to see the root, they learn to.
+    """The heads of ``config.start``, to train further for a target; with ``sees_root`` they learn to use the root.
 
     Raises:
-        ConfigError: a tree that they cannot fill; else as :func:`training.run.started`.
+        ConfigError: they cannot fill the tree; for other errors see :func:`training.run.started`.
     """
     heads: MedusaHeads = started(MedusaHeads, str(config.start), target, "medusa")
     if config.heads.sees_root:

@@ -1,4 +1,4 @@
-"""Packing: samples laid end to end into windows of one length, so that nothing but the very last window is padded."""
+"""Packing: samples are laid end to end into windows of one length, so only the very last window has padding."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Batch:
     Attributes:
         tokens: [B, L] int64.
         targets: [N] int64, rows of the flattened [B * L] whose *next* token is trained, ascending.
-        positions: [B, L] int64, each token's place in its own piece of text.
-        documents: [B, L] int64, number of the piece; tokens see only their own.
-        numbers: [B] int64, which windows of a data set they are; None for texts that are of none.
-        step: of the run that they are trained in, for what is drawn anew every time they come.
+        positions: [B, L] int64, each token's position in its piece of text.
+        documents: [B, L] int64, number of each token's piece; tokens see only their own piece.
+        numbers: [B] int64, the windows' indices in their data set; None for other texts.
+        step: step of the training run, for random choices that differ each time that a window is used.
     """
 
     tokens: torch.Tensor
@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """[B, 1, L, L] bool, which tokens see which; None where every window is one piece (plainly causal)."""
+        """[B, 1, L, L] bool, True where a token sees another; None where every window is one piece, so causal."""
         if not bool((self.documents != self.documents[:, :1]).any()):
             return None
         same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
@@ -51,7 +51,7 @@ class Batch:
 class Windows:
     """All windows of a data set, in memory: 7 bytes a token.
 
-    ``at`` makes a batch of chosen windows, so that the order of training is a function of the caller's numbers alone.
+    ``at`` makes a batch of given windows, so the caller's numbers alone decide the order of training.
     """
 
     def __init__(self, tokens: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_], starts: npt.NDArray[np.bool_]):
@@ -62,28 +62,28 @@ class Windows:
 
     @property
     def length(self) -> int:
-        """L, tokens of a window."""
+        """L, the number of tokens of a window."""
         return int(self._tokens.shape[1])
 
     @property
     def trained(self) -> int:
-        """Trained tokens in all."""
+        """The number of trained tokens in all windows."""
         return int(self._trained.sum())
 
     @property
     def digest(self) -> str:
-        """A hash of tokens and masks: the same data, packed alike."""
+        """A hash of tokens and masks; equal data, packed alike, have equal hashes."""
         hashed = hashlib.sha256(self._tokens.tobytes())
         hashed.update(np.packbits(self._trained).tobytes())
         return hashed.hexdigest()[:16]
 
     def at(self, rows: npt.NDArray[np.int64], step: int = 0) -> Batch:
-        """The batch of these windows, in a step of a run."""
+        """The batch of these windows, for a step of a run."""
         starts = self._starts[rows]
         documents = np.cumsum(starts, 1)
         places = np.arange(self.length)
         begins = np.maximum.accumulate(np.where(starts, places, 0), 1)
-        # Position i predicts token i + 1, of the same piece, if that one is trained.
+        # Position i predicts token i + 1, if that is trained and in the same piece.
         follows = np.zeros(starts.shape, dtype=bool)
         follows[:, :-1] = self._trained[rows][:, 1:] & ~starts[:, 1:]
         return Batch(
@@ -97,11 +97,11 @@ class Windows:
 
 
 def pack(samples: Iterable[Sample], length: int, *, pad: int = 0) -> Windows:
-    """Lay samples end to end; a piece that is cut by a window's edge goes on as a piece of its own.
+    """Lay samples end to end; where a window's edge cuts a sample, the rest is a piece of its own.
 
-    The last window is filled with ``pad``, untrained. Windows without a trained token are left out.
+    The last window is padded with ``pad``, untrained. Windows without trained tokens are left out.
 
-    Example: samples of 3 and 4 tokens at length 5 become a a a b b | b b . . .
+    Example: samples of 3 and 4 tokens with length 5 become a a a b b | b b . . .
     """
     tokens: list[int] = []
     trained: list[bool] = []

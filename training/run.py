@@ -1,4 +1,4 @@
-"""A training run: the options that all drafters' have in common, and from them to weights with a card beside them."""
+"""A training run: the options that all drafters share, and the path from a config to weights with a card."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ __all__ = ["DrafterTraining", "TrainConfig", "frozen_target", "parameters_of", "
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(WeightsOptions):
-    """Of any drafter's training; ``model`` and ``dtype`` are the frozen target's.
+    """The options of any drafter's training; ``model`` and ``dtype`` are the frozen target's.
 
     Attributes:
-        data: ``stdlib``, files of conversations, or of text; :mod:`specdec.settings.formats` says which is which.
-        eval_data: the same for evaluation; empty holds out a share of ``data``.
-        out: folder of checkpoint, log and result.
-        start: folder of weights to go on from, such as those in this package, on data of one's own; what is trained is
-            as they are then. None trains new ones.
-        labels: ``soft``, the target's distribution, or ``hard``, one token; see the drafter's own.
-        keep_features: GiB of the target's features that are held in memory, so that later epochs need no forward of it.
-        save_dtype: of the weights' file, ``float32`` or ``bfloat16``; checkpoints keep float32.
+        data: ``stdlib``, or files with conversations or text; see :mod:`specdec.settings.formats`.
+        eval_data: the same for evaluation; if empty, a share of ``data`` is held out.
+        out: folder for checkpoint, log and result.
+        start: folder of weights to train further, such as this package's own, for example on other data; they keep
+            their sizes. None trains new ones.
+        labels: ``soft`` for the target's distribution, or ``hard`` for one token; see the drafter's own config.
+        keep_features: GiB of the target's features to keep in memory, so that later epochs need no forward of the
+            target.
+        save_dtype: dtype of the weights' file, ``float32`` or ``bfloat16``; checkpoints are float32.
         text, loop, evaluation: see their classes.
 
     Raises:
-        ConfigError: no data, or labels of another kind.
+        ConfigError: there is no data, or ``labels`` has another value.
     """
 
     data: list[str] = field(default_factory=list)
@@ -73,17 +74,17 @@ class TrainConfig(WeightsOptions):
 
 
 def parameters_of(module: nn.Module) -> int:
-    """How many numbers a module holds."""
+    """The number of a module's parameters."""
     return sum(p.numel() for p in module.parameters())
 
 
 def frozen_target(options: WeightsOptions, device: torch.device) -> tuple[TransformersTarget, str]:
-    """The target to train for, in a dtype that the device is fast in where ``auto`` leaves it open; a line about it.
+    """The target, and a line about it; where ``auto`` leaves its dtype open, it is one that is fast on the device.
 
-    Native layers are as fast in either, as they widen weights while they read them.
+    Native layers are equally fast in both, as they widen weights while reading them.
 
     Raises:
-        SpecdecError: no model there, or one that specdec cannot drive.
+        SpecdecError: there is no model, or one that specdec cannot run.
     """
     target = TransformersTarget.from_pretrained(options.model, dtype=options.dtype, device=device)
     reason = ""
@@ -96,10 +97,10 @@ def frozen_target(options: WeightsOptions, device: torch.device) -> tuple[Transf
 
 
 def started(kind: Any, folder: str, target: TransformersTarget, drafter: str) -> Any:
-    """The weights of a kind in a folder, to be trained further for a target.
+    """The weights in a folder, of class ``kind``, to train further for a target.
 
     Raises:
-        CheckpointError: there are none, or they are of another size.
+        CheckpointError: there are none, or they have another size.
     """
     module = kind.from_pretrained(folder)
     check_fit(module.config, target, drafter, check_target=False)
@@ -108,16 +109,16 @@ def started(kind: Any, folder: str, target: TransformersTarget, drafter: str) ->
 
 
 class DrafterTraining:
-    """A drafter's module, its frozen target and the texts that it is judged by; see :class:`training.loop.Trainable`.
+    """A drafter's module, its frozen target and its evaluation texts; see :class:`training.loop.Trainable`.
 
-    Subclasses add ``loss`` and ``evaluate``, and ``card``, a :class:`training.card.CardText`.
+    Subclasses add ``loss``, ``evaluate`` and ``card``, a :class:`training.card.CardText`.
 
     Args:
-        module: what is trained; it has ``draft_tokens``, a dataclass ``config`` and ``save_pretrained``.
-        target: the model that is drafted for.
-        texts: what it wrote.
-        config: the run's.
-        layers: the target's early layers that ``loss`` reads.
+        module: the trained module; it has ``draft_tokens``, a dataclass ``config`` and ``save_pretrained``.
+        target: the target.
+        texts: texts that the target wrote.
+        config: the run's config.
+        layers: the target's layers whose features ``loss`` reads.
     """
 
     metric = "tokens_per_step"
@@ -135,13 +136,13 @@ class DrafterTraining:
         self.frozen = FrozenTarget(target, layers, draft_tokens=module.draft_tokens, keep=keep)
 
     def batch_of(self, text: Written, first: int, end: int) -> Batch:
-        """A text as a batch by itself, whose targets are the positions from ``first`` to before ``end``."""
+        """A batch of one text, whose targets are the positions [first, end)."""
         tokens = torch.tensor([text.tokens], device=self.frozen.target.device)
         places = torch.arange(len(text.tokens), device=tokens.device)
         return Batch(tokens, places[first:end], places[None], torch.zeros_like(tokens))
 
     def save(self, folder: Path) -> None:
-        """Write the module for use."""
+        """Write the module's weights for use."""
         self.module.save_pretrained(folder, dtype=getattr(torch, self.config.save_dtype))
 
 
@@ -154,18 +155,18 @@ def run_training(
     """Train as a config says; returns the best checkpoint's evaluation.
 
     Args:
-        config: the run's.
-        option: the drafter's option that takes the weights' folder, such as ``medusa.heads``.
-        make: the module to train, for a target and [V] counts of the data's tokens; it has a dataclass ``config``.
-        kind: the class of :class:`DrafterTraining` that trains it.
+        config: the run's config.
+        option: name of the drafter's option for the weights' folder, such as ``medusa.heads``.
+        make: makes the module to train from the target and [V] counts of the data's tokens.
+        kind: class of :class:`DrafterTraining` that trains it.
 
     Raises:
-        SpecdecError: whatever is wrong with config, data, model or disk; see the parts.
+        SpecdecError: an error of the config, the data, the model or the disk; see the parts.
     """
     out = Path(config.out)
     check_place(out, "a training run", folder=True)
     loop, former = config.loop, precision_of(out / "checkpoint.safetensors")
-    if loop.precision == "auto" and former is not None:  # what is fast may look otherwise now, and is not asked again
+    if loop.precision == "auto" and former is not None:  # a new timing could choose another precision
         loop = replace(loop, precision=former)
     accelerator = new_accelerator(loop)
     with held_folder(out) if accelerator.is_main_process else nullcontext():

@@ -1,4 +1,4 @@
-"""What reading leaves out: every record by its place and reason, and not more than a few unless asked for."""
+"""Records that reading leaves out: each with its place and reason, and only a few unless the options allow more."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from specdec.settings.formats import Record
 __all__ = ["SKIPPING", "Skipping", "Skips"]
 
 Skipping = Literal["few", "any"]
-"""How much of a file may be left out: at most three records, or one in a hundred; or all."""
+"""How many records of a file can be left out: a few (three, or one in a hundred), or any number."""
 
 SKIPPING = ("few", "any")
 
-_NAMED = 5  # places that a line names
+_NAMED = 5  # number of places that a line names
 
 
 @dataclass(slots=True)
 class Skips:
-    """What was left out or mended.
+    """The record of what was left out or mended.
 
     Attributes:
-        skipped, mended: reason -> how often.
-        place: the file that is read at the moment and the place in it, such as ``line 3``; None where it has none.
-        places: reason -> places of what was left out for it.
+        skipped, mended: reason -> number of records.
+        place: the file and place that is being read, such as ``line 3``; None where there is none.
+        places: reason -> places of the records that were left out.
     """
 
     skipped: Counter[str] = field(default_factory=Counter)
@@ -39,13 +39,13 @@ class Skips:
     places: defaultdict[str, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
 
     def skip(self, reason: str) -> None:
-        """Leave out what is read at the moment."""
+        """Leave out the record that is being read."""
         self.skipped[reason] += 1
         if self.place is not None:
             self.places[reason].append(self.place)
 
     def lines(self) -> list[str]:
-        """One line per reason, the most frequent first, with the first places."""
+        """A line for each reason with its first places, the most frequent reason first."""
         return [
             f"{count} {what}: {reason}{self._where(reason) if what == 'skipped' else ''}"
             for what, reasons in (("skipped", self.skipped), ("mended", self.mended))
@@ -53,10 +53,10 @@ class Skips:
         ]
 
     def values(self, path: Path, records: Sequence[Record], skipping: Skipping, remedy: str) -> Iterator[Any]:
-        """The values of a file's records, whose places are known while each is looked at.
+        """Yield the values of a file's records, and set each one's place while it is processed.
 
         Raises:
-            ConfigError: when all have been looked at, and more than a few were left out; ``remedy`` says how to go on.
+            ConfigError: after the last record, if more than a few were left out; ``remedy`` is the message's advice.
         """
         before = self.skipped.total()
         for record in records:

@@ -1,8 +1,8 @@
-"""Spans: which characters of a conversation, written down, are its answers: by how it is written, not by their words.
+"""Spans: which characters of a conversation's text are its answers, by the template's output and not by their words.
 
-An answer is what the model would write: it begins behind the prompt for it, which is the turns before it with the
-template's generation prompt, and ends with the token that ends its turn. Both places are found by writing the
-conversation down again, up to the answer, and with a mark in the answer's place.
+An answer is what the model would write: it begins behind its prompt, which is the earlier turns with the template's
+generation prompt, and ends with the token that ends its turn. Both places are found by rendering the conversation
+again, up to the answer, and with a mark in the answer's place.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["Message", "Span", "Writer", "answer_spans", "chat_spans", "plain", "
 Message = dict[str, str]
 
 Span = tuple[int, int]
-"""The first character, and the one behind the last."""
+"""The index of the first character, and the one behind the last."""
 
 Writer = Callable[[Sequence[Message], bool], str]
-"""Writes messages down as one text; with True, as a prompt for an answer to them. Raises ValueError if it refuses."""
+"""Renders messages as one text; with True, as a prompt for an answer. Raises ValueError where it refuses them."""
 
 
 class _Answer(NamedTuple):
-    """Where an answer begins, where its words end, and where the token behind them does that ends it."""
+    """Where an answer begins, where its words end, and the end of the token that ends its turn."""
 
     start: int
     words: int
@@ -36,7 +36,7 @@ class _Answer(NamedTuple):
 
 
 def vicuna_writer(eos: str) -> Writer:
-    """As Vicuna's version 1.1 writes."""
+    """A writer in the format of Vicuna's version 1.1."""
 
     def write(messages: Sequence[Message], prompt: bool) -> str:
         said = [{**message, "content": message["content"].strip()} for message in messages]
@@ -46,21 +46,21 @@ def vicuna_writer(eos: str) -> Writer:
 
 
 def plain(messages: Sequence[Message], prompt: bool) -> str:
-    """Turns end to end."""
+    """Turns without separators."""
     return "".join(message["content"] for message in messages)
 
 
 def chat_spans(messages: Sequence[Message], tokenizer: Any, ends: Collection[str]) -> tuple[str, list[Span]]:
-    """As ``answer_spans``, by the tokenizer's chat template.
+    """``answer_spans`` with the tokenizer's chat template.
 
-    Where the template itself marks what is the assistant's (``{% generation %}``), that is taken, by characters, as
-    transformers' ``return_assistant_tokens_mask`` has it, and the token that ends an answer if it was left outside.
+    Where the template itself marks the assistant's text (``{% generation %}``), that is used, by characters, as in
+    transformers' ``return_assistant_tokens_mask``, plus the token that ends an answer, if the mark leaves it out.
     """
 
     def write(messages: Sequence[Message], prompt: bool) -> str:
         try:
             text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
-        except Exception as error:  # a template is code of others: it may raise anything
+        except Exception as error:  # a template is the checkpoint's code and may raise anything
             raise ValueError(f"the chat template refused it: {first_line(error)}") from error
         return text
 
@@ -79,31 +79,31 @@ def chat_spans(messages: Sequence[Message], tokenizer: Any, ends: Collection[str
 
 
 def answer_spans(messages: Sequence[Message], write: Writer, ends: Collection[str]) -> tuple[str, list[Span]]:
-    """The text of a conversation, and the span of each answer with the token that ends it.
+    """A conversation's text, and the span of each answer with the token that ends it.
 
     Args:
-        messages: with ``role`` and ``content``.
-        write: writes them down.
-        ends: texts of the tokens that may end a turn.
+        messages: messages with ``role`` and ``content``.
+        write: renders messages.
+        ends: texts of the tokens that can end a turn.
 
     Raises:
-        ValueError: the messages are refused, or written so that an answer's place is not certain.
+        ValueError: the writer refuses the messages, or an answer's place is not certain.
 
-    Example: of a question "Hi" and an answer "Yes", written as ``<|user|>Hi<|end|>\\n<|assistant|>Yes<|end|>\\n``, the
-    span is that of ``Yes<|end|>``.
+    Example: for a question "Hi" and an answer "Yes", rendered as ``<|user|>Hi<|end|>\\n<|assistant|>Yes<|end|>\\n``,
+    the span is that of ``Yes<|end|>``.
     """
     text = write(messages, False)
     return text, [(answer.start, answer.end) for answer in _answers(messages, text, write, ends)]
 
 
 def trained_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each token has a character of a span.
+    """For each token, whether it has a character in a span.
 
     Args:
-        offsets: characters of each token. A token of spaces may have none, and lie behind them: GPT-2's are trimmed.
-        spans: ascending.
+        offsets: the characters of each token. A token of spaces can be empty and lie behind them: GPT-2's are trimmed.
+        spans: the spans, ascending.
 
-    Example: of tokens at (0, 2), (2, 3), (3, 4), (4, 8) the span (2, 4) has the second and the third.
+    Example: of tokens at (0, 2), (2, 3), (3, 4), (4, 8), the second and third are in the span (2, 4).
     """
     trained: list[bool] = []
     number = 0
@@ -141,29 +141,29 @@ def _answer(
     words = len(text) - len(behind[0])
     start = _start(earlier, before, text, write)
     said, wanted = ("".join(part.split()) for part in (text[start:words], messages[place]["content"]))
-    # It may say more, as an empty block of reasoning, which the model writes, too; or less, where reasoning is dropped.
+    # The text can have more, such as an empty block of reasoning that the model writes; or less, without reasoning.
     if not said or not (said.endswith(wanted) or wanted.endswith(said)):
         raise ValueError("the chat template changed the assistant's words")
     ending = end_token.match(behind[0])
-    # A token that is there for the next turn alone ends none.
+    # A token that only begins the next turn does not end an answer.
     if ending and later and not end_token.match(write([*earlier, marked], False).partition(mark)[2]):
         ending = None
     return _Answer(start, words, words + (ending.end() if ending else 0))
 
 
 def _start(earlier: Sequence[Message], before: str, text: str, write: Writer) -> int:
-    """Where the model begins to write; ``before`` is what stands before a mark in the answer's place."""
+    """The place where the model begins to write; ``before`` is the text before a mark in the answer's place."""
     prompt = write(earlier, True)
     follows = text.startswith(prompt)
     if follows and (prompt == before or prompt != write(earlier, False)):
         return len(prompt)
-    if text.startswith(before):  # no generation prompt, or one that opens what this answer lacks, such as reasoning
+    if text.startswith(before):  # no generation prompt, or one that opens reasoning that this answer lacks
         return len(before)
     raise ValueError("the chat template writes a conversation otherwise than the prompts for its answers")
 
 
 def _mark(text: str) -> str:
-    """Characters that are not in a text, and mean nothing to any template."""
+    """Characters that are not in a text and have no meaning for any template."""
     size = 1
     while (mark := "\ue000" * size + "\ue001") in text:
         size += 1
@@ -171,7 +171,7 @@ def _mark(text: str) -> str:
 
 
 def _marks(messages: Sequence[Message], tokenizer: Any, text: str) -> list[Span]:
-    """What the chat template marks as the assistant's."""
+    """The spans that the chat template marks as the assistant's."""
     template = tokenizer.get_chat_template()
     if not re.search(r"\{%-?\s*generation\s*-?%\}", template):
         return []
