@@ -197,7 +197,9 @@ class _Int4Filling(Filling):
             raise self._unfit(f"1 missing, such as {name}")
         tensor: torch.Tensor = file.get_tensor(name)
         if tensor.shape != tuple(shape):
-            raise self._unfit(f"1 misshapen, such as {name}, {list(tensor.shape)} in place of {list(shape)}")
+            told = f"quantization_config: {self._settings.method}, 4 bits, group_size {self._settings.group_size}"
+            asked = f" by its {told}" if torch.int32 in dtypes or torch.float16 in dtypes else ""
+            raise self._unfit(f"1 misshapen, such as {name}, {list(tensor.shape)} in place of {list(shape)}{asked}")
         if dtypes and tensor.dtype not in dtypes:
             raise self._unfit(f"1 of another dtype, such as {name}, {str(tensor.dtype)[6:]}")
         self._left.discard(name)

@@ -184,7 +184,7 @@ def _permute(tensors: dict[str, torch.Tensor]) -> None:
         (lambda tensors: tensors.pop("model.norm.weight"), "1 missing, such as model.norm.weight"),
         (
             lambda tensors: tensors.update({f"{PLACE}.qweight": torch.zeros(32, 256, dtype=torch.int32)}),
-            rf"1 misshapen, such as {PLACE}.qweight, \[32, 256\] in place of \[16, 256\]",
+            rf"1 misshapen, such as {PLACE}.qweight, \[32, 256\] in place of \[16, 256\] by its .* group_size 32",
         ),
         (
             lambda tensors: tensors.update({f"{PLACE}.qweight": torch.zeros(16, 256)}),
